@@ -1,0 +1,122 @@
+"""The only "CPU or CUDA?": names of devices, and what one does with a device on either.
+
+A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, told apart by position alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from mirror.errors import DeviceError
+
+_CPU = torch.device("cpu")
+_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]+))?", re.IGNORECASE)
+_SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
+
+
+def resolve(
+    devices: Sequence[torch.device | str] | torch.device | str | None = None,
+) -> tuple[torch.device, ...]:
+    """Returns the devices that the names stand for, one per replica, in order.
+
+    Understood, in any case, are ``"cpu"``, ``"cuda"`` (the first one), ``"cuda:1"``, ``"cpu:1"``
+    (the CPU again: it has no index) and TensorFlow's ``"GPU:1"``, ``"/gpu:1"``,
+    ``"/device:GPU:1"``. A repeated entry stays: it makes several replicas on one device.
+
+    Args:
+        devices: a sequence of devices or names, or one of them alone; ``None`` or empty for all
+            visible CUDA devices, or one CPU device where there is none.
+
+    Raises:
+        DeviceError: a device does not exist or is of an unknown type, or CPU and CUDA are mixed.
+    """
+    wanted: tuple[object, ...]
+    if devices is None:
+        wanted = ()
+    elif isinstance(devices, Iterable) and not isinstance(devices, str):
+        wanted = tuple(devices)
+    else:
+        wanted = (devices,)
+    num_cuda = num_cuda_devices()
+    if not wanted:
+        return tuple(torch.device("cuda", i) for i in range(num_cuda)) or (_CPU,)
+    resolved = tuple(_resolve_one(device, num_cuda) for device in wanted)
+    if len({device.type for device in resolved}) > 1:
+        names = ", ".join(f"'{device}'" for device in wanted)
+        raise DeviceError(
+            f"the devices of one strategy must be all CPU or all CUDA; got {names}; visible are "
+            f"{_visible(num_cuda)}; {_SIMULATE}"
+        )
+    return resolved
+
+
+def num_cuda_devices() -> int:
+    """Returns the number of CUDA devices that this process can see."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def is_simulated(devices: Sequence[torch.device]) -> bool:
+    """Whether all the devices are CPU devices."""
+    return all(device.type == "cpu" for device in devices)
+
+
+def are_distinct(devices: Sequence[torch.device]) -> bool:
+    """Whether no two replicas share a device; CPU replicas always share the one CPU."""
+    return len(set(devices)) == len(devices)
+
+
+def describe(device: torch.device) -> str:
+    """Returns the name of a GPU's model, ``"cpu"`` for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def using(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the calling thread's current one; does nothing for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all work enqueued on it; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def backward_in_calling_thread(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Makes backward passes of the calling thread run in it, rather than in autograd's threads.
+
+    A replica's backward may contain a merge point, at which it waits for the other replicas.
+    Autograd has one thread per GPU, so replicas that share a GPU would wait for each other in
+    that one thread for ever. A CPU backward runs in the calling thread anyway.
+    """
+    if is_simulated(devices):
+        yield
+    else:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+
+
+def _resolve_one(device: object, num_cuda: int) -> torch.device:
+    name = str(device) if isinstance(device, (torch.device, str)) else ""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise DeviceError(
+            f"a device is 'cpu' or one like 'cuda:0'; got {str(device)!r}; visible are "
+            f"{_visible(num_cuda)}; {_SIMULATE}"
+        )
+    kind, index = match[1].lower(), int(match[2] or 0)
+    if kind == "cpu":
+        return _CPU
+    if index >= num_cuda:
+        raise DeviceError(
+            f"{name!r} does not exist; visible are {_visible(num_cuda)}; {_SIMULATE}"
+        )
+    return torch.device("cuda", index)
+
+
+def _visible(num_cuda: int) -> str:
+    return ", ".join(["'cpu'", *(f"'cuda:{i}'" for i in range(num_cuda))])

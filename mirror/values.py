@@ -1,0 +1,265 @@
+"""PerReplica, and walking, selecting and regrouping nested values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
+
+import numpy as np
+import torch
+
+from mirror.errors import StructureError
+
+__all__ = ["PerReplica"]
+
+T = TypeVar("T")
+
+
+class _Absent:
+    """What stands in ``PerReplica.values`` for a replica that has no part."""
+
+    def __repr__(self) -> str:
+        return "<no part>"
+
+    def __reduce__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()
+
+
+class PerReplica(Generic[T]):
+    """One value per replica, as ``strategy.run`` returns and takes them.
+
+    Attributes:
+        values: one entry per replica, in replica order. The entry of a replica that has no part
+            (a batch smaller than the number of replicas) is a placeholder;
+            ``strategy.local_results`` leaves it out.
+        weights: the replicas' shares in a weighted mean: the number of examples of each part of
+            a distributed batch, or the ``ReplicaContext.weight`` of each replica in the run that
+            the value came out of; ``None`` where all count the same.
+    """
+
+    __slots__ = ("__weakref__", "values", "weights")
+    __hash__ = object.__hash__
+
+    def __init__(self, values: Iterable[T], *, weights: Sequence[float] | None = None) -> None:
+        self.values: tuple[T, ...] = tuple(values)
+        self.weights = None if weights is None else tuple(weights)
+        if self.weights is not None and len(self.weights) != len(self.values):
+            raise StructureError(
+                f"PerReplica needs one weight per value; got {len(self.weights)} weights for "
+                f"{len(self.values)} values"
+            )
+
+    def parts(self) -> Iterator[tuple[int, T]]:
+        """Yields ``(replica_id, value)`` of the replicas that have a part."""
+        return ((i, v) for i, v in enumerate(self.values) if v is not ABSENT)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{i}: {value!r}" for i, value in enumerate(self.values))
+        return f"PerReplica({{{parts}}})"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(torch.Tensor, name):
+            self._refuse(f".{name}")
+        raise AttributeError(f"'PerReplica' object has no attribute {name!r}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"a PerReplica holds one value per replica and has no {what} of its own in the "
+            "cross-replica context; pass it to strategy.run(fn, args=(value,)) to work on each "
+            "part, combine the parts with strategy.reduce('sum' or 'mean', value), or take them "
+            "as a tuple with strategy.local_results(value)"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> NoReturn:
+        values = [*args, *(kwargs or {}).values()]
+        operand = next((v for v in values if isinstance(v, PerReplica)), PerReplica(()))
+        operand._refuse(getattr(func, "__name__", repr(func)))
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def method(self: PerReplica[object], *args: object) -> NoReturn:
+        self._refuse(name)
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "add radd iadd sub rsub isub mul rmul imul matmul rmatmul imatmul truediv rtruediv itruediv "
+    "floordiv rfloordiv mod rmod pow rpow neg pos abs invert and rand or ror xor rxor lt le gt ge "
+    "float int complex bool index len iter getitem setitem contains array round"
+).split():
+    setattr(PerReplica, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a Python or numpy number or a numpy array."""
+    return isinstance(value, (numbers.Number, np.generic, np.ndarray))
+
+
+def map_structure(fn: Callable[..., object], tree: Any, *others: Any) -> Any:
+    """Applies ``fn`` to corresponding leaves of trees of one structure and keeps the structure.
+
+    Inner nodes are tuples, namedtuples, lists, mappings and dataclasses, with their classes;
+    everything else, ``torch.Size`` included, is a leaf.
+
+    Raises:
+        StructureError: the trees differ in type, length, keys or fields.
+    """
+    if isinstance(tree, (torch.Tensor, PerReplica)) or tree is None:
+        return fn(tree, *others)
+    children = children_of(tree)
+    if children is None:
+        return fn(tree, *others)
+    for other in others:
+        _check_alike(tree, other, children)
+    mapped = {
+        key: map_structure(fn, child, *(_child(other, key) for other in others))
+        for key, child in children.items()
+    }
+    return rebuild_node(tree, mapped)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Returns the leaves of ``tree`` in the order ``map_structure`` visits them."""
+    leaves: list[Any] = []
+    map_structure(leaves.append, tree)
+    return leaves
+
+
+def rebuild_structure(tree: Any, leaves: Iterable[Any]) -> Any:
+    """Returns ``tree`` with its leaves replaced, in the order of ``leaves_of``."""
+    remaining = iter(leaves)
+    return map_structure(lambda _: next(remaining), tree)
+
+
+def describe_structure(tree: Any) -> str:
+    """Returns the structure of ``tree`` in words, a leaf as ``*``."""
+    children = None if isinstance(tree, (torch.Tensor, PerReplica)) else children_of(tree)
+    if children is None:
+        return "*"
+    inner = ", ".join(f"{key}: {describe_structure(child)}" for key, child in children.items())
+    return f"{type(tree).__name__}({inner})"
+
+
+def select(tree: Any, replica_id: int) -> Any:
+    """Returns ``tree`` with every PerReplica replaced by the part of one replica."""
+    if isinstance(tree, PerReplica):
+        return tree.values[replica_id]
+    return map_structure(
+        lambda leaf: leaf.values[replica_id] if isinstance(leaf, PerReplica) else leaf, tree
+    )
+
+
+def regroup(
+    results: dict[int, Any], num_replicas: int, weights: Sequence[float] | None = None
+) -> Any:
+    """Joins the results of replicas into one structure with PerReplica leaves.
+
+    Tensors and numbers always become PerReplica; another leaf stays as it is where all replicas
+    returned the very same object.
+
+    Args:
+        results: replica id to its result, of the replicas that took part.
+
+    Raises:
+        StructureError: the results differ in structure.
+    """
+
+    def join(*leaves: Any) -> Any:
+        first = leaves[0]
+        if not isinstance(first, torch.Tensor) and not is_number(first):
+            if all(leaf is first for leaf in leaves):
+                return first
+        values: list[Any] = [ABSENT] * num_replicas
+        for replica_id, leaf in zip(results, leaves, strict=True):
+            values[replica_id] = leaf
+        return PerReplica(values, weights=weights)
+
+    try:
+        return map_structure(join, *results.values())
+    except StructureError as error:
+        names = ", ".join(map(str, results))
+        raise StructureError(
+            f"the replicas {names} returned different structures, {error}; return the same "
+            "structure from every replica"
+        ) from None
+
+
+def local_results(value: Any) -> tuple[Any, ...]:
+    """Returns one entry per replica that took part, in replica order.
+
+    A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
+    """
+    ids = present_in(leaf for leaf in leaves_of(value) if isinstance(leaf, PerReplica))
+    return (value,) if ids is None else tuple(select(value, i) for i in ids)
+
+
+def present_in(values: Iterable[PerReplica[Any]]) -> list[int] | None:
+    """Returns the replicas that have a part in all of ``values``; ``None`` without any values."""
+    ids: list[int] | None = None
+    for value in values:
+        here = [i for i, _ in value.parts()]
+        ids = here if ids is None else [i for i in ids if i in here]
+    return ids
+
+
+def children_of(tree: Any) -> dict[Any, Any] | None:
+    """Returns the children of an inner node by key, or ``None`` for a leaf."""
+    if isinstance(tree, (list, tuple)):
+        return None if isinstance(tree, torch.Size) else dict(enumerate(tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+    if isinstance(tree, MutableMapping):
+        return dict(tree)
+    return None
+
+
+def _child(tree: Any, key: Any) -> Any:
+    return getattr(tree, key) if dataclasses.is_dataclass(tree) else tree[key]
+
+
+def _check_alike(tree: Any, other: Any, children: dict[Any, Any]) -> None:
+    if type(tree) is not type(other):
+        raise StructureError(f"a {type(tree).__name__} here, a {type(other).__name__} there")
+    keys = (children_of(other) or {}).keys()
+    if children.keys() != keys:
+        raise StructureError(
+            f"a {type(tree).__name__} with {list(children)} here, with {list(keys)} there"
+        )
+
+
+def rebuild_node(tree: Any, mapped: dict[Any, Any]) -> Any:
+    kind = type(tree)
+    if kind is list:
+        return list(mapped.values())
+    if kind is tuple:
+        return tuple(mapped.values())
+    if isinstance(tree, tuple):
+        return kind._make(mapped.values()) if hasattr(kind, "_make") else kind(mapped.values())
+    if isinstance(tree, list):
+        return kind(mapped.values())
+    if kind is dict:
+        return mapped
+    rebuilt = copy.copy(tree)
+    for key, value in mapped.items():
+        if not dataclasses.is_dataclass(tree):
+            rebuilt[key] = value
+        elif kind.__dataclass_params__.frozen:
+            object.__setattr__(rebuilt, key, value)
+        else:
+            setattr(rebuilt, key, value)
+    return rebuilt

@@ -1,0 +1,147 @@
+"""mirror/devices.py: every name a user may write, on machines with any number of GPUs."""
+
+import threading
+
+import pytest
+import torch
+
+from mirror import devices
+from mirror.errors import DeviceError
+
+CPU = torch.device("cpu")
+
+
+def cuda(*indices):
+    return tuple(torch.device("cuda", i) for i in indices)
+
+
+@pytest.fixture
+def visible(monkeypatch):
+    """Gives ``visible(n)``: from then on ``n`` GPUs are visible."""
+    return lambda n: monkeypatch.setattr(devices, "num_cuda_devices", lambda: n)
+
+
+@pytest.mark.parametrize("nothing", [None, [], ()])
+def test_nothing_asked_for_gives_all_gpus_or_else_the_cpu(visible, nothing):
+    visible(2)
+    assert devices.resolve(nothing) == cuda(0, 1)
+    visible(0)
+    assert devices.resolve(nothing) == (CPU,)
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu", "CPU", "cpu:0", "cpu:3", "CPU:0", "/cpu:0", "/device:CPU:1"]
+)
+def test_cpu_names_mean_the_one_cpu(visible, name):
+    visible(0)
+    assert devices.resolve([name]) == (CPU,)
+    assert devices.resolve([name])[0].index is None
+
+
+@pytest.mark.parametrize(
+    "name", ["cuda:1", "CUDA:1", "GPU:1", "gpu:1", "/gpu:1", "/GPU:1", "/device:GPU:1"]
+)
+def test_tensorflow_names_mean_the_gpu_of_that_index(visible, name):
+    visible(2)
+    assert devices.resolve([name]) == cuda(1)
+
+
+def test_a_gpu_without_index_is_the_first(visible):
+    visible(2)
+    assert devices.resolve(["cuda", "GPU", torch.device("cuda")]) == cuda(0, 0, 0)
+
+
+def test_device_objects_stay_what_they_are_and_cpu_loses_its_index(visible):
+    visible(2)
+    assert devices.resolve(cuda(1, 0)) == cuda(1, 0)
+    assert devices.resolve([torch.device("cpu", 1)]) == (CPU,)
+
+
+def test_repeated_entries_stay(visible):
+    visible(1)
+    assert devices.resolve(["cpu"] * 4) == (CPU,) * 4
+    assert devices.resolve(["cuda:0", "cuda:0"]) == cuda(0, 0)
+
+
+def test_one_device_alone_is_a_list_of_one(visible):
+    visible(1)
+    assert devices.resolve("GPU:0") == cuda(0)
+    assert devices.resolve(CPU) == (CPU,)
+
+
+@pytest.mark.parametrize(
+    "device", ["mps", "meta", "xpu:0", "garbage", "", "cuda:", "cuda:-1", "cuda:0,cuda:1", 0, None]
+)
+def test_an_unknown_device_is_named_with_what_is_visible(visible, device):
+    visible(2)
+    with pytest.raises(DeviceError) as error:
+        devices.resolve(["cuda:0", device])
+    assert f"got '{device}'" in str(error.value)
+    assert "'cpu', 'cuda:0', 'cuda:1'" in str(error.value)
+    assert "devices=['cpu'] * 4" in str(error.value)
+
+
+def test_a_number_in_place_of_the_list_is_refused():
+    with pytest.raises(DeviceError, match="got '2'"):
+        devices.resolve(2)
+
+
+def test_a_gpu_that_does_not_exist_is_never_replaced(visible):
+    visible(1)
+    with pytest.raises(DeviceError, match=r"'GPU:5' does not exist; visible are 'cpu', 'cuda:0'"):
+        devices.resolve(["GPU:5"])
+    visible(0)
+    with pytest.raises(DeviceError, match=r"'cuda:0' does not exist; visible are 'cpu'; pass"):
+        devices.resolve([torch.device("cuda:0")])
+
+
+def test_cpu_and_gpu_do_not_go_together(visible):
+    visible(1)
+    with pytest.raises(DeviceError, match="all CPU or all CUDA; got 'cpu', 'GPU:0'"):
+        devices.resolve(["cpu", "GPU:0"])
+
+
+def test_only_cpu_devices_are_simulated():
+    assert devices.is_simulated([CPU, CPU])
+    assert not devices.is_simulated(cuda(0))
+
+
+def test_replicas_on_one_device_are_not_distinct():
+    assert devices.are_distinct(cuda(0, 1))
+    assert devices.are_distinct([CPU])
+    assert not devices.are_distinct(cuda(0, 1, 0))
+    assert not devices.are_distinct([CPU, CPU])
+
+
+def test_the_cpu_is_called_cpu_and_needs_no_synchronization():
+    assert devices.describe(CPU) == "cpu"
+    with devices.using(CPU):
+        devices.synchronize(CPU)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_using_a_gpu_makes_it_current():
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    with devices.using(last):
+        assert torch.cuda.current_device() == last.index
+        devices.synchronize(last)
+    assert devices.describe(last) == torch.cuda.get_device_name(last)
+
+
+def test_backward_stays_in_the_calling_thread_on_gpus_only():
+    assert torch._C._is_multithreading_enabled()
+    with devices.backward_in_calling_thread([CPU]):
+        assert torch._C._is_multithreading_enabled()
+    with devices.backward_in_calling_thread(cuda(0)):
+        assert not torch._C._is_multithreading_enabled()
+    assert torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_hook_of_a_gpu_tensor_runs_in_the_calling_thread():
+    threads = []
+    x = torch.ones(3, device="cuda:0", requires_grad=True)
+    x.register_hook(lambda grad: threads.append(threading.get_ident()))
+    with devices.backward_in_calling_thread(cuda(0)):
+        x.sum().backward()
+    assert threads == [threading.get_ident()]
