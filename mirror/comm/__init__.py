@@ -1,0 +1,7 @@
+"""Moves bytes between replicas; knows no model."""
+
+from mirror.comm import host, naive  # noqa: F401  they register themselves
+from mirror.comm.base import Communicator
+from mirror.comm.choose import available, create, register
+
+__all__ = ["Communicator", "available", "create", "register"]

@@ -1,0 +1,293 @@
+"""Communicator: the contract of every communication backend, and the checks they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain, pairwise
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from mirror.comm.packing import copy_back, flatten, plan_packs
+from mirror.devices import resolve
+from mirror.errors import BackendError, DeviceError, ShapeError
+
+OPS = ("sum", "min", "max", "prod")
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+
+
+class Communicator(ABC):
+    """Collectives over ``N`` replicas; derive from it to plug in a backend of your own.
+
+    In every collective ``tensors[i]`` belongs to replica ``i`` and lies on ``devices[i]``. All
+    have equal shape and dtype, are contiguous, and no two share memory. Collectives work in
+    place, are not differentiable, are enqueued on each device's current stream and return before
+    the devices are done.
+
+    "Chunk ``i``" is part ``i`` of ``N`` of a flat tensor as ``torch.tensor_split`` cuts it.
+
+    dtypes are float32, float64, float16, bfloat16, int32, int64 and uint8; half types are
+    accumulated in float32 and rounded once. Integers wrap around. Where zeros of both signs meet
+    in ``min`` or ``max``, which of them is left is not specified, but it is the same everywhere.
+
+    A subclass implements the four collectives, and ``unavailable_reason`` and ``close`` where it
+    has something to say there. ``check_tensors`` does the checks of its arguments.
+
+    Attributes:
+        name: what ``mirror.comm.register`` called the class; the class's own name without that.
+        devices: one per replica.
+    """
+
+    name: ClassVar[str]
+    _closed = False
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__name__
+
+    def __init__(self, devices: Sequence[torch.device | str]) -> None:
+        """Serves one replica per entry of ``devices``.
+
+        Raises:
+            DeviceError: a device does not exist.
+        """
+        self.devices = resolve(devices)
+
+    @classmethod
+    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
+        """Returns why this backend cannot serve these devices; ``None`` when it can."""
+        return None
+
+    @abstractmethod
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        """Reduces the tensors in place and leaves the same bits in every one of them.
+
+        Args:
+            tensors: one per replica; afterwards each holds ``scale * op(tensors)``.
+            op: "sum", "min", "max" or "prod".
+            scale: a factor for the result, for floating dtypes only.
+
+        Raises:
+            ShapeError: the tensors differ in number, shape or dtype, share memory, or are not
+                contiguous.
+            DeviceError: a tensor is not on its replica's device.
+            TypeError: the dtype is not supported (bool), or a scale came with an integer dtype.
+            ValueError: the op is unknown.
+            BackendError: the communicator is closed.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        """Copies the tensor of replica ``root`` into all the others.
+
+        Raises:
+            ValueError: ``root`` is no replica. The rest as for ``all_reduce``.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        """Leaves chunk ``i`` of the reduction in chunk ``i`` of ``tensors[i]``.
+
+        What the other chunks of ``tensors[i]`` hold afterwards is not specified. Raises what
+        ``all_reduce`` raises.
+        """
+
+    @abstractmethod
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        """Copies chunk ``i`` of ``tensors[i]`` into chunk ``i`` of all the others.
+
+        Raises what ``all_reduce`` raises.
+        """
+
+    def all_reduce_lists(
+        self,
+        lists: Sequence[Sequence[Tensor]],
+        op: str = "sum",
+        scale: float = 1.0,
+        bytes_per_pack: int = 25 * 2**20,
+    ) -> None:
+        """Reduces many tensors per replica in place, in packs, as ``all_reduce`` does one.
+
+        Args:
+            lists: ``lists[i]`` holds the tensors of replica ``i``: of any strides and any mix of
+                dtypes, but of the same shapes and dtypes position by position; no two elements
+                share memory.
+            op, scale: as for ``all_reduce``.
+            bytes_per_pack: how many bytes of each replica one ``all_reduce`` takes, see
+                ``plan_packs``; 0 reduces tensor by tensor.
+
+        Raises:
+            ShapeError: the lists differ in length, or their tensors in shape or dtype, or two
+                tensors share memory.
+            ValueError: ``bytes_per_pack`` is negative. The rest as for ``all_reduce``.
+        """
+        columns = self.check_lists(lists, op, scale)
+        first = columns[0]
+        packs = plan_packs([t.nbytes for t in first], [t.dtype for t in first], bytes_per_pack)
+        with in_place(chain(*columns)):
+            for pack in packs:
+                parts = [[column[i] for i in pack] for column in columns]
+                if len(pack) == 1 and all(tensor.is_contiguous() for (tensor,) in parts):
+                    self.all_reduce([tensor for (tensor,) in parts], op, scale)
+                    continue
+                buffers = [flatten(part) for part in parts]
+                self.all_reduce(buffers, op, scale)
+                for buffer, part in zip(buffers, parts, strict=True):
+                    copy_back(buffer, part)
+
+    def close(self) -> None:
+        """Gives back what the communicator holds; collectives raise ``BackendError`` afterwards.
+
+        Closing again does nothing.
+        """
+        self._closed = True
+
+    def check_tensors(
+        self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0, root: int = 0
+    ) -> None:
+        """Raises what the collectives promise to raise, before any device is touched."""
+        self._check_call(tensors, op, root)
+        first = tensors[0]
+        for replica_id, tensor in enumerate(tensors):
+            self._check_place(tensor, replica_id)
+            if tensor.shape != first.shape or tensor.dtype != first.dtype:
+                _refuse_unlike(tensor, first, replica_id)
+            if not tensor.is_contiguous():
+                raise ShapeError(
+                    f"a collective needs contiguous tensors; {_place(replica_id)} has shape "
+                    f"{tuple(tensor.shape)} and strides {tensor.stride()}; call .contiguous() on "
+                    "it first, or use all_reduce_lists, which takes any strides"
+                )
+        _check_dtype(first, scale)
+        _check_disjoint(tensors)
+
+    def check_lists(
+        self, lists: Sequence[Sequence[Tensor]], op: str = "sum", scale: float = 1.0
+    ) -> list[list[Tensor]]:
+        """Does for ``all_reduce_lists`` what ``check_tensors`` does for the others.
+
+        Returns:
+            The lists, as lists.
+        """
+        self._check_call(lists, op)
+        columns = [list(column) for column in lists]
+        first = columns[0]
+        for replica_id, column in enumerate(columns):
+            if len(column) != len(first):
+                raise ShapeError(
+                    "all replicas need lists of equal length; replica 0 has "
+                    f"{len(first)} tensors and replica {replica_id} has {len(column)}; pass the "
+                    "same tensors of every replica in the same order"
+                )
+            for i, tensor in enumerate(column):
+                self._check_place(tensor, replica_id, i)
+                if tensor.shape != first[i].shape or tensor.dtype != first[i].dtype:
+                    _refuse_unlike(tensor, first[i], replica_id, i)
+        for tensor in {tensor.dtype: tensor for tensor in first}.values():
+            _check_dtype(tensor, scale)
+        addresses = [a for column in columns for t in column if (a := t.data_ptr())]
+        if len(set(addresses)) != len(addresses):
+            raise ShapeError(
+                "no two tensors of a collective may share memory; two of these do; pass a clone "
+                "of one of them"
+            )
+        return columns
+
+    def _check_call(self, tensors: Sequence[object] | Tensor, op: str, root: int = 0) -> None:
+        if self._closed:
+            raise BackendError(
+                f"a closed communicator cannot be used; this one ({self.name}) was closed; make "
+                "another one with mirror.comm.create(name, devices)"
+            )
+        if op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
+        num_replicas = len(self.devices)
+        if isinstance(tensors, Tensor):
+            raise TypeError("a collective needs a sequence of tensors, one per replica; got one")
+        if len(tensors) != num_replicas:
+            raise ShapeError(
+                f"a collective over {num_replicas} replicas needs one entry per replica; got "
+                f"{len(tensors)}; pass the entry of replica i at position i"
+            )
+        if not 0 <= root < num_replicas:
+            raise ValueError(
+                f"root must be a replica, 0 to {num_replicas - 1}; got {root}; pass the id of "
+                "the replica whose tensor the others get"
+            )
+
+    def _check_place(self, tensor: Tensor, replica_id: int, index: int | None = None) -> None:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"a collective needs dense tensors; {_place(replica_id, index)} is of kind "
+                f"{kind}; pass its values as a dense tensor"
+            )
+        if tensor.device != self.devices[replica_id]:
+            raise DeviceError(
+                f"the tensors of replica i must be on device i; {_place(replica_id, index)} is "
+                f"on '{tensor.device}' instead of '{self.devices[replica_id]}'; move it there"
+            )
+
+
+def in_place(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Allows writing to the tensors unseen by autograd, to those of inference mode as well.
+
+    An inference tensor may be written to in inference mode only, also by a caller that has left
+    it since.
+    """
+    if any(tensor.is_inference() for tensor in tensors):
+        return torch.inference_mode()
+    return torch.no_grad()
+
+
+def _place(replica_id: int, index: int | None = None) -> str:
+    return f"the tensor of replica {replica_id}" + ("" if index is None else f" at {index}")
+
+
+def _refuse_unlike(
+    tensor: Tensor, first: Tensor, replica_id: int, index: int | None = None
+) -> NoReturn:
+    raise ShapeError(
+        "a collective needs tensors of equal shape and dtype on all replicas; "
+        f"{_place(replica_id, index)} has {tuple(tensor.shape)} {tensor.dtype}, that of replica 0 "
+        f"{tuple(first.shape)} {first.dtype}; make them alike on every replica first"
+    )
+
+
+def _check_dtype(tensor: Tensor, scale: float) -> None:
+    if tensor.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(
+            f"a collective takes the dtypes {names}; got {tensor.dtype}; convert it, bool to "
+            "uint8 for instance"
+        )
+    if scale != 1 and not tensor.is_floating_point():
+        raise TypeError(
+            f"scale is for floating dtypes only; got scale={scale} with {tensor.dtype}; reduce "
+            "without a scale, and divide afterwards"
+        )
+
+
+def _check_disjoint(tensors: Sequence[Tensor]) -> None:
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, replica_id)
+        for replica_id, tensor in enumerate(tensors)
+        if tensor.numel()
+    )
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise ShapeError(
+                "no two tensors of a collective may share memory; those of replicas "
+                f"{min(one, other)} and {max(one, other)} do; pass a clone of one of them"
+            )

@@ -1,0 +1,90 @@
+"""Which backends there are, which can serve given devices, and the one that "auto" means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from mirror.comm.base import Communicator
+from mirror.devices import resolve
+from mirror.errors import BackendError
+
+C = TypeVar("C", bound=type[Communicator])
+
+_PLANNED = ("nccl", "ring", "hierarchical", "direct")
+_PREFERENCE = ("host", "naive")
+_registered: dict[str, type[Communicator]] = {}
+
+
+def register(name: str) -> Callable[[C], C]:
+    """Decorates a ``Communicator`` class that is to be known by ``name``.
+
+    Raises:
+        ValueError: another backend has that name, or it is "auto".
+        TypeError: what is decorated is not a ``Communicator`` class.
+    """
+
+    def decorate(cls: C) -> C:
+        if not (isinstance(cls, type) and issubclass(cls, Communicator)):
+            raise TypeError(
+                f"a backend is a subclass of mirror.comm.Communicator; got {cls!r}; derive from it"
+            )
+        if name in _registered or name == "auto":
+            taken = _registered[name].__qualname__ if name in _registered else "the choice"
+            raise ValueError(
+                f"the name of a backend must be new; {name!r} already is {taken}; register "
+                f"{cls.__qualname__} under another name"
+            )
+        _registered[name] = cls
+        cls.name = name
+        return cls
+
+    return decorate
+
+
+def available(devices: Sequence[torch.device | str]) -> tuple[str, ...]:
+    """Returns the names of the backends that can serve the devices, sorted.
+
+    Raises:
+        DeviceError: a device does not exist.
+    """
+    resolved = resolve(devices)
+    return tuple(n for n in sorted(_registered) if unavailable_reason(n, resolved) is None)
+
+
+def create(name: str, devices: Sequence[torch.device | str], **options: object) -> Communicator:
+    """Makes the communicator of a backend.
+
+    Args:
+        options: the keywords of the backend's constructor.
+
+    Raises:
+        BackendError: the backend is unknown or cannot serve the devices.
+        DeviceError: a device does not exist.
+    """
+    resolved = resolve(devices)
+    reason = unavailable_reason(name, resolved)
+    if reason is not None:
+        raise BackendError(
+            f"backend {name!r} cannot serve {', '.join(map(str, resolved))}: {reason}; pass one "
+            f"of {', '.join(available(resolved))}"
+        )
+    factory: Callable[..., Communicator] = _registered[name]
+    return factory(resolved, **options)
+
+
+def choose(devices: Sequence[torch.device | str]) -> str:
+    """Returns the name of the backend that "auto" means for the devices; never fails."""
+    resolved = resolve(devices)
+    return next(name for name in _PREFERENCE if unavailable_reason(name, resolved) is None)
+
+
+def unavailable_reason(name: str, devices: Sequence[torch.device]) -> str | None:
+    """Returns why a backend cannot serve the devices; ``None`` when it can."""
+    if name in _registered:
+        return _registered[name].unavailable_reason(devices)
+    if name in _PLANNED:
+        return "it is not part of this version of mirror"
+    return "there is no backend of that name"

@@ -1,0 +1,65 @@
+"""Packs: which of many tensors travel together, and the contiguous buffers they travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FIRST_PACK_BYTES = 2**20
+
+
+def plan_packs(
+    sizes_bytes: Sequence[int], dtypes: Sequence[torch.dtype], bytes_per_pack: int
+) -> tuple[tuple[int, ...], ...]:
+    """Plans which tensors are reduced together; returns the indices in each pack.
+
+    A pack holds tensors of one dtype in the given order, at most ``bytes_per_pack`` of them, and
+    the very first at most 1 MiB: it is what the network waits for first. A tensor that is larger
+    than that is a pack of its own.
+
+        sizes 4 4 8 4, dtypes f f i f, 8 bytes per pack  ->  (0, 1) (3) (2)
+
+    Args:
+        sizes_bytes, dtypes: of the tensors of one replica.
+        bytes_per_pack: 0 makes every tensor a pack of its own.
+
+    Raises:
+        ValueError: ``bytes_per_pack`` is negative.
+    """
+    if bytes_per_pack < 0:
+        raise ValueError(
+            f"bytes_per_pack must be at least 0; got {bytes_per_pack}; pass 0 to reduce tensor "
+            "by tensor"
+        )
+    if bytes_per_pack == 0:
+        return tuple((i,) for i in range(len(sizes_bytes)))
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, dtype in enumerate(dtypes):
+        by_dtype.setdefault(dtype, []).append(i)
+    packs: list[tuple[int, ...]] = []
+    for indices in by_dtype.values():
+        pack: list[int] = []
+        pack_bytes = 0
+        for i in indices:
+            limit = bytes_per_pack if packs else min(bytes_per_pack, FIRST_PACK_BYTES)
+            if pack and pack_bytes + sizes_bytes[i] > limit:
+                packs.append(tuple(pack))
+                pack, pack_bytes = [], 0
+            pack.append(i)
+            pack_bytes += sizes_bytes[i]
+        packs.append(tuple(pack))
+    return tuple(packs)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a new flat tensor with the elements of all the tensors, in row-major order."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def copy_back(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies the elements of ``flatten(tensors)`` back into the tensors."""
+    parts = buffer.split_with_sizes([tensor.numel() for tensor in tensors])
+    views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    torch._foreach_copy_(list(tensors), views)

@@ -1,0 +1,361 @@
+"""The conformance suite that every backend passes, against an ordered model in numpy."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from mirror import comm
+from mirror.comm.base import DTYPES, HALF_DTYPES, OPS
+from mirror.errors import BackendError, DeviceError, ShapeError
+
+SIZES = (0, 1, 7, 4099)
+PACKS = (0, 1, 64, 1000, 25 * 2**20)
+FLOATS = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)
+
+
+def _places():
+    yield from (["cpu"] * n for n in range(1, 9))
+    if torch.cuda.is_available():
+        yield from (["cuda:0"] * n for n in (1, 2, 3, 8))
+        if torch.cuda.device_count() > 1:
+            yield [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+
+CASES = {
+    f"{name}-{place[-1]}-x{len(place)}": (name, place)
+    for place in _places()
+    for name in comm.available(place)
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=list(CASES))
+def communicator(request):
+    communicator = comm.create(*request.param)
+    yield communicator
+    communicator.close()
+
+
+@pytest.fixture(params=comm.available(["cpu"] * 3))
+def three(request):
+    communicator = comm.create(request.param, ["cpu"] * 3)
+    yield communicator
+    communicator.close()
+
+
+def random_tensors(communicator, shape, dtype):
+    """Returns one tensor per replica; the values of floating ones do not add up exactly."""
+    tensors = []
+    for device in communicator.devices:
+        values = torch.randn(shape) * 3
+        if not dtype.is_floating_point:
+            values = values.abs() * 30
+        tensors.append(values.to(device, dtype))
+    return tensors
+
+
+def model(tensors, op, scale=1.0):
+    """Reduces in replica order, half types in float32 and rounded once; returns a CPU tensor."""
+    combine = {"sum": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}[op]
+    dtype = tensors[0].dtype
+    arrays = [(t.float() if dtype in HALF_DTYPES else t).cpu().numpy() for t in tensors]
+    total = functools.reduce(combine, arrays)
+    return torch.from_numpy(np.asarray(total * total.dtype.type(scale))).to(dtype)
+
+
+def clones(tensors):
+    return [tensor.clone() for tensor in tensors]
+
+
+def assert_all_equal(tensors, expected):
+    for tensor in tensors:
+        assert torch.equal(tensor.cpu(), expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce_has_the_bits_of_the_model(communicator, dtype, op):
+    for size in SIZES:
+        tensors = random_tensors(communicator, size, dtype)
+        expected = model(tensors, op)
+        communicator.all_reduce(tensors, op)
+        assert_all_equal(tensors, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scale_multiplies_before_the_one_rounding(communicator, dtype):
+    tensors = random_tensors(communicator, 37, dtype)
+    expected = model(tensors, "sum", 1 / 3)
+    communicator.all_reduce(tensors, scale=1 / 3)
+    assert_all_equal(tensors, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integer_values_add_up_exactly(communicator, dtype):
+    n = len(communicator.devices)
+    tensors = [
+        torch.full((5,), i + 1, device=d).to(dtype) for i, d in enumerate(communicator.devices)
+    ]
+    communicator.all_reduce(tensors)
+    assert_all_equal(tensors, torch.full((5,), n * (n + 1) // 2).to(dtype))
+
+
+def test_shapes_stay(communicator):
+    tensors = [torch.ones(2, 3, 4, device=device) for device in communicator.devices]
+    communicator.all_reduce(tensors)
+    assert_all_equal(tensors, torch.full((2, 3, 4), float(len(tensors))))
+
+
+def test_a_nan_or_inf_of_one_replica_reaches_all(communicator):
+    tensors = [torch.zeros(2, device=device) for device in communicator.devices]
+    tensors[-1][0] = torch.nan
+    tensors[-1][1] = torch.inf
+    for op in ("sum", "max"):
+        communicator.all_reduce(tensors, op)
+        for tensor in tensors:
+            assert tensor[0].isnan()
+            assert tensor[1].isinf()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_accumulated_in_float32(three, dtype):
+    # In bfloat16 alone, 256 + 1 is 256; in float16, 2048 + 1 is 2048.
+    large = 256 if dtype is torch.bfloat16 else 2048
+    tensors = [torch.tensor([value]).to(dtype) for value in (large, 1, 1)]
+    three.all_reduce(tensors)
+    assert_all_equal(tensors, torch.tensor([large + 2]).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_broadcast_copies_any_root(communicator, dtype):
+    for root in range(len(communicator.devices)):
+        for size in SIZES:
+            tensors = random_tensors(communicator, size, dtype)
+            expected = tensors[root].cpu().clone()
+            communicator.broadcast(tensors, root)
+            assert_all_equal(tensors, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_scatter_leaves_chunk_i_with_replica_i(communicator, dtype, op):
+    n = len(communicator.devices)
+    for size in SIZES:
+        tensors = random_tensors(communicator, size, dtype)
+        expected = model(tensors, op).tensor_split(n)
+        communicator.reduce_scatter(tensors, op)
+        for i, tensor in enumerate(tensors):
+            assert torch.equal(tensor.tensor_split(n)[i].cpu(), expected[i])
+
+
+def test_all_gather_gives_all_the_chunk_i_of_replica_i(communicator):
+    n = len(communicator.devices)
+    for size in SIZES:
+        tensors = [torch.full((size,), i, device=d) for i, d in enumerate(communicator.devices)]
+        sizes = [len(chunk) for chunk in torch.empty(size).tensor_split(n)]
+        communicator.all_gather(tensors)
+        assert_all_equal(tensors, torch.arange(n).repeat_interleave(torch.tensor(sizes)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_scatter_then_all_gather_is_all_reduce(communicator, dtype):
+    tensors = random_tensors(communicator, (3, 5), dtype)
+    expected = model(tensors, "sum")
+    communicator.reduce_scatter(tensors)
+    communicator.all_gather(tensors)
+    assert_all_equal(tensors, expected)
+
+
+def mixed_lists(communicator):
+    """Returns lists of all dtypes in turn, with every kind of strides, sizes 0, 1, odd, large."""
+    columns = []
+    for device in communicator.devices:
+        column = []
+        for i in range(3):
+            for dtype in DTYPES:
+                values = torch.randint(-9 * dtype.is_signed, 9, (6, 2, 4, 5)) / (i + 1)
+                values = values.to(device, dtype)
+                column += [
+                    values.to(memory_format=torch.channels_last),
+                    values.clone().transpose(0, 3),
+                    values.clone()[::2, :, 1:],
+                    values.clone()[0, 0, 0, 0],
+                    values.clone()[:0],
+                ]
+        columns.append(column)
+    return columns
+
+
+@pytest.mark.parametrize("bytes_per_pack", PACKS)
+def test_lists_of_any_strides_and_dtypes_have_the_bits_of_the_model(communicator, bytes_per_pack):
+    lists = mixed_lists(communicator)
+    strides = [[tensor.stride() for tensor in column] for column in lists]
+    expected = [model(tensors, "sum") for tensors in zip(*lists, strict=True)]
+    communicator.all_reduce_lists(lists, bytes_per_pack=bytes_per_pack)
+    for column in lists:
+        for tensor, wanted in zip(column, expected, strict=True):
+            assert torch.equal(tensor.cpu(), wanted)
+    assert strides == [[tensor.stride() for tensor in column] for column in lists]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lists_take_every_op(three, op):
+    lists = mixed_lists(three)
+    expected = [model(tensors, op) for tensors in zip(*lists, strict=True)]
+    three.all_reduce_lists(lists, op)
+    for column in lists:
+        assert all(map(torch.equal, column, expected))
+
+
+def test_lists_may_have_other_strides_on_other_replicas(three):
+    rows, columns = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).t()
+    tensors = [rows, columns, torch.ones(2, 3)]
+    three.all_reduce_lists([[tensor] for tensor in tensors])
+    for tensor in tensors:
+        assert tensor.tolist() == [[1, 4, 7], [5, 8, 11]]
+
+
+def test_lists_are_scaled(three):
+    lists = [[torch.full((2,), 2.0), torch.full((1,), 4.0, dtype=torch.float16)] for _ in range(3)]
+    three.all_reduce_lists(lists, scale=0.5)
+    for one, other in lists:
+        assert one.tolist() == [3, 3]
+        assert other.tolist() == [6]
+
+
+def test_empty_lists_are_nothing_to_do(three):
+    three.all_reduce_lists([[], [], []])
+
+
+def test_parameters_are_reduced_unseen_by_autograd(three):
+    tensors = [torch.nn.Parameter(torch.full((2,), float(i))) for i in range(3)]
+    versions = [tensor._version for tensor in tensors]
+    three.all_reduce(tensors)
+    three.all_reduce_lists([[tensor] for tensor in tensors])
+    for tensor, version in zip(tensors, versions, strict=True):
+        assert tensor.tolist() == [9, 9]
+        assert tensor.is_leaf
+        assert tensor.requires_grad
+        assert tensor._version > version
+
+
+def test_inference_mode_and_its_tensors_work(three):
+    outside = [torch.ones(2) for _ in range(3)]
+    with torch.inference_mode():
+        inside = [torch.ones(2) for _ in range(3)]
+        for tensors in (inside, outside):
+            three.all_reduce(tensors)
+            three.all_reduce_lists([[tensor] for tensor in tensors])
+            three.broadcast(tensors)
+            three.reduce_scatter(tensors)
+            three.all_gather(tensors)
+    three.all_reduce(inside)  # written to by a caller that has left inference mode
+    three.all_reduce_lists([[tensor, torch.ones(1)] for tensor in inside])
+    assert_all_equal(outside, torch.full((2,), 27.0))
+    assert_all_equal(inside, torch.full((2,), 243.0))
+    assert not any(tensor.is_inference() for tensor in outside)
+
+
+def test_one_tensor_of_inference_mode_among_others_works(three):
+    with torch.inference_mode():
+        tensors = [torch.ones(2)]
+    tensors = [torch.ones(2), torch.ones(2), *tensors]
+    three.all_reduce_lists([[tensor] for tensor in tensors])
+    three.all_reduce(tensors)
+    assert_all_equal(tensors, torch.full((2,), 9.0))
+
+
+def ones(n=3, shape=(4,), dtype=torch.float32):
+    return [torch.ones(shape, dtype=dtype) for _ in range(n)]
+
+
+def _shared():
+    memory = torch.ones(8)
+    return [memory[0:4], torch.ones(4), memory[3:7]]
+
+
+BAD = {
+    "number": (lambda: ones(2), ShapeError, "over 3 replicas .* got 2"),
+    "shape": (lambda: [*ones(2), *ones(1, (2, 2))], ShapeError, r"replica 2 has \(2, 2\)"),
+    "dtype": (lambda: [*ones(2), *ones(1, dtype=torch.float64)], ShapeError, "torch.float64"),
+    "same": (lambda: ones(1) * 3, ShapeError, "those of replicas 0 and 1 do"),
+    "overlap": (_shared, ShapeError, "those of replicas 0 and 2 do"),
+    "strides": (lambda: [t[::2] for t in ones()], ShapeError, "contiguous"),
+    "bool": (lambda: ones(dtype=torch.bool), TypeError, "got torch.bool; convert it"),
+    "int8": (lambda: ones(dtype=torch.int8), TypeError, "got torch.int8"),
+    "complex": (lambda: ones(dtype=torch.complex64), TypeError, "got torch.complex64"),
+    "sparse": (lambda: [t.to_sparse() for t in ones()], TypeError, "dense tensors"),
+    "numbers": (lambda: [1.0, 2.0, 3.0], TypeError, "dense tensors.*float"),
+    "stacked": (lambda: torch.ones(3, 4), TypeError, "one per replica"),
+    "device": (
+        lambda: [*ones(2), torch.ones(4, device="meta")],
+        DeviceError,
+        "replica 2 is on 'meta' instead of 'cpu'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "match"), BAD.values(), ids=BAD.keys())
+def test_bad_tensors_are_refused_and_stay_as_they_were(three, make, error, match):
+    for call in (three.all_reduce, three.broadcast, three.reduce_scatter, three.all_gather):
+        tensors = make()
+        with pytest.raises(error, match=match):
+            call(tensors)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                assert bool((tensor.to_dense() == 1).all())
+
+
+@pytest.mark.parametrize("bytes_per_pack", [0, 100])
+@pytest.mark.parametrize("bad", sorted(BAD.keys() - {"strides", "overlap", "stacked"}))
+def test_bad_lists_are_refused_and_stay_as_they_were(three, bad, bytes_per_pack):
+    make, error, _ = BAD[bad]
+    tensors = make()
+    lists = [[torch.ones(2), tensor] for tensor in tensors]
+    with pytest.raises(error):
+        three.all_reduce_lists(lists, bytes_per_pack=bytes_per_pack)
+    assert all(column[0].tolist() == [1, 1] for column in lists)
+
+
+def test_lists_of_unequal_length_are_refused(three):
+    with pytest.raises(ShapeError, match="replica 0 has 4 tensors and replica 1 has 3"):
+        three.all_reduce_lists([ones(4), ones(3), ones(4)])
+
+
+def test_an_unknown_op_is_refused_with_the_known_ones(three):
+    for call in (three.all_reduce, three.reduce_scatter):
+        with pytest.raises(ValueError, match="one of sum, min, max, prod; got 'mean'"):
+            call(ones(), "mean")
+    with pytest.raises(ValueError, match="one of sum, min, max, prod; got 'mean'"):
+        three.all_reduce_lists([ones()] * 3, "mean")
+
+
+def test_a_scale_is_for_floating_dtypes(three):
+    with pytest.raises(TypeError, match=r"scale=0.5 with torch.int64"):
+        three.all_reduce(ones(dtype=torch.int64), scale=0.5)
+    lists = [[torch.ones(2), torch.ones(2, dtype=torch.int32)] for _ in range(3)]
+    with pytest.raises(TypeError, match=r"scale=0.5 with torch.int32"):
+        three.all_reduce_lists(lists, scale=0.5)
+    assert all(column[0].tolist() == [1, 1] for column in lists)
+
+
+@pytest.mark.parametrize("root", [-1, 3])
+def test_a_root_is_a_replica(three, root):
+    with pytest.raises(ValueError, match=f"0 to 2; got {root}"):
+        three.broadcast(ones(), root)
+
+
+def test_a_negative_pack_is_refused(three):
+    with pytest.raises(ValueError, match="got -1"):
+        three.all_reduce_lists([ones() for _ in range(3)], bytes_per_pack=-1)
+
+
+def test_a_closed_communicator_says_so(three):
+    three.close()
+    three.close()
+    for call in (three.all_reduce, three.broadcast, three.reduce_scatter, three.all_gather):
+        with pytest.raises(BackendError, match=f"{three.name}.* was closed"):
+            call(ones())
+    with pytest.raises(BackendError, match="was closed"):
+        three.all_reduce_lists([ones() for _ in range(3)])
