@@ -1,0 +1,239 @@
+"""Gradients: who has which, how they are weighted, and when they are reduced.
+
+[Note: Lazy gradients]
+A backward pass leaves each replica's own gradient in the C++ slot of its copies; a
+post-accumulate hook, which is ``list.append`` itself, notes the copy. The reduction runs at its
+first observation (``p.grad``, ``optimizer.step()``: a merge point inside ``run``) or when ``run``
+ends, whichever comes first; several backward passes before that cost one reduction. A hook never
+waits. What a replica has not yet reduced is noted per replica: with one note for all, replica 1's
+``zero_grad`` would meet replica 0's pending reduction.
+
+[Note: Shares]
+A backward pass inside ``run`` starts from each replica's own loss, the mean over its own
+examples; its gradient counts with ``weight / sum of weights`` ("mean", one device on the whole
+batch) or 1 ("sum"). A backward pass in the cross-replica context starts from the loss of the
+whole batch, so its local gradients are plain summands. Under ``no_sync`` the shares of a run are
+applied when it ends, and the summands are kept in ``deferred`` until the next reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mirror.replica.merge_point import MergePoint
+from mirror.replica.variables import ReplicaParameter, Variable, local_grad, set_local_grad
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+
+class Gradients:
+    """The gradients of all mirrored parameters of a group.
+
+    Attributes:
+        pending: per replica, the copies with a local gradient, in the order of arrival.
+        deferred: per variable the replicas' summands kept back under ``no_sync``.
+        deferring: whether a ``no_sync`` is open.
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = weakref.ref(group)
+        self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in group.devices)
+        self.deferred: dict[Variable, list[Tensor | None]] = {}
+        self.deferring = False
+
+    def watch(self, copy: ReplicaParameter) -> None:
+        """Has the arrival of every local gradient of ``copy`` noted, once."""
+        if "_watched" not in copy.__dict__:
+            register: Callable[..., object] = copy.register_post_accumulate_grad_hook
+            copy.__dict__["_watched"] = register(self.pending[copy.replica_id].append)
+
+    def awaited(self, replica_id: int) -> bool:
+        """Whether a replica that looks at a gradient must wait for a reduction first."""
+        return bool(self.pending[replica_id] or self.deferred)
+
+    def observe(self, replica_id: int) -> None:
+        """Merges the replicas of the current run and reduces what is pending."""
+        run = self._the_group().running
+        assert run is not None
+
+        def action(payloads: dict[int, None]) -> dict[int, None]:
+            self.settle(run.shares())
+            return payloads
+
+        run.merge(replica_id, MergePoint("the first look at the gradients", (), None, action))
+
+    def flush(self) -> None:
+        """Reduces what backward passes in the cross-replica context left pending."""
+        self.settle(dict.fromkeys(range(len(self.pending)), 1.0))
+
+    def settle(self, shares: Mapping[int, float]) -> None:
+        """Reduces all there is: pending gradients by ``shares``, and deferred ones."""
+        if self.deferred or any(self.pending):
+            self.reduce(shares)
+
+    def finish(self, shares: Mapping[int, float]) -> None:
+        """Ends a run, or a stretch of the cross-replica context: reduces or defers the rest."""
+        if self.deferring:
+            self._defer(shares)
+        elif any(self.pending):
+            self.reduce(shares)
+
+    def discard(self) -> None:
+        """Drops what is not reduced."""
+        for copies in self.pending:
+            for copy in copies:
+                set_local_grad(copy, None)
+            copies.clear()
+
+    def drop_deferred(self, variable: Variable) -> None:
+        self.deferred.pop(variable, None)
+
+    def local(self, variable: Variable, replica_id: int) -> Tensor | None:
+        """Returns what one replica has gathered under ``no_sync``, not reduced."""
+        deferred = self.deferred.get(variable)
+        parts = [
+            variable.targets[replica_id].grad,
+            None if deferred is None else deferred[replica_id],
+            local_grad(variable.copies[replica_id]),
+        ]
+        present = [part for part in parts if part is not None]
+        return sum(present[1:], start=present[0]) if present else None
+
+    @torch.no_grad()
+    def reduce(self, shares: Mapping[int, float]) -> None:
+        """Sums the local gradients, weighted by ``shares``, into every replica's ``.grad``.
+
+        A variable that only some replicas used counts zero for the others; one that none used
+        keeps its gradient, or none.
+        """
+        group = self._the_group()
+        variables, columns = self._take()
+        scale = 1.0
+        if len(set(shares.values())) == 1 and not self.deferred:
+            scale = next(iter(shares.values()))
+        else:
+            _weigh(columns, shares)
+        self._add_deferred(variables, columns)
+        unusual = [_is_unusual([column[i] for column in columns]) for i in range(len(variables))]
+        for i, odd in enumerate(unusual):
+            if odd:
+                _reduce_unusual(variables[i], [column[i] for column in columns], scale)
+        usual = [i for i, odd in enumerate(unusual) if not odd]
+        lists = [
+            [_present(column[i], variables[i], r) for i in usual]
+            for r, column in enumerate(columns)
+        ]
+        if usual:
+            group.all_reduce_lists(lists, scale)
+        for r, reduced in enumerate(lists):
+            _accumulate([variables[i].targets[r] for i in usual], reduced)
+
+    def _take(self) -> tuple[list[Variable], list[list[Tensor | None]]]:
+        """Takes the local gradients out of their slots: the variables, one list per replica."""
+        variables = list(
+            dict.fromkeys(copy.variable for copies in self.pending for copy in copies)
+        )
+        columns: list[list[Tensor | None]] = []
+        for r, copies in enumerate(self.pending):
+            column = []
+            for variable in variables:
+                copy = variable.copies[r]
+                column.append(local_grad(copy))
+                set_local_grad(copy, None)
+            columns.append(column)
+            copies.clear()
+        kept = [i for i in range(len(variables)) if any(c[i] is not None for c in columns)]
+        if len(kept) < len(variables):
+            variables = [variables[i] for i in kept]
+            columns = [[column[i] for i in kept] for column in columns]
+        return variables, columns
+
+    @torch.no_grad()
+    def _defer(self, shares: Mapping[int, float]) -> None:
+        variables, columns = self._take()
+        _weigh(columns, shares)
+        for i, variable in enumerate(variables):
+            sums = self.deferred.setdefault(variable, [None] * len(columns))
+            for r, column in enumerate(columns):
+                sums[r] = _plus(sums[r], column[i])
+
+    def _add_deferred(self, variables: list[Variable], columns: list[list[Tensor | None]]) -> None:
+        deferred, self.deferred = self.deferred, {}
+        position = {variable: i for i, variable in enumerate(variables)}
+        for variable, summands in deferred.items():
+            if variable not in position:
+                position[variable] = len(variables)
+                variables.append(variable)
+                for column in columns:
+                    column.append(None)
+            for column, summand in zip(columns, summands, strict=True):
+                column[position[variable]] = _plus(column[position[variable]], summand)
+
+    def _the_group(self) -> ReplicaGroup:
+        group = self._group()
+        assert group is not None
+        return group
+
+
+def _weigh(columns: list[list[Tensor | None]], shares: Mapping[int, float]) -> None:
+    for r, column in enumerate(columns):
+        share = shares.get(r, 0.0)
+        present = [grad for grad in column if grad is not None]
+        if present and share != 1.0:
+            if any(grad.requires_grad or grad.is_sparse for grad in present):
+                column[:] = [None if grad is None else grad * share for grad in column]
+            else:
+                torch._foreach_mul_(present, share)
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _present(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(variable.targets[replica_id])
+    return grad.detach()
+
+
+def _is_unusual(grads: Sequence[Tensor | None]) -> bool:
+    return any(g is not None and (g.is_sparse or g.requires_grad or g.is_complex()) for g in grads)
+
+
+def _reduce_unusual(variable: Variable, grads: Sequence[Tensor | None], scale: float) -> None:
+    """Reduces sparse gradients, as sparse, and those that carry a graph, keeping it."""
+    present = [grad for grad in grads if grad is not None]
+    if not all(grad.is_sparse for grad in present):
+        present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
+    with torch.set_grad_enabled(any(grad.requires_grad for grad in present)):
+        total = present[0].to(variable.targets[0].device)
+        for grad in present[1:]:
+            total = total + grad.to(total.device)
+        if scale != 1.0:
+            total = total * scale
+        if total.is_sparse:
+            total = total.coalesce()
+        for r, target in enumerate(variable.targets):
+            mine = total if r == 0 else total.clone().to(target.device)
+            target.grad = mine if target.grad is None else target.grad + mine
+
+
+def _accumulate(targets: list[torch.nn.Parameter], reduced: list[Tensor]) -> None:
+    """Adds the reduced gradients to those already there."""
+    sums, summands = [], []
+    for target, grad in zip(targets, reduced, strict=True):
+        if target.grad is None:
+            target.grad = grad
+        elif target.grad.is_sparse or target.grad.requires_grad:
+            target.grad = target.grad + grad
+        else:
+            sums.append(target.grad)
+            summands.append(grad)
+    if sums:
+        torch._foreach_add_(sums, summands)

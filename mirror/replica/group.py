@@ -1,0 +1,331 @@
+"""The replica group: the devices, variables and threads that one strategy drives."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mirror.replica.overrides  # noqa: F401  registers what tensor functions do
+from mirror.comm.base import Communicator
+from mirror.context import current, enter, leave
+from mirror.devices import backward_in_calling_thread, is_simulated, using
+from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.replica.buffers import Buffer
+from mirror.replica.gradients import Gradients
+from mirror.replica.lockstep import Lockstep
+from mirror.replica.module import mirror_module, route_call
+from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
+from mirror.replica.run import ReplicaContext, Run
+from mirror.replica.thread_state import ThreadState
+from mirror.replica.variables import Variable, same_bits
+
+_groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
+
+
+def all_groups() -> tuple[ReplicaGroup, ...]:
+    """Returns the groups of all strategies alive."""
+    return tuple(_groups)
+
+
+class ReplicaGroup:
+    """N replicas: index r lives on ``devices[r]``; an index is never inferred from a device.
+
+    Attributes:
+        variables, buffers: the records of what is mirrored, by ``id``; entries go with the tensor.
+        handed_out_grads: gradients that the cross-replica context has seen, so may have changed.
+        running: the innermost run going on, ``None`` between runs.
+        last_active: the replicas that ran the last step.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        communicator: Communicator,
+        *,
+        strategy: object,
+        staggered: bool,
+        weighted: bool,
+        bytes_per_pack: int,
+        timeout_seconds: float | None,
+    ) -> None:
+        self.devices = tuple(devices)
+        self.num_replicas = len(self.devices)
+        self.communicator = communicator
+        self.weighted = weighted
+        self.names = tuple(
+            f"replica {r} of {self.num_replicas} ({device})"
+            for r, device in enumerate(self.devices)
+        )
+        self.variables: dict[int, Variable] = {}
+        self.buffers: dict[int, Buffer] = {}
+        self.handed_out_grads: dict[Variable, Tensor] = {}
+        self.gradients = Gradients(self)
+        self.optimizers: weakref.WeakSet[OptimizerMirror] = weakref.WeakSet()
+        self.running: Run | None = None
+        self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
+        self.lazy_lock = threading.Lock()
+        # A single simulated device needs no moving of arguments and no splitting.
+        self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
+        self.strategy = weakref.ref(strategy)
+        self._staggered = staggered
+        self._bytes_per_pack = bytes_per_pack
+        self._timeout_seconds = timeout_seconds
+        self.locksteps: list[Lockstep] = []
+        self._recorded: dict[int, weakref.ref[nn.Module]] = {}
+        self._owned: dict[int, weakref.ref[Tensor]] = {}
+        self._device_types = tuple({"cpu", *(device.type for device in self.devices)})
+        self._closed = False
+        _groups.add(self)
+        if self.num_replicas > 1:
+            watch_optimizer_steps()
+
+    # What is mirrored
+
+    def own(self, tensor: Tensor, record: Variable | Buffer) -> None:
+        """Registers a mirrored tensor for as long as it lives."""
+        self._own_plain(tensor)
+        if isinstance(record, Variable):
+            self.variables[id(tensor)] = record
+        else:
+            self.buffers[id(tensor)] = record
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor is mirrored by this group."""
+        owned = self._owned.get(id(tensor))
+        return owned is not None and owned() is tensor
+
+    def record(self, module: nn.Module) -> None:
+        """Notes a module to be mirrored at the next use."""
+        key = id(module)
+        if key not in self._recorded:
+            self._recorded[key] = weakref.ref(module)
+            route_call(module, self)
+
+    def mirror_recorded(self) -> None:
+        """Mirrors the modules created in the scope, or changed, since the last use."""
+        while self._recorded:
+            recorded, self._recorded = list(self._recorded.values()), {}
+            for reference in recorded:
+                module = reference()
+                if module is not None:
+                    self.mirror(module)
+
+    def mirror(self, module: nn.Module) -> None:
+        """Mirrors a module in place; with one replica only moves it to the device."""
+        if self.num_replicas > 1:
+            mirror_module(module, self)
+            return
+        for submodule in module.modules():
+            route_call(submodule, self)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not self.owns(tensor):
+                if tensor.device != self.devices[0]:
+                    tensor.data = tensor.data.to(self.devices[0])
+                self._own_plain(tensor)
+
+    def _own_plain(self, tensor: Tensor) -> None:
+        key, group = id(tensor), weakref.ref(self)
+
+        def disown(reference: object) -> None:
+            alive = group()
+            if alive is not None and alive._owned.get(key) is reference:
+                for records in (alive._owned, alive.variables, alive.buffers):
+                    records.pop(key, None)
+
+        self._owned[key] = weakref.ref(tensor, disown)
+
+    # Coherence
+
+    def prepare(self) -> None:
+        """Makes all replicas equal to what the cross-replica context left."""
+        self.mirror_recorded()
+        if self.num_replicas > 1:
+            if self.running is None and any(o.is_lent for o in self.optimizers):
+                self.recover()  # a step in the cross-replica context has raised
+            self.gradients.finish(dict.fromkeys(range(self.num_replicas), 1.0))
+            self.carry()
+
+    def carry(self) -> None:
+        """Carries what changed in the cross-replica context to the other replicas."""
+        for variable in self.variables.values():
+            if variable.changed():
+                variable.carry()
+        for variable, grad in list(self.handed_out_grads.items()):
+            if variable.targets[0].grad is grad:
+                variable.carry_grad()
+            else:
+                del self.handed_out_grads[variable]
+        for buffer in self.buffers.values():
+            buffer.prepare()
+
+    def settle(self) -> None:
+        """Takes the variables as equal on all replicas, as after a step on each."""
+        for variable in self.variables.values():
+            variable.version = variable.copies[0]._version
+
+    def note_run(self, active: tuple[int, ...]) -> None:
+        """Notes that replicas have run, so that their buffers may have changed."""
+        self.last_active = active
+        for buffer in self.buffers.values():
+            buffer.note_run()
+
+    def recover(self) -> None:
+        """Brings all replicas back to the first one's state after a run that failed."""
+        self.gradients.discard()
+        for optimizer in list(self.optimizers):
+            optimizer.give_back()
+            optimizer.take_over(0, range(1, self.num_replicas))
+        for variable in self.variables.values():
+            variable.carry()
+            variable.carry_grad()
+
+    def _bring_along(self, active: tuple[int, ...]) -> None:
+        """Gives the replicas that sat out a run what the others have now."""
+        idle = [r for r in range(self.num_replicas) if r not in active]
+        for variable in self.variables.values():
+            variable.carry(active[0], idle)
+            variable.carry_grad(active[0], idle)
+        for optimizer in self.optimizers:
+            optimizer.take_over(active[0], idle)
+        for buffer in self.buffers.values():
+            buffer.bring_along(idle)
+
+    def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
+        """Sums lists of tensors over the replicas, in place, through the communicator."""
+        self.communicator.all_reduce_lists(
+            lists, "sum", scale=scale, bytes_per_pack=self._bytes_per_pack
+        )
+
+    def check(self) -> int:
+        """Compares all replicas bit for bit; returns the number of parameters.
+
+        Raises:
+            ReplicaMismatchError: naming the first variable and replica that differ.
+        """
+        self.prepare()
+        for variable in self.variables.values():
+            first = variable.targets[0]
+            for r, target in enumerate(variable.targets):
+                if not same_bits(first, target):
+                    raise ReplicaMismatchError(
+                        f"parameter {variable.name!r} differs on {self.names[r]} from "
+                        f"{self.names[0]}; replicas must hold the same bits: look for a write "
+                        "inside run that is not the same on all replicas"
+                    )
+        for optimizer in self.optimizers:
+            optimizer.check(self.names)
+        return (
+            len(self._owned) - len(self.buffers)
+            if self.num_replicas > 1
+            else sum(isinstance(tensor(), nn.Parameter) for tensor in self._owned.values())
+        )
+
+    # Running
+
+    def run(
+        self,
+        fn: Callable[[int], Any],
+        active: Sequence[int],
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> Run:
+        """Calls ``fn(replica_id)`` on every active replica; returns the run with its results.
+
+        Args:
+            weights: the replicas' shares in the gradient mean, by replica id; equal if ``None``.
+
+        Raises:
+            StrategyError: called from a replica of this group, or after ``close``.
+        """
+        self.check_usable()
+        replica = current.replica
+        if replica is not None and replica.group is self:
+            raise StrategyError(
+                "run was called inside run, on one replica; start a run in the cross-replica "
+                "context, which merge_call gives: get_replica_context().merge_call(fn)"
+            )
+        self.prepare()
+        outer = self.running
+        lockstep = self._lockstep(depth=0 if outer is None else outer.depth + 1)
+        run = Run(self, lockstep, tuple(active), weights, outer)
+        state = ThreadState.capture(self._device_types)
+        tasks = {
+            r: self._task(fn, context, state.variables.copy(), state)
+            for r, context in run.contexts.items()
+        }
+        self.running = run
+        try:
+            run.results = lockstep.run(tasks)
+            run.finish()
+        except BaseException:
+            self.running = outer
+            self.recover()
+            raise
+        finally:
+            self.running = outer
+            self.note_run(run.active)
+        if self.num_replicas > 1:
+            if len(run.active) < self.num_replicas:
+                self._bring_along(run.active)
+            self.settle()
+        return run
+
+    def lone_context(self) -> ReplicaContext:
+        """Returns a context of the only replica, for code outside any run."""
+        return Run(self, self._lockstep(depth=0), (0,), None, None).contexts[0]
+
+    def _task(
+        self, fn: Callable[[int], Any], context: ReplicaContext, variables: Any, state: ThreadState
+    ) -> Callable[[], Any]:
+        device = context.device
+        strategy = context.strategy
+
+        def call() -> Any:
+            enter(strategy, context)
+            try:
+                return fn(context.replica_id)
+            finally:
+                leave()
+                context.release()
+
+        def task() -> Any:
+            if len(context.run.active) == 1:  # on the caller's thread, whose state already holds
+                return call()
+            with (
+                using(device),
+                backward_in_calling_thread((device,)),
+                state.applied(device),
+            ):
+                return variables.run(call)
+
+        return task
+
+    def _lockstep(self, depth: int) -> Lockstep:
+        while len(self.locksteps) <= depth:
+            self.locksteps.append(self._new_lockstep())
+        if not self.locksteps[depth].usable:
+            self.locksteps[depth] = self._new_lockstep()
+        return self.locksteps[depth]
+
+    def _new_lockstep(self) -> Lockstep:
+        return Lockstep(
+            self.names, staggered=self._staggered, timeout_seconds=self._timeout_seconds
+        )
+
+    def check_usable(self) -> None:
+        """Raises StrategyError after ``close``."""
+        if self._closed:
+            raise StrategyError("this strategy is closed; create a new one")
+
+    def close(self) -> None:
+        """Ends threads and the communicator; idempotent."""
+        self._closed = True
+        for lockstep in self.locksteps:
+            lockstep.close()
+        self.locksteps = []
+        self.communicator.close()

@@ -1,0 +1,384 @@
+"""Lockstep: one thread per replica, and they take turns between merge points.
+
+[Note: Turns]
+The replica whose turn it is goes on until it returns or reaches a merge point; then the next one
+gets the turn. When all stand at the same merge point, the last one to arrive runs its action once,
+for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per merge:
+
+    turn      0    1    2 | merge | 2    1    0 | merge | 0    1    2 | all returned
+    thread    r0 > r1 > r2          r2 > r1 > r0          r0 > r1 > r2 > caller
+
+Under ``schedule="staggered"`` the caller, which has nothing else to do, also starts the next
+replica when the ones that have the turn stand still: they are blocked on their device or compute
+without the GIL. So nothing but the determinism of the simulation may rest on "only one runs".
+
+Because everybody's state is known here, divergence is seen, not suffered: when all have stopped
+and they do not stand at one point, the run fails with the line where each stands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from time import monotonic
+from typing import Any
+
+from mirror.errors import CollectiveTimeoutError, DivergenceError
+from mirror.replica.merge_point import MergePoint, Released
+from mirror.replica.stack import user_line
+
+# A replica that has not moved for this long is taken to be blocked (staggered schedule).
+BLOCKED_AFTER_SECONDS = 0.0003
+# How long an interrupted run waits for its threads before it abandons them.
+DRAIN_SECONDS = 5.0
+
+
+class _State(Enum):
+    NOT_STARTED = auto()
+    RUNNING = auto()
+    AT_MERGE = auto()
+    RESUMABLE = auto()
+    RETURNED = auto()
+    RAISED = auto()
+    ENDED = auto()  # unwound, or never started because the run had failed
+
+
+_STOPPED = frozenset({_State.AT_MERGE, _State.RETURNED, _State.RAISED, _State.ENDED})
+
+
+class Lockstep:
+    """The threads of one group of replicas; runs one set of tasks at a time.
+
+    Args:
+        names: how messages call the replicas, ``"replica 2 of 4 (cuda:2)"``.
+        staggered: whether the next replica also starts when the current one stands still.
+        timeout_seconds: how long no replica may move before the run fails; ``None``: for ever.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], *, staggered: bool, timeout_seconds: float | None
+    ) -> None:
+        self.names = names
+        self.usable = True
+        self._staggered = staggered
+        self._timeout_seconds = timeout_seconds
+        self._mutex = threading.Lock()
+        self._finished = threading.Semaphore(0)
+        self._turns = [_closed_gate() for _ in names]
+        self._threads: dict[int, threading.Thread] = {}
+        self._tasks: dict[int, Callable[[], Any]] = {}
+        self._order: list[int] = [0]
+        self._states: dict[int, _State] = {}
+        self._points: dict[int, MergePoint] = {}
+        self._results: dict[int, Any] = {}
+        self._failure: BaseException | None = None
+        self._failed_replica: int | None = None
+        self._moves = 0  # counts turns, so that the caller sees progress
+
+    def run(self, tasks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Runs one task per replica id and returns their results by replica id.
+
+        A single task runs on the calling thread.
+
+        Raises:
+            DivergenceError: the replicas did not all reach the same merge points.
+            CollectiveTimeoutError: no replica moved for ``timeout_seconds``.
+            BaseException: what a task raised, with a note that names the replica.
+        """
+        self._begin_run(tasks)
+        if len(tasks) == 1:
+            return self._run_alone(*tasks.items())
+        self._states = dict.fromkeys(tasks, _State.NOT_STARTED)
+        for replica_id in tasks:
+            if replica_id not in self._threads:
+                self._start_thread(replica_id)
+        self._give_turn(self._order[0])
+        self._await()
+        failure, self._failure = self._failure, None
+        results, self._results, self._tasks = self._results, {}, {}
+        if failure is not None:
+            self._annotate(failure)
+            try:
+                raise failure
+            finally:
+                del failure
+        return {replica_id: results[replica_id] for replica_id in tasks}
+
+    def _begin_run(self, tasks: dict[int, Callable[[], Any]]) -> None:
+        self._tasks, self._order = tasks, list(tasks)
+        self._points, self._results = {}, {}
+        self._failure = self._failed_replica = None
+
+    def merge(self, replica_id: int, point: MergePoint) -> Any:
+        """Stops the calling replica at ``point`` until all have reached it; returns its result."""
+        if len(self._order) == 1:
+            return point.action({replica_id: point.payload})[replica_id]
+        if self._failure is not None or not self.usable:
+            raise Released
+        self._points[replica_id] = point
+        self._stop(replica_id, _State.AT_MERGE)
+        if self._failure is not None or not self.usable:
+            raise Released
+        outcome = self._results.pop(replica_id)
+        if isinstance(outcome, _Raised):
+            raise outcome.error
+        return outcome
+
+    def close(self) -> None:
+        """Ends the threads; idempotent. Not while a run is going on."""
+        self.usable = False
+        for replica_id in self._threads:
+            self._turns[replica_id].release()
+        self._threads = {}
+
+    # The turn, passed on by the thread that stops.
+
+    def _stop(self, replica_id: int, state: _State) -> None:
+        """Gives the turn away, and takes it again if ``state`` is one to come back from."""
+        with self._mutex:
+            self._states[replica_id] = state
+            successor = self._successor()
+            if successor is None and self._all_stopped():
+                successor = self._meet(replica_id)
+            mine = successor == replica_id
+            if successor is not None:
+                self._begin(successor)
+        if successor is not None and not mine:
+            self._turns[successor].release()
+        if state is _State.AT_MERGE and not mine:
+            self._turns[replica_id].acquire()
+
+    def _successor(self) -> int | None:
+        """Returns who is next, ``None`` while others still run or when all have stopped."""
+        if any(self._states[r] is _State.RUNNING for r in self._order):
+            return None
+        return next((r for r in self._order if self._states[r] not in _STOPPED), None)
+
+    def _all_stopped(self) -> bool:
+        return all(state in _STOPPED for state in self._states.values())
+
+    def _begin(self, replica_id: int) -> None:
+        self._states[replica_id] = _State.RUNNING
+        self._moves += 1
+
+    def _give_turn(self, replica_id: int) -> None:
+        self._begin(replica_id)
+        self._turns[replica_id].release()
+
+    def _meet(self, last: int) -> int | None:
+        """Decides, once all have stopped, what happens; returns who goes on."""
+        waiting = [r for r in self._order if self._states[r] is _State.AT_MERGE]
+        if self._failure is None and waiting:
+            if self._diverged(waiting):
+                self._failure = DivergenceError(self._tell_divergence(waiting))
+            else:
+                self._act(waiting)
+        for replica_id in self._order:
+            if self._states[replica_id] is _State.NOT_STARTED:
+                self._states[replica_id] = _State.ENDED
+        if not waiting:
+            self._finished.release()
+            return None
+        self._order = [last, *(r for r in reversed(self._order) if r != last)]
+        for replica_id in waiting:
+            self._states[replica_id] = _State.RESUMABLE
+        return next(r for r in self._order if r in waiting)
+
+    def _diverged(self, waiting: list[int]) -> bool:
+        first = self._points[waiting[0]]
+        return len(waiting) < len(self._order) or any(
+            (self._points[r].operation, self._points[r].signature)
+            != (first.operation, first.signature)
+            for r in waiting[1:]
+        )
+
+    def _act(self, waiting: list[int]) -> None:
+        payloads = {r: self._points[r].payload for r in sorted(waiting)}
+        action = self._points[waiting[0]].action
+        self._points = {}
+        # Everybody else stands still; the mutex is let go because the action may run user code
+        # that starts a run of its own (merge_call) and the caller looks in on us.
+        self._mutex.release()
+        try:
+            self._results.update(action(payloads))
+        except BaseException as error:
+            self._results.update(dict.fromkeys(payloads, _Raised(error)))
+        finally:
+            self._mutex.acquire()
+
+    # The threads.
+
+    def _start_thread(self, replica_id: int) -> None:
+        thread = threading.Thread(
+            target=self._work, args=(replica_id,), name=f"mirror {self.names[replica_id]}"
+        )
+        thread.daemon = True
+        self._threads[replica_id] = thread
+        thread.start()
+
+    def _work(self, replica_id: int) -> None:
+        while True:
+            self._turns[replica_id].acquire()
+            if not self.usable:
+                return
+            state = _State.ENDED
+            try:
+                self._results[replica_id] = self._tasks[replica_id]()
+                state = _State.RETURNED
+            except Released as released:
+                self._blame(released.__context__, replica_id)
+            except BaseException as error:
+                state = _State.RAISED
+                # The first failure tells the cause; what unwinding raises does not.
+                if self._failure is None:
+                    self._failure, self._failed_replica = error, replica_id
+                del error
+            if self._abandoned():
+                return
+            self._skip_the_unstarted()
+            self._stop(replica_id, state)
+
+    def _blame(self, cause: BaseException | None, replica_id: int) -> None:
+        """An exception whose handling met a divergence caused it, and goes before it."""
+        if isinstance(self._failure, DivergenceError) and cause is not None:
+            if self._failed_replica is None and not isinstance(cause, Released):
+                self._failure, self._failed_replica = cause, replica_id
+
+    def _abandoned(self) -> bool:
+        return not self.usable
+
+    def _skip_the_unstarted(self) -> None:
+        """Ends, in a run that has failed, those who have not begun."""
+        if self._failure is None:
+            return
+        with self._mutex:
+            for replica_id, state in self._states.items():
+                if state is _State.NOT_STARTED:
+                    self._states[replica_id] = _State.ENDED
+
+    def _run_alone(self, item: tuple[int, Callable[[], Any]]) -> dict[int, Any]:
+        replica_id, task = item
+        try:
+            return {replica_id: task()}
+        except BaseException as error:
+            self._failed_replica = replica_id
+            self._annotate(error)
+            raise
+
+    def _annotate(self, failure: BaseException) -> None:
+        if self._failed_replica is not None:
+            note = f"in {self.names[self._failed_replica]}"
+            notes = getattr(failure, "__notes__", [])
+            if note not in notes:
+                # Not add_note: Python 3.10 lacks it.
+                failure.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+
+    # The caller.
+
+    def _await(self) -> None:
+        """Waits until all replicas have ended; starts the next one, watches the clock."""
+        if not self._staggered and self._timeout_seconds is None:
+            wait = None
+        elif self._staggered:
+            wait = BLOCKED_AFTER_SECONDS
+        else:
+            wait = self._timeout_seconds
+        try:
+            seen: object = None
+            deadline = self._deadline()
+            while not self._finished.acquire(timeout=wait):
+                position = self._position()
+                if position != seen:
+                    seen, deadline = position, self._deadline()
+                elif self._staggered:
+                    self._start_another()
+                if deadline is not None and monotonic() > deadline:
+                    self._abandon(CollectiveTimeoutError(self._tell_timeout()))
+                    return
+        except BaseException as interrupt:
+            self._abandon(interrupt)
+
+    def _deadline(self) -> float | None:
+        return None if self._timeout_seconds is None else monotonic() + self._timeout_seconds
+
+    def _running(self) -> list[int]:
+        return [r for r, state in list(self._states.items()) if state is _State.RUNNING]
+
+    def _position(self) -> object:
+        """Returns what changes while any replica moves: turns taken, instructions executed."""
+        if not self._staggered:
+            return self._moves
+        frames = sys._current_frames()
+        idents = [self._threads[r].ident or 0 for r in self._running()]
+        at = [frames.get(ident) for ident in idents]
+        return self._moves, [(id(frame), frame.f_lasti if frame else -1) for frame in at]
+
+    def _start_another(self) -> None:
+        with self._mutex:
+            resumable = (_State.NOT_STARTED, _State.RESUMABLE)
+            waiting = [r for r in self._order if self._states[r] in resumable]
+            if waiting and self._failure is None and self._running():
+                self._give_turn(waiting[0])
+
+    def _abandon(self, failure: BaseException) -> None:
+        """Fails the run from outside; threads that cannot be stopped are left to themselves."""
+        self._failure, self._failed_replica = failure, None
+        for replica_id in self._running():
+            ident = self._threads[replica_id].ident
+            if ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(ident), ctypes.py_object(Released)
+                )
+        timed_out = isinstance(failure, CollectiveTimeoutError)
+        self._finished.acquire(timeout=0.2 if timed_out else DRAIN_SECONDS)
+        # An asynchronous exception may have struck our own code: never reuse these threads.
+        self.close()
+
+    # Messages.
+
+    def _tell_divergence(self, waiting: list[int]) -> str:
+        lines = []
+        for replica_id in sorted(self._order):
+            if replica_id in waiting:
+                where = user_line(self._threads[replica_id].ident)
+                lines.append(f"{self.names[replica_id]}: {self._points[replica_id]} at {where}")
+            else:
+                lines.append(f"{self.names[replica_id]}: has returned")
+        return (
+            "all replicas must reach the same collectives in the same order, with the same shapes "
+            "and dtypes; they did not:\n  " + "\n  ".join(lines) + "\n"
+            "make the control flow around the collective the same on every replica"
+        )
+
+    def _tell_timeout(self) -> str:
+        lines = []
+        for replica_id, state in sorted(self._states.items()):
+            where = user_line(self._threads[replica_id].ident)
+            what = {
+                _State.RUNNING: f"still running at {where}",
+                _State.AT_MERGE: f"waits in {self._points.get(replica_id)} at {where}",
+                _State.RETURNED: "has returned",
+            }.get(state, "waits for its turn")
+            lines.append(f"{self.names[replica_id]}: {what}")
+        return (
+            f"no replica moved for timeout_seconds={self._timeout_seconds}:\n  "
+            + "\n  ".join(lines)
+            + "\nraise the timeout in CommunicationOptions, or find what keeps the replica"
+        )
+
+
+@dataclass(slots=True)
+class _Raised:
+    """The result of a merge whose action raised."""
+
+    error: BaseException
+
+
+def _closed_gate() -> threading.Lock:
+    gate = threading.Lock()
+    gate.acquire()
+    return gate

@@ -1,0 +1,33 @@
+"""MergePoint: where replicas meet, and what unwinds those who wait in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class MergePoint:
+    """Where replicas meet.
+
+    Attributes:
+        operation: its name in messages, ``"all_reduce(sum)"``.
+        signature: what must be equal on all replicas.
+        payload: this replica's contribution.
+        action: called once with all payloads by replica id; returns each replica's result.
+        detail: what messages say of it, shapes and the like.
+    """
+
+    operation: str
+    signature: Hashable
+    payload: Any
+    action: Callable[[dict[int, Any]], dict[int, Any]]
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.detail}" if self.detail else self.operation
+
+
+class Released(BaseException):
+    """Unwinds a replica whose run has failed elsewhere; never reaches the user."""

@@ -1,0 +1,239 @@
+"""Mirrored modules: the dicts that hand out the current replica's copies, and recording scopes.
+
+A module stays the object it is; ``type``, ``state_dict`` and ``parameters()`` do not change.
+Three of its dicts and one instance attribute are replaced:
+
+    _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs
+    _modules                WatchedDict: notes a submodule put in later
+    _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
+                            ``Module.__call__`` looks at it first; copies and pickles drop it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+from mirror.context import current
+from mirror.errors import StrategyError
+from mirror.replica.buffers import MirroredBuffer, mirror_buffer
+from mirror.replica.call import call_in_turn
+from mirror.replica.tensors import MirroredTensor
+from mirror.replica.variables import ReplicaParameter, mirror_parameter
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+
+class WatchedDict(dict[str, Any]):
+    """A module's dict that tells the group when an entry is set."""
+
+    def __init__(self, entries: Mapping[str, Any], module: nn.Module, group: ReplicaGroup) -> None:
+        super().__init__(entries)
+        self.module = weakref.ref(module)
+        self.group = group
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        module = self.module()
+        if module is not None:
+            self.group.record(module)
+
+    def update(self, *others: Any, **entries: Any) -> None:
+        for name, value in dict(*others, **entries).items():
+            self[name] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: deepcopy(value, memo) for name, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self.items()),)
+
+
+class ReplicaDict(WatchedDict):
+    """The parameters or buffers of a mirrored module.
+
+    Reading one entry gives the current replica's copy while a replica runs; ``items()`` and
+    ``values()`` give the mirrored objects in every context, so ``parameters()`` is one list.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        value = dict.__getitem__(self, name)
+        replica = current.replica
+        if replica is None or not isinstance(value, MirroredTensor):
+            return value
+        record = value._mirrored  # type: ignore[attr-defined]
+        return record.copies[replica.replica_id] if replica.group is record.group else value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  this is that get
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, ReplicaParameter):
+            value = value.variable.owner()
+        replica = current.replica
+        if replica is not None and replica.group is self.group:
+            existing = dict.get(self, name)
+            if isinstance(existing, MirroredBuffer) and isinstance(value, torch.Tensor):
+                existing._mirrored.assign(replica.replica_id, value)
+                return
+        super().__setitem__(name, value)
+
+
+class TransparentCall:
+    """What calling a mirrored module does: splits the outermost call, else just runs."""
+
+    __slots__ = ("group", "module")
+
+    def __init__(self, module: nn.Module, group: ReplicaGroup) -> None:
+        self.module = weakref.ref(module)
+        self.group = group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        assert module is not None
+        replica = current.replica
+        if replica is None or replica.group is not self.group:
+            return call_in_turn(self.group, module, args, kwargs)
+        if isinstance(module, LazyModuleMixin):
+            self._initialize(module, args, kwargs)
+        return module._call_impl(*args, **kwargs)
+
+    def _initialize(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Gives a lazy module its parameters, from the first replica to come by, and mirrors."""
+        with self.group.lazy_lock:
+            if module.has_uninitialized_params():
+                module._infer_parameters(module, args, kwargs)
+                mirror_own(module, self.group, type(module).__name__)
+
+
+def mirror_module(module: nn.Module, group: ReplicaGroup) -> None:
+    """Mirrors a module and all below it, in place. What is mirrored already is left alone."""
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise StrategyError(
+                f"{name or type(module).__name__} is a ScriptModule, whose variables live in C++; "
+                "mirror the Python module it was made from"
+            )
+        mirror_own(submodule, group, name)
+
+
+def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
+    """Mirrors the variables that a module holds itself."""
+    attributes = module.__dict__
+    parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+    for name, parameter in parameters.items():
+        if _is_new(parameter, group, name):
+            mirror_parameter(parameter, group, f"{path}.{name}".lstrip("."))
+    for name, buffer in buffers.items():
+        if _is_new(buffer, group, name):
+            mirror_buffer(buffer, group, f"{path}.{name}".lstrip("."), module)
+    if group.num_replicas > 1:
+        for key, kind in (
+            ("_parameters", ReplicaDict),
+            ("_buffers", ReplicaDict),
+            ("_modules", WatchedDict),
+        ):
+            entries = attributes[key]
+            if not isinstance(entries, kind) or entries.module() is not module:
+                attributes[key] = kind(dict(entries.items()), module, group)
+    route_call(module, group)
+
+
+def route_call(module: nn.Module, group: ReplicaGroup) -> None:
+    """Routes ``module(...)`` through the group, unless the user has compiled it."""
+    if module.__dict__.get("_compiled_call_impl") is None and group.routes_calls:
+        module.__dict__["_compiled_call_impl"] = TransparentCall(module, group)
+
+
+def group_of(module: nn.Module) -> ReplicaGroup | None:
+    """Returns the group that has mirrored or recorded a module."""
+    call = module.__dict__.get("_compiled_call_impl")
+    if isinstance(call, TransparentCall):
+        return call.group
+    parameters = module.__dict__.get("_parameters")
+    return parameters.group if isinstance(parameters, ReplicaDict) else None
+
+
+def _is_new(tensor: Any, group: ReplicaGroup, name: str) -> bool:
+    if tensor is None or is_lazy(tensor):
+        return False
+    if isinstance(tensor, MirroredTensor):
+        if tensor._mirrored.group is not group:  # type: ignore[attr-defined]
+            raise StrategyError(
+                f"{name!r} is mirrored by another strategy; a variable belongs to one strategy: "
+                "mirror a copy.deepcopy of the module"
+            )
+        return False
+    return not group.owns(tensor)
+
+
+# Recording: what is created inside a scope is mirrored at its first use, because registration
+# hooks fire before initial values are written.
+
+
+class _Recording(threading.local):
+    def __init__(self) -> None:
+        self.groups: list[ReplicaGroup] = []
+
+
+_recording = _Recording()
+_hooks: list[Any] = []
+_hooks_lock = threading.Lock()
+_open_scopes = 0
+
+
+def _record(module: nn.Module, name: str, value: object) -> None:
+    if _recording.groups and current.replica is None:
+        _recording.groups[-1].record(module)
+
+
+@contextmanager
+def recording(group: ReplicaGroup) -> Iterator[None]:
+    """Records the modules that this thread creates for ``group``."""
+    global _open_scopes
+    with _hooks_lock:
+        _open_scopes += 1
+        if not _hooks:
+            _hooks.extend(
+                register(_record)
+                for register in (
+                    torch_module.register_module_parameter_registration_hook,
+                    torch_module.register_module_buffer_registration_hook,
+                    torch_module.register_module_module_registration_hook,
+                )
+            )
+    _recording.groups.append(group)
+    try:
+        yield
+    finally:
+        _recording.groups.pop()
+        with _hooks_lock:
+            _open_scopes -= 1
+            if not _open_scopes:
+                _remove(_hooks)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
+def has_mirrored(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of the modules has a mirrored parameter."""
+    return any(
+        isinstance(parameter, MirroredTensor)
+        for module in modules
+        for parameter in module.__dict__["_parameters"].values()
+    )

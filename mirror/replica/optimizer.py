@@ -1,0 +1,385 @@
+"""Optimizer steps over mirrored parameters, for any ``torch.optim.Optimizer``.
+
+[Note: Lending an optimizer]
+An optimizer holds the mirrored parameters; a step needs one replica's. Before a step torch calls
+the global pre-hook, which lends the optimizer to a replica: ``param_groups`` and ``state`` become
+that replica's, over ordinary parameters; the post-hook gives it back. In between it belongs to
+this replica alone. A step that raises is given back at the replica's next merge or return, or
+when its next step begins.
+
+    context        what happens at optimizer.step()
+    run            a merge: the gradients are reduced. Then each replica steps, in its turn
+    cross-replica  the pre-hook steps replicas 1 .. N-1, then lends to replica 0, whose step is
+                   the one that was called: hooks and schedulers see one step
+    with closure   in the cross-replica context the step runs on the mirrored parameters (the
+                   closure's forward spans all replicas), and the others take over the result
+
+Options in ``param_groups`` are shared: every replica gets a copy before the step, and what the
+first one's step writes into its copy is kept. The first replica's state is the optimizer's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from mirror.context import current
+from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.replica.merge_point import MergePoint
+from mirror.replica.variables import MirroredParameter, Variable, same_bits
+from mirror.values import map_structure
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+    from mirror.replica.run import ReplicaContext
+
+_mirrors: weakref.WeakKeyDictionary[Optimizer, OptimizerMirror] = weakref.WeakKeyDictionary()
+_serials = itertools.count(1)
+_watching = threading.Lock()
+_hooks: list[Any] = []
+
+
+def watch_optimizer_steps() -> None:
+    """Installs the global hooks, once."""
+    with _watching:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def mirrored_group(optimizer: Optimizer) -> ReplicaGroup | None:
+    """Returns the group of an optimizer's first mirrored parameter."""
+    for options in optimizer.param_groups:
+        for parameter in options["params"]:
+            if isinstance(parameter, MirroredParameter):
+                return parameter._mirrored.group
+    return None
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    mirror = _mirrors.get(optimizer)
+    step = sys._getframe(1)
+    if mirror is not None:
+        if mirror.is_within_step(step):
+            return None  # a subclass's step has called its base's
+        mirror.reclaim()
+    group = mirrored_group(optimizer)
+    if group is None:
+        return None
+    if mirror is None or mirror.group is not group:
+        mirror = _mirrors[optimizer] = OptimizerMirror(optimizer, group)
+    group.check_usable()
+    replica: Any = current.replica
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if replica is None or replica.group is not group:
+        mirror.step_everywhere(step, args, kwargs, closure)
+        return None
+    if closure is not None:
+        with torch.enable_grad():
+            once = _Once(closure())
+        args, kwargs = (args[0], once, *args[2:]), {k: kwargs[k] for k in kwargs if k != "closure"}
+    mirror.step_here(step, replica)
+    return args, kwargs
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    mirror = _mirrors.get(optimizer)
+    if mirror is not None and mirror.step is sys._getframe(1):
+        mirror.end_step()
+
+
+class OptimizerMirror:
+    """One optimizer's state on every replica. See [Note: Lending an optimizer]."""
+
+    def __init__(self, optimizer: Optimizer, group: ReplicaGroup) -> None:
+        self.group = group
+        self._optimizer = weakref.ref(optimizer)
+        self._serial = next(_serials)
+        self._states: list[dict[Any, Any]] = [defaultdict(dict) for _ in group.devices]
+        self._state = _SharedState(self, {})  # what optimizer.state is between steps
+        self._groups: list[dict[str, Any]] = optimizer.param_groups
+        self._lent_groups: list[list[dict[str, Any]]] = [[] for _ in group.devices]
+        self._lent_to: int | None = None
+        self._with_closure = False
+        self._alone = threading.Lock()  # held while lent
+        self.step: FrameType | None = None  # torch's call that the step in progress is
+        group.optimizers.add(self)
+
+    # Steps
+
+    def step_here(self, step: FrameType, context: ReplicaContext) -> None:
+        """Merges the replicas before their steps, and lends to the calling one."""
+
+        def action(payloads: dict[int, None]) -> dict[int, None]:
+            run = context.run
+            self.group.gradients.settle(run.shares())
+            self._refresh()
+            return payloads
+
+        name = f"{type(self._optimizer()).__name__} #{self._serial}"
+        context.run.merge(context.replica_id, MergePoint("optimizer.step", (name,), None, action))
+        self._lend(context.replica_id, step)
+        context.lent.append(self)
+
+    def step_everywhere(self, step: FrameType, args: Any, kwargs: Any, closure: Any) -> None:
+        """Steps replicas 1 .. N-1 and lends to replica 0."""
+        self.group.prepare()
+        self.group.gradients.flush()
+        self._refresh()
+        if closure is not None:
+            self._with_closure, self.step = True, step
+            return
+        function = type(args[0]).step
+        function = getattr(function, "__wrapped__", function)
+        for replica_id in range(1, self.group.num_replicas):
+            self._lend(replica_id, step)
+            try:
+                function(*args, **kwargs)
+            except BaseException:
+                self.group.recover()
+                raise
+            self.give_back()
+        self._lend(0, step)
+
+    def end_step(self) -> None:
+        """Gives back after a step; outside ``run`` all replicas are now equal again."""
+        if self._with_closure:
+            self._with_closure, self.step = False, None
+            for variable in self._variables():
+                variable.carry()
+            self._state.seen = True
+            self._refresh()
+            return
+        replica: Any = current.replica
+        if replica is not None and self in replica.lent:
+            replica.lent.remove(self)
+        elif self._lent_to is not None:
+            for variable in self._variables():
+                variable.version = variable.copies[0]._version
+        self.give_back()
+
+    def is_within_step(self, frame: FrameType) -> bool:
+        """Whether ``frame`` was called by the step in progress."""
+        caller: FrameType | None = frame if self.step is not None else None
+        while caller is not None and caller is not self.step:
+            caller = caller.f_back
+        return caller is not None
+
+    def reclaim(self) -> None:
+        """Takes back from a step of the same replica, or of the cross context, that raised."""
+        replica: Any = current.replica
+        if replica is not None and replica.group is self.group:
+            if self in replica.lent:
+                replica.lent.remove(self)
+                self.give_back()
+        elif self.group.running is None and self.is_lent:
+            self.group.recover()
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a step has the optimizer, or had it and raised."""
+        return self._lent_to is not None
+
+    def give_back(self) -> None:
+        """Puts the shared groups and state back; idempotent."""
+        optimizer = self._optimizer()
+        self.step = None
+        replica_id, self._lent_to = self._lent_to, None
+        if replica_id is None or optimizer is None:
+            return
+        if replica_id == 0:
+            self._keep_what_the_first_wrote()
+        optimizer.param_groups = self._groups
+        optimizer.state = self._state
+        self._alone.release()
+
+    # State
+
+    def take_over(self, source: int, others: Iterable[int]) -> None:
+        """Gives one replica's state to others."""
+        for r in others:
+            state: dict[Any, Any] = defaultdict(dict)
+            for key, value in self._states[source].items():
+                variable = getattr(key, "variable", None)
+                mine = key if variable is None else variable.targets[r]
+                state[mine] = self._copied(value, source, r)
+            self._states[r] = state
+            if r == 0:
+                self._publish_first()
+
+    def check(self, names: tuple[str, ...]) -> None:
+        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
+        self._refresh()
+        for variable in self._variables():
+            first = self._states[0].get(variable.targets[0], {})
+            for r in range(1, self.group.num_replicas):
+                other = self._states[r].get(variable.targets[r], {})
+                for key in first.keys() | other.keys():
+                    if not _same(first.get(key), other.get(key)):
+                        raise ReplicaMismatchError(
+                            f"optimizer state {key!r} of parameter {variable.name!r} differs on "
+                            f"{names[r]} from {names[0]}; replicas must hold the same bits"
+                        )
+
+    def state_of(self, key: Any) -> Any:
+        """Returns the current replica's state of a parameter, to code inside ``run``."""
+        replica: Any = current.replica
+        if isinstance(key, MirroredParameter) and replica is not None:
+            variable = key._mirrored
+            if replica.group is self.group and replica.replica_id:
+                return self._states[replica.replica_id].get(variable.targets[replica.replica_id])
+        return None
+
+    def _lend(self, replica_id: int, step: FrameType) -> None:
+        self._alone.acquire()
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self.step = step
+        self._lent_to = replica_id
+        optimizer.param_groups = self._lent_groups[replica_id]
+        optimizer.state = self._states[replica_id]  # type: ignore[assignment]
+
+    def _refresh(self) -> None:
+        """Brings every replica's groups and state in line with the optimizer's own."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._groups = optimizer.param_groups
+        for r, lent in enumerate(self._lent_groups):
+            lent[:] = [
+                {**options, "params": _of_replica(options["params"], r)}
+                for options in self._groups
+            ]
+        if optimizer.state is not self._state:
+            self._state = _SharedState(self, optimizer.state)
+            optimizer.state = self._state
+        if self._state.seen:
+            self._state.seen = False
+            self._states[0] = defaultdict(dict)
+            for key, value in self._state.raw_items():
+                mirrored = isinstance(key, MirroredParameter)
+                self._states[0][key._mirrored.targets[0] if mirrored else key] = value
+            self.take_over(0, range(1, self.group.num_replicas))
+
+    def _keep_what_the_first_wrote(self) -> None:
+        for options, lent in zip(self._groups, self._lent_groups[0], strict=True):
+            for key, value in lent.items():
+                if key != "params" and options.get(key, options) is not value:
+                    options[key] = value
+        if len(self._states[0]) != len(self._state):
+            self._publish_first()
+
+    def _publish_first(self) -> None:
+        """Enters the first replica's state, which is the optimizer's own, under the parameters."""
+        for key, value in self._states[0].items():
+            variable = getattr(key, "variable", None)
+            self._state.put(key if variable is None else variable.owner(), value)
+
+    def _copied(self, value: Any, source: int, destination: int) -> Any:
+        home, device = self.group.devices[source], self.group.devices[destination]
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
+            return copy.deepcopy(leaf)
+
+        return map_structure(copied, value)
+
+    def _variables(self) -> list[Variable]:
+        return [
+            parameter._mirrored
+            for options in self._groups
+            for parameter in options["params"]
+            if isinstance(parameter, MirroredParameter)
+        ]
+
+
+class _SharedState(defaultdict[Any, Any]):
+    """``optimizer.state`` between steps; notes when the cross-replica context looks into it."""
+
+    def __init__(self, mirror: OptimizerMirror, entries: dict[Any, Any]) -> None:
+        super().__init__(dict, entries)
+        self.seen = True
+        self._mirror = weakref.ref(mirror)
+
+    def raw_items(self) -> Iterable[tuple[Any, Any]]:
+        return super().items()
+
+    def put(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        mirror = self._mirror()
+        here = None if mirror is None else mirror.state_of(key)
+        if here is not None:
+            return here
+        self.seen = True
+        return super().__getitem__(key)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(super().items()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(defaultdict(dict, super().items()), memo)
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    original = getattr(defaultdict, name)
+
+    def method(self: _SharedState, *args: Any, **kwargs: Any) -> Any:
+        self.seen = True
+        return original(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for (
+    _name
+) in "get items values pop popitem setdefault update clear __setitem__ __delitem__".split():
+    setattr(_SharedState, _name, _noting(_name))
+
+
+class _Once:
+    """A closure that was evaluated before the replicas merged."""
+
+    def __init__(self, loss: Any) -> None:
+        self._losses = [loss]
+
+    def __call__(self) -> Any:
+        if not self._losses:
+            raise StrategyError(
+                "this optimizer evaluates its closure several times, on losses that differ "
+                "between replicas; call step(closure) outside strategy.run, where the closure's "
+                "forward spans all replicas"
+            )
+        return self._losses.pop()
+
+
+def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
+    """Returns one replica's ordinary parameters; what is not mirrored goes with the first."""
+    return [
+        p._mirrored.targets[replica_id] if isinstance(p, MirroredParameter) else p
+        for p in parameters
+        if replica_id == 0 or isinstance(p, MirroredParameter)
+    ]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same_bits(a, b)
+    return type(a) is type(b) and (not isinstance(a, (int, float, str, bool)) or a == b)

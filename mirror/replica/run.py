@@ -1,0 +1,212 @@
+"""One run: a function called once per replica, and the context each call sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mirror.context import enter, leave
+from mirror.replica.collectives import all_gather, all_reduce
+from mirror.replica.lockstep import Lockstep
+from mirror.replica.merge_point import MergePoint
+from mirror.replica.nodes import order
+from mirror.values import regroup, select
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+
+class Run:
+    """What the replicas of one call of ``run`` have in common."""
+
+    __slots__ = ("active", "contexts", "depth", "group", "lockstep", "results")
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        lockstep: Lockstep,
+        active: tuple[int, ...],
+        weights: Sequence[float] | None,
+        outer: Run | None,
+    ) -> None:
+        self.group = group
+        self.lockstep = lockstep
+        self.active = active
+        self.results: dict[int, Any] = {}
+        self.depth: int = 0 if outer is None else outer.depth + 1
+        self.contexts = {
+            r: ReplicaContext(self, r, 1.0 if weights is None else float(weights[r]))
+            for r in active
+        }
+
+    def shares(self) -> dict[int, float]:
+        """Returns what each replica's gradient counts for. See [Note: Shares]."""
+        if not self.group.weighted:
+            return dict.fromkeys(self.active, 1.0)
+        weights = self.weights()
+        total = sum(weights.values())
+        if total == 0:  # one device: the mean over nothing
+            return dict.fromkeys(self.active, 1.0 / len(self.active))
+        return {r: weight / total for r, weight in weights.items()}
+
+    def weights(self) -> dict[int, float]:
+        """Returns the active replicas' weights by replica id."""
+        return {r: context.weight for r, context in self.contexts.items()}
+
+    def all_weights(self) -> list[float]:
+        """Returns the weights of all replicas, 0 for those that sit out."""
+        weights = self.weights()
+        return [weights.get(r, 0.0) for r in range(self.group.num_replicas)]
+
+    def merge(self, replica_id: int, point: MergePoint) -> Any:
+        """Merges the replicas of this run; the action runs in the cross-replica context."""
+        action = point.action
+
+        def act(payloads: dict[int, Any]) -> dict[int, Any]:
+            enter(self.group.strategy(), None)
+            try:
+                return action(payloads)
+            finally:
+                leave()
+
+        point.action = act
+        self.contexts[replica_id].release()
+        return self.lockstep.merge(replica_id, point)
+
+    def finish(self) -> None:
+        """Reduces, or defers, the gradients that nobody has looked at."""
+        if self.group.num_replicas > 1:
+            self.group.gradients.finish(self.shares())
+            order.lift_this_thread()
+
+
+class ReplicaContext:
+    """What a function sees of its replica inside ``strategy.run``.
+
+    Attributes:
+        replica_id_in_sync_group: this replica's index.
+        num_replicas_in_sync: the number of replicas of the strategy.
+        device: where this replica's variables are.
+        strategy: the strategy that runs it.
+    """
+
+    __slots__ = ("_weight", "device", "group", "lent", "replica_id", "run", "strategy")
+
+    def __init__(self, run: Run, replica_id: int, weight: float) -> None:
+        self.run = run
+        self.group = run.group
+        self.replica_id = replica_id
+        self.device: torch.device = run.group.devices[replica_id]
+        self.strategy: Any = run.group.strategy()
+        self.lent: list[Any] = []  # optimizers that this replica's step has
+        self._weight = weight
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's index."""
+        return self.replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas of the strategy."""
+        return self.group.num_replicas
+
+    @property
+    def weight(self) -> float:
+        """This replica's share in the gradient mean and in ``strategy.reduce("mean", ...)``.
+
+        The number of examples it got, unless set: to its number of unpadded tokens, say. Set it
+        before backward; a backward pass done before counts with the weight it was done under.
+
+        Raises:
+            ValueError: on setting, for a negative or not finite weight.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        value = float(value)
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"a replica's weight must be finite and >= 0, got {value}")
+        gradients = self.group.gradients
+        if gradients.pending[self.replica_id]:
+
+            def action(payloads: dict[int, None]) -> dict[int, None]:
+                gradients.finish(self.run.shares())
+                return payloads
+
+            point = MergePoint("a new weight after a backward pass", (), None, action)
+            self.run.merge(self.replica_id, point)
+        self._weight = value
+
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        """Reduces a structure of tensors over the replicas that take part, in one collective.
+
+        Differentiable for sum and mean, as part of the one loss that the replicas have in common;
+        see [Note: Gradients of collectives] in ``mirror/replica/nodes.py``.
+
+        Args:
+            op: ``"sum"``, ``"mean"`` (the plain mean), ``"max"``, ``"min"``, ``"prod"``, any case,
+                or a ``mirror.ReduceOp``.
+            value: tensors or numbers, nested; equal structure, shapes and dtypes everywhere.
+
+        Returns:
+            The same structure with the same bits on every replica, each on its device. The mean
+            of integers is of the default floating dtype.
+
+        Raises:
+            TypeError: a bool tensor, or a leaf that is neither tensor nor number.
+            DivergenceError: another replica calls something else, or with other shapes.
+            ValueError: unknown ``op``.
+        """
+        return all_reduce(self, op, value)
+
+    def all_gather(self, value: Any, axis: int = 0) -> Any:
+        """Concatenates each tensor of a structure over the replicas, in replica order.
+
+        Sizes may differ along ``axis``. Differentiable: each replica gets the weighted sum of the
+        gradients of its own part.
+
+        Raises:
+            ValueError: a 0-d tensor, or ``axis`` out of range.
+            DivergenceError: shapes differ on another axis, or dtypes do.
+        """
+        return all_gather(self, value, axis)
+
+    def merge_call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``fn(strategy, *args, **kwargs)`` once, in the cross-replica context.
+
+        Waits for all replicas. Tensors, numbers and objects that differ arrive as PerReplica;
+        each replica gets its part of the result.
+        """
+
+        def action(payloads: dict[int, Any]) -> dict[int, Any]:
+            group, run = self.group, self.run
+            if group.num_replicas > 1:
+                run.finish()
+                group.settle()
+                group.note_run(run.active)
+            args, kwargs = regroup(payloads, group.num_replicas, run.all_weights())
+            result = fn(self.strategy, *args, **kwargs)
+            if group.num_replicas > 1:
+                group.prepare()
+            return {r: select(result, r) for r in payloads}
+
+        payload = (tuple(args), dict(kwargs or {}))
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        return self.run.merge(
+            self.replica_id, MergePoint("merge_call", name, payload, action, detail=name)
+        )
+
+    def release(self) -> None:
+        """Gives back the optimizers of a step that raised."""
+        while self.lent:
+            self.lent.pop().give_back()

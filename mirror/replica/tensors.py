@@ -1,0 +1,99 @@
+"""Tensors that stand for the current replica's copy, and how operations find it.
+
+[Note: Resolution]
+A mirrored parameter or buffer stays the object it was; its class is swapped for one of the classes
+below. Whatever torch function it is passed to, also inside a list, sees the copy of the current
+replica instead, and the first replica's (or the combined buffer) in the cross-replica context.
+That costs about 3 us a call. Modules do not pay it: their dicts (``module.py``) hand out the
+copies themselves while a replica runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Functions that act on the mirrored tensor as a whole; the modules that define the tensors add to
+# it. Compared with ==, as method wrappers are never identical.
+special_functions: dict[Any, Callable[..., Any]] = {}
+
+# The C++ properties; subclasses have properties of their own.
+GRAD: Any = Tensor.grad
+DATA: Any = Tensor.data
+REQUIRES_GRAD: Any = Tensor.requires_grad
+
+# Hand out raw storage, through which a change is not seen by the version counter.
+_RAW_STORAGE = frozenset(
+    {
+        Tensor.data_ptr,
+        Tensor.untyped_storage,
+        Tensor.storage,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__dlpack__,
+        Tensor.share_memory_,
+    }
+)
+
+
+class MirroredTensor(Tensor):
+    """Base of the tensors that resolve to a copy; never holds values of its own."""
+
+    def _resolve(self, func: object = None) -> Tensor:
+        """Returns the tensor that stands for this one in the current context."""
+        raise NotImplementedError
+
+    def _hand_out(self, handle: Tensor | None) -> None:
+        """Notes that raw storage left through ``handle``: a possible change."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        special = special_functions.get(func)
+        if special is not None:
+            return special(*args, **(kwargs or {}))
+        if func in _RAW_STORAGE and isinstance(args[0], MirroredTensor):
+            args[0]._hand_out(None)
+        resolved = [resolve(arg, func) for arg in args]
+        named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}
+        result = func(*resolved, **named)
+        # An in-place operation returns its operand: the mirrored object, not the copy.
+        reference = getattr(result, "_owner", None) if isinstance(result, Tensor) else None
+        owner = None if reference is None else reference()
+        return result if owner is None else owner
+
+
+def resolve(value: Any, func: object = None) -> Any:
+    """Replaces mirrored tensors by the current copies, also inside tuples, lists and dicts."""
+    if isinstance(value, MirroredTensor):
+        return value._resolve(func)
+    if type(value) in (list, tuple):
+        return type(value)(resolve(item, func) for item in value)
+    if type(value) is dict:
+        return {key: resolve(item, func) for key, item in value.items()}
+    return value
+
+
+def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers what ``functions`` do when an argument is a mirrored tensor."""
+
+    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        special_functions.update(dict.fromkeys(functions, implementation))
+        return implementation
+
+    return register
+
+
+def raw_set_data(tensor: Tensor, data: Tensor) -> None:
+    """Sets the data of the mirrored object itself, not of what it stands for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        DATA.__set__(tensor, data)

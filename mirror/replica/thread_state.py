@@ -1,0 +1,65 @@
+"""Torch's thread-local state, carried from the caller of ``run`` into the replicas' threads."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """What holds in the caller's thread and not by itself in others.
+
+    The default dtype, the deterministic flags and anomaly mode are global and need no carrying.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device
+    saved_tensors_hooks: Any
+    variables: contextvars.Context
+
+    @classmethod
+    def capture(cls, device_types: tuple[str, ...]) -> ThreadState:
+        """Returns the state of the calling thread."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in device_types
+                if torch.is_autocast_enabled(kind)
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
+            saved_tensors_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
+            variables=contextvars.copy_context(),
+        )
+
+    @contextmanager
+    def applied(self, device: torch.device) -> Iterator[None]:
+        """Makes the state hold in a replica's thread; a default GPU becomes the replica's own."""
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
+                )
+            if self.default_device != _CPU:
+                same_kind = self.default_device.type == device.type
+                stack.enter_context(device if same_kind else self.default_device)
+            if self.saved_tensors_hooks is not None:
+                hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
+                stack.enter_context(hooks)
+            yield

@@ -1,0 +1,319 @@
+"""Mirrored parameters: one object for the user, one copy per replica.
+
+[Note: Three tensors, one storage]
+A parameter ``p`` of N replicas is, per replica r:
+
+    copies[r]    a ReplicaParameter: what the forward pass uses. Autograd accumulates this
+                 replica's own gradient, not yet reduced, in its C++ slot.
+    targets[r]   an ordinary nn.Parameter on the same storage: what optimizers update. Its
+                 ``.grad`` is the reduced gradient, which is what users see as ``p.grad``.
+
+and ``p`` itself shares the storage of replica 0. So the local gradient is always apart from the
+reduced one: a second backward pass never mixes a reduced gradient with a local one, and an
+optimizer steps over plain parameters. ``copies[r].grad`` is a property that waits for the
+reduction, wherever it is read. See [Note: Lazy gradients].
+
+[Note: Coherence]
+In the cross-replica context the first replica's copy is the truth. What changed there is seen by
+its version counter, which all tensors of one storage share, or noted when raw storage is handed
+out (``p.data``; as long as that tensor lives), and is carried to the other replicas before they
+next run. A gradient that was handed out is carried before the next run or optimizer step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.context import current
+from mirror.errors import StrategyError
+from mirror.replica.tensors import GRAD, MirroredTensor, raw_set_data, resolve
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+# The C++ slot of a copy, where its local gradient is.
+local_grad = GRAD.__get__
+set_local_grad = GRAD.__set__
+
+
+class ReplicaParameter(nn.Parameter):
+    """One replica's copy of a mirrored parameter, as its forward pass sees it."""
+
+    variable: Variable
+    replica_id: int
+
+    @property
+    def _owner(self) -> Callable[[], Tensor | None]:
+        return self.variable.owner
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient; waits for the reduction."""
+        return self.variable.grad_in(self.replica_id)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.variable.set_grad(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.variable.set_grad(None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _plain_copy(self, self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class Variable:
+    """The copies of one mirrored parameter and what is known of their coherence.
+
+    Attributes:
+        name: where the parameter was found, for messages.
+        owner: returns the mirrored parameter, ``None`` once it is gone.
+        version: of the first copy when all copies were last known to be equal.
+        handed_out: the tensor through which raw storage left in the cross-replica context.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "copies",
+        "group",
+        "handed_out",
+        "name",
+        "owner",
+        "targets",
+        "version",
+    )
+
+    def __init__(self, parameter: nn.Parameter, group: ReplicaGroup, name: str) -> None:
+        self.group = group
+        self.name = name
+        self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
+        self.handed_out: Callable[[], object] | None = None
+        requires_grad = parameter.requires_grad
+        first = parameter.detach()
+        values = [first if r == 0 else _value_on(first, d) for r, d in enumerate(group.devices)]
+        self.targets = tuple(nn.Parameter(value, requires_grad) for value in values)
+        for target in self.targets:
+            target.variable = self  # type: ignore[attr-defined]
+        self.copies = tuple(self._copy(r, value, requires_grad) for r, value in enumerate(values))
+        self.version = self.copies[0]._version
+
+    def _copy(self, replica_id: int, value: Tensor, requires_grad: bool) -> ReplicaParameter:
+        copy: ReplicaParameter = Tensor._make_subclass(ReplicaParameter, value, requires_grad)
+        copy.variable, copy.replica_id = self, replica_id
+        if requires_grad:
+            self.group.gradients.watch(copy)
+        return copy
+
+    def here(self) -> int | None:
+        """Returns the current replica of this variable's group, ``None`` outside."""
+        replica = current.replica
+        return replica.replica_id if replica is not None and replica.group is self.group else None
+
+    # Gradients
+
+    def grad_in(self, replica_id: int) -> Tensor | None:
+        """Returns the gradient that one replica's code sees."""
+        here = self.here()
+        gradients = self.group.gradients
+        if here is None:
+            return self.first_grad()
+        if gradients.deferring:
+            return gradients.local(self, replica_id)
+        if gradients.awaited(here):
+            gradients.observe(here)
+        return self.targets[replica_id].grad
+
+    def first_grad(self) -> Tensor | None:
+        """Returns the reduced gradient in the cross-replica context, and notes that it left."""
+        self.group.gradients.flush()
+        grad = self.targets[0].grad
+        if grad is not None:
+            self.group.handed_out_grads[self] = grad
+        return grad
+
+    def set_grad(self, value: Tensor | None) -> None:
+        """Sets the gradient of the current replica; of all in the cross-replica context."""
+        here = self.here()
+        replicas = range(len(self.copies)) if here is None else (here,)
+        for r in replicas:
+            set_local_grad(self.copies[r], None)
+            target = self.targets[r]
+            if value is None or here is not None or r == 0:
+                target.grad = value
+            else:
+                target.grad = value.detach().clone().to(target.device)
+        if here is None:
+            self.group.gradients.drop_deferred(self)
+            self.group.handed_out_grads.pop(self, None)
+            if value is not None:
+                self.group.handed_out_grads[self] = value
+
+    def carry_grad(self, source: int = 0, others: Iterable[int] | None = None) -> None:
+        """Gives one replica's gradient to others: the first one's to all."""
+        grad = self.targets[source].grad
+        for r in range(1, len(self.targets)) if others is None else others:
+            target = self.targets[r]
+            if grad is None:
+                target.grad = None
+            elif target.grad is None or grad.is_sparse or target.grad.shape != grad.shape:
+                target.grad = grad.detach().clone().to(target.device)
+            else:
+                target.grad.data.copy_(grad.data)
+
+    # Values
+
+    def changed(self) -> bool:
+        """Whether the first copy may differ from the others by a change in the cross context."""
+        return self.handed_out is not None or self.copies[0]._version != self.version
+
+    def carry(self, source: int = 0, others: Iterable[int] | None = None) -> None:
+        """Gives one replica's values to others: the first one's to all."""
+        value = self.targets[source].data
+        for r in range(1, len(self.targets)) if others is None else others:
+            # Through .data: the other replicas' version counters stay, because a change that
+            # may not be one (a look at p.data) must not spoil their saved tensors.
+            self.targets[r].data.copy_(value)
+        self.version = self.copies[0]._version
+        if self.handed_out is not None and self.handed_out() is None:
+            self.handed_out = None
+
+    def hand_out(self, handle: Tensor | None) -> None:
+        self.handed_out = (lambda: None) if handle is None else weakref.ref(handle)
+
+    def set_data(self, data: Tensor) -> None:
+        """``p.data = data``: of the current replica; of all in the cross-replica context."""
+        here = self.here()
+        for r in range(len(self.copies)) if here is None else (here,):
+            device = self.group.devices[r]
+            value = data.to(device) if r in (0, here) else _value_on(data, device)
+            self.targets[r].data = value
+            self.copies[r].data = value
+            owner = self.owner()
+            if r == 0 and owner is not None:
+                raw_set_data(owner, value)
+        if here is None:
+            self.version = self.copies[0]._version
+            self.hand_out(data)
+
+    def set_requires_grad(self, requires_grad: bool) -> None:
+        """Sets it for the current replica; for all in the cross-replica context."""
+        here = self.here()
+        for r in range(len(self.copies)) if here is None else (here,):
+            copy = self.copies[r]
+            copy.requires_grad_(requires_grad)
+            self.targets[r].requires_grad_(requires_grad)
+            if requires_grad:
+                self.group.gradients.watch(copy)
+
+
+class MirroredParameter(MirroredTensor, nn.Parameter):
+    """A parameter that stands for the current replica's copy. See [Note: Resolution]."""
+
+    _mirrored: Variable
+
+    def _resolve(self, func: object = None) -> Tensor:
+        variable = self._mirrored
+        return variable.copies[variable.here() or 0]
+
+    def _hand_out(self, handle: Tensor | None) -> None:
+        if self._mirrored.here() is None:
+            self._mirrored.hand_out(handle)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient of the current replica; waits for the reduction."""
+        variable = self._mirrored
+        here = variable.here()
+        return variable.first_grad() if here is None else variable.grad_in(here)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._mirrored.set_grad(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._mirrored.set_grad(None)
+
+    @property
+    def data(self) -> Tensor:
+        """The current copy's data; in the cross-replica context it counts as a change."""
+        data = self._resolve().data
+        self._hand_out(data)
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._mirrored.set_data(resolve(value))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the current copy requires a gradient."""
+        return self._resolve().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._mirrored.set_requires_grad(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _plain_copy(self, self._resolve(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._resolve().__reduce_ex__(protocol)
+
+
+def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) -> Variable:
+    """Turns a parameter into a mirrored one, in place: the object stays the same.
+
+    Raises:
+        StrategyError: another strategy has mirrored it, or its class cannot be swapped.
+    """
+    kind = type(parameter)
+    if kind.__torch_function__ is not nn.Parameter.__torch_function__:
+        raise StrategyError(
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass with operations of its "
+            "own; mirror takes plain parameters: convert it after mirroring, or not at all"
+        )
+    grad = parameter.grad
+    if parameter.device != group.devices[0]:
+        parameter.data = parameter.data.to(group.devices[0])
+    variable = Variable(parameter, group, name)
+    group.own(parameter, variable)
+    parameter.grad = None
+    # What misses the resolution must fail, not collect a gradient that nobody reduces.
+    parameter.requires_grad_(False)
+    parameter._mirrored = variable  # type: ignore[attr-defined]
+    parameter.__class__ = MirroredParameter
+    if grad is not None:
+        variable.set_grad(grad)
+    return variable
+
+
+def _value_on(value: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy of ``value`` in memory of its own, with its strides."""
+    return value.detach().to(device, copy=True)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have equal bits; NaN equals NaN, 0.0 differs from -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def _plain_copy(key: Tensor, value: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+    if id(key) not in memo:
+        memo[id(key)] = nn.Parameter(
+            value.detach().clone(memory_format=torch.preserve_format), value.requires_grad
+        )
+    copied: nn.Parameter = memo[id(key)]
+    return copied
