@@ -1,0 +1,56 @@
+"""mirror: tf.distribute's MirroredStrategy for PyTorch."""
+
+from mirror import comm
+from mirror.data.distribute import DistributedDataset
+from mirror.errors import (
+    BackendError,
+    BatchError,
+    CheckpointError,
+    CollectiveTimeoutError,
+    DeviceError,
+    DivergenceError,
+    MirrorError,
+    ReplicaMismatchError,
+    ShapeError,
+    StrategyError,
+    StructureError,
+)
+from mirror.replica.mirrored import is_mirrored, set_aggregation
+from mirror.replica.reduction import ReduceOp
+from mirror.replica.run import ReplicaContext
+from mirror.strategy.current import (
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from mirror.strategy.mirrored import MirroredStrategy
+from mirror.strategy.options import CommunicationOptions
+from mirror.values import PerReplica
+
+__all__ = [
+    "BackendError",
+    "BatchError",
+    "CheckpointError",
+    "CollectiveTimeoutError",
+    "CommunicationOptions",
+    "DeviceError",
+    "DistributedDataset",
+    "DivergenceError",
+    "MirrorError",
+    "MirroredStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReplicaContext",
+    "ReplicaMismatchError",
+    "ShapeError",
+    "StrategyError",
+    "StructureError",
+    "comm",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "is_mirrored",
+    "set_aggregation",
+]

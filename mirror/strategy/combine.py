@@ -1,0 +1,121 @@
+"""Combining the parts of distributed values in the cross-replica context; differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.errors import ShapeError
+from mirror.replica.nodes import not_differentiable
+from mirror.replica.reduction import check_reducible, reduce_op, summed
+from mirror.values import PerReplica, is_number, map_structure
+
+_OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "max": torch.amax,
+    "min": torch.amin,
+    "prod": torch.prod,
+}
+
+
+def reduce_values(
+    op: Any, value: Any, axis: int | None, device: torch.device, num_replicas: int
+) -> Any:
+    """See ``MirroredStrategy.reduce``."""
+    name = reduce_op(op)
+    return map_structure(lambda leaf: _reduce(name, leaf, axis, device, num_replicas), value)
+
+
+def gather_values(value: Any, axis: int, device: torch.device) -> Any:
+    """See ``MirroredStrategy.gather``."""
+    return map_structure(lambda leaf: _gather(leaf, axis, device), value)
+
+
+def _reduce(
+    op: str, leaf: Any, axis: int | None, device: torch.device, num_replicas: int
+) -> Tensor:
+    if isinstance(leaf, PerReplica):
+        weights = leaf.weights
+        parts = [
+            (_tensor(v, device), 1.0 if weights is None else weights[i]) for i, v in leaf.parts()
+        ]
+    else:
+        if op in ("sum", "prod") and num_replicas > 1:
+            raise ValueError(
+                f"reduce({op!r}) needs one value per replica, a PerReplica as run returns it; got "
+                f"{leaf!r}, which is the same for all"
+            )
+        parts = [(_tensor(leaf, device), 1.0)]
+    tensors = [tensor for tensor, _ in parts]
+    for tensor in tensors:
+        check_reducible(tensor)
+    if axis is not None:
+        return _reduce_over_axis(op, tensors, axis, device)
+    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+        raise ShapeError(
+            f"reduce with axis=None needs equal shapes on all replicas, got {_shapes(tensors)}; "
+            "give the axis along which they differ"
+        )
+    if op == "mean":
+        total = sum(weight for _, weight in parts)
+        shares = [weight / total if total else 1.0 / len(parts) for _, weight in parts]
+        if len(set(shares)) == 1:
+            return summed(tensors, device) / len(tensors)
+        return summed([t * share for t, share in zip(tensors, shares, strict=True)], device)
+    return _combined(op, tensors, device)
+
+
+def _reduce_over_axis(op: str, tensors: list[Tensor], axis: int, device: torch.device) -> Tensor:
+    if any(not -tensor.dim() <= axis < tensor.dim() for tensor in tensors):
+        raise ValueError(f"axis {axis} is out of range for shapes {_shapes(tensors)}")
+    if op in _OVER_AXIS:
+        own = [_OVER_AXIS[op](tensor, axis) for tensor in tensors if tensor.shape[axis]]
+        return _combined(op, own, device)
+    own = [tensor.sum(axis) for tensor in tensors]
+    if any(tensor.shape != own[0].shape for tensor in own):
+        raise ShapeError(f"shapes may differ along axis {axis} only, got {_shapes(tensors)}")
+    total = summed(own, device)
+    return total / sum(tensor.shape[axis] for tensor in tensors) if op == "mean" else total
+
+
+def _combined(op: str, tensors: list[Tensor], device: torch.device) -> Tensor:
+    if op == "sum":
+        return summed(tensors, device)
+    result = summed([tensor.detach() for tensor in tensors], device, op)
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return not_differentiable(result, f"reduce({op!r})") if wanted else result
+
+
+def _gather(leaf: Any, axis: int, device: torch.device) -> Tensor:
+    values = [v for _, v in leaf.parts()] if isinstance(leaf, PerReplica) else [leaf]
+    tensors = [_tensor(value, device) for value in values]
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(
+            "gather concatenates tensors of one dimension or more, got 0-d ones; combine them "
+            "with strategy.reduce, or take them with strategy.local_results"
+        )
+    if any(not -tensor.dim() <= axis < tensor.dim() for tensor in tensors):
+        raise ValueError(f"axis {axis} is out of range for shapes {_shapes(tensors)}")
+
+    def rest(tensor: Tensor) -> list[int]:
+        return [n for i, n in enumerate(tensor.shape) if i != axis % tensor.dim()]
+
+    if any(rest(tensor) != rest(tensors[0]) for tensor in tensors):
+        raise ValueError(
+            f"gather: shapes may differ along axis {axis} only, got {_shapes(tensors)}"
+        )
+    return torch.cat(tensors, axis)
+
+
+def _tensor(value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if not is_number(value):
+        raise TypeError(f"expected tensors or numbers, got a {type(value).__name__}")
+    return torch.as_tensor(value, device=device)
+
+
+def _shapes(tensors: list[Tensor]) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

@@ -1,0 +1,362 @@
+"""MirroredStrategy: one process trains one model on several devices, as one device would."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from mirror.comm.base import Communicator
+from mirror.comm.choose import choose, create
+from mirror.context import current, entered
+from mirror.data.distribute import DistributedDataset
+from mirror.devices import is_simulated, resolve
+from mirror.errors import BackendError, StrategyError, StructureError
+from mirror.replica.group import ReplicaGroup
+from mirror.replica.lockstep import Lockstep
+from mirror.replica.module import recording
+from mirror.replica.reduction import ReduceOp
+from mirror.replica.run import ReplicaContext
+from mirror.strategy.combine import gather_values, reduce_values
+from mirror.strategy.options import CommunicationOptions
+from mirror.values import PerReplica, leaves_of, local_results, present_in, regroup, select
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+T = TypeVar("T")
+
+_SCHEDULES = ("auto", "lockstep", "staggered")
+_GRADIENT_REDUCTIONS = ("mean", "sum")
+
+
+class MirroredStrategy:
+    """Mirrors a model's variables on all devices of one process and keeps them equal.
+
+    ::
+
+        strategy = mirror.MirroredStrategy()
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters())
+            for x, y in loader:
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad(); loss.backward(); optimizer.step()
+
+    Args:
+        devices: devices or their names; a repeated entry makes several replicas on one device,
+            ``["cpu"] * 4`` four simulated ones. ``None`` or empty: all visible CUDA devices,
+            else one CPU.
+        backend: ``"auto"``, the name of a communication backend, or a ``Communicator`` over the
+            same devices.
+        communication_options: see ``CommunicationOptions``.
+        gradient_reduction: what a backward pass inside ``run`` leaves in ``.grad``: ``"mean"``,
+            weighted by the replicas' numbers of examples, or ``"sum"``, as in tf.distribute.
+        schedule: how replicas take turns: ``"lockstep"``, one at a time, deterministic (the
+            default on CPU), or ``"staggered"``, the next one starts also when the current one
+            blocks on its device (the default on CUDA).
+
+    Raises:
+        DeviceError: a device does not exist, or CPU is mixed with CUDA.
+        BackendError: the backend is unknown or cannot serve the devices.
+        ValueError: an unknown ``gradient_reduction`` or ``schedule``.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device | str] | None = None,
+        backend: str | Communicator = "auto",
+        *,
+        communication_options: CommunicationOptions | None = None,
+        gradient_reduction: str = "mean",
+        schedule: str = "auto",
+    ) -> None:
+        _check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
+        _check_choice("schedule", schedule, _SCHEDULES)
+        options = communication_options or CommunicationOptions()
+        self._devices = resolve(devices)
+        communicator = _communicator(backend, self._devices, options)
+        self._backend = communicator.name
+        staggered = schedule == "staggered"
+        if schedule == "auto":
+            staggered = not is_simulated(self._devices)
+        self._group = ReplicaGroup(
+            self._devices,
+            communicator,
+            strategy=self,
+            staggered=staggered,
+            weighted=gradient_reduction == "mean",
+            bytes_per_pack=options.bytes_per_pack,
+            timeout_seconds=options.timeout_seconds,
+        )
+        weakref.finalize(self, _end_threads, self._group.locksteps)
+
+    # What it is
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return len(self._devices)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The replicas' devices, in replica order."""
+        return self._devices
+
+    @property
+    def backend(self) -> str:
+        """The name of the communication backend."""
+        return self._backend
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self._devices))
+        return f"MirroredStrategy([{devices}], backend={self._backend!r})"
+
+    # Mirroring
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Makes this strategy current; modules created inside are mirrored at their first use.
+
+        Raises:
+            StrategyError: inside another strategy's scope, inside ``run``, or after ``close``.
+        """
+        self._group.check_usable()
+        if current.replica is not None:
+            raise StrategyError(
+                "scope() was entered inside run; enter it in the cross-replica context"
+            )
+        if current.strategy is not None and current.strategy is not self:
+            raise StrategyError(
+                f"the scope of {current.strategy!r} is open; a scope of another strategy cannot "
+                "be opened inside it"
+            )
+        with entered(self, None), recording(self._group):
+            yield
+            self._group.mirror_recorded()
+
+    def mirror(self, module: ModuleT) -> ModuleT:
+        """Mirrors a module made elsewhere (a pretrained one), in place, and returns it.
+
+        Raises:
+            StrategyError: it holds variables of another strategy, tensor subclasses, or is a
+                ScriptModule.
+            TypeError: it is not a module.
+        """
+        self._group.check_usable()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"mirror takes a torch.nn.Module, got a {type(module).__name__}")
+        self._group.mirror(module)
+        return module
+
+    # Running
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``fn`` once per replica and returns the results regrouped.
+
+        Every PerReplica inside ``args`` and ``kwargs`` is replaced by the replica's part, anything
+        else is passed as it is. A replica for which a PerReplica has no part sits the step out.
+        Grad mode, inference mode, autocast, default dtype and default device hold in ``fn``.
+
+        Returns:
+            The structure that ``fn`` returns with PerReplica leaves: always for tensors and
+            numbers; another object stays as it is if all replicas return the very same one.
+
+        Raises:
+            DivergenceError: the replicas did not reach the same collectives.
+            StructureError: results differ in structure, or a PerReplica has a wrong number of
+                parts.
+            StrategyError: called inside ``run``, or after ``close``.
+            BaseException: what ``fn`` raised on a replica, with a note that names it.
+        """
+        if not isinstance(args, (tuple, list)):
+            raise TypeError(f"args must be a tuple or a list, got a {type(args).__name__}")
+        args, kwargs = tuple(args), dict(kwargs or {})
+        active, weights = self._taking_part(args, kwargs)
+
+        def call(replica_id: int) -> Any:
+            own = select(args, replica_id), select(kwargs, replica_id)
+            return fn(*own[0], **own[1])
+
+        run = self._group.run(call, active, weights=weights)
+        return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
+
+    def lone_context(self) -> ReplicaContext:
+        """Returns the context of the only replica, outside ``run``; for the default strategy."""
+        return self._group.lone_context()
+
+    def _taking_part(self, *trees: Any) -> tuple[Sequence[int], Sequence[float] | None]:
+        """Returns the replicas that have a part of every PerReplica, and their weights."""
+        values = [leaf for leaf in leaves_of(trees) if isinstance(leaf, PerReplica)]
+        for value in values:
+            if len(value.values) != self.num_replicas_in_sync:
+                raise StructureError(
+                    f"a PerReplica of this strategy has {self.num_replicas_in_sync} parts, one "
+                    f"per replica; got one with {len(value.values)}"
+                )
+        active = present_in(values)
+        if active is None:
+            return range(self.num_replicas_in_sync), None
+        if not active:
+            raise StructureError("no replica has a part of every PerReplica argument of run")
+        return active, next((v.weights for v in values if v.weights is not None), None)
+
+    def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
+        """Combines the parts of PerReplica values; keeps structures.
+
+        Args:
+            op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"``, any case, or a ReduceOp.
+            value: PerReplica tensors or numbers, nested.
+            axis: ``None`` combines across replicas, elementwise; shapes must agree, and MEAN
+                weights what comes out of ``run`` by the replicas' ``weight`` there. With an axis
+                also over that axis, where parts may differ; MEAN divides by the total count.
+
+        Returns:
+            Tensors on the first replica's device. Differentiable for sum and mean. The mean of
+            integers is of the default floating dtype.
+
+        Raises:
+            ValueError: unknown ``op``, shapes that do not agree (ShapeError), a sum of a value
+                that is not distributed.
+        """
+        self._check_cross("reduce")
+        return reduce_values(op, value, axis, self._devices[0], self.num_replicas_in_sync)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """Concatenates the parts in replica order on the first replica's device; differentiable.
+
+        Raises:
+            ValueError: 0-d parts, or shapes that differ on another axis.
+        """
+        self._check_cross("gather")
+        return gather_values(value, axis, self._devices[0])
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns one entry per replica that took part, in order.
+
+        A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
+        """
+        return local_results(value)
+
+    # Distributing
+
+    def distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
+        """Distributes a DataLoader, or any iterable, of global batches.
+
+        Iterating yields the same structures with PerReplica leaves on the replicas' devices. A
+        batch is split into contiguous parts whose sizes differ by at most one, larger first.
+
+        Raises:
+            TypeError: the dataset cannot be iterated.
+            BatchError: while iterating, for batched leaves of different length.
+        """
+        self._group.check_usable()
+        return DistributedDataset(dataset, self._devices)
+
+    def distribute_values_from_function(self, fn: Callable[[Any], T]) -> Any:
+        """Returns ``fn(context)`` of every replica as PerReplica, keeping structures.
+
+        Args:
+            fn: sees ``context.replica_id_in_sync_group`` and ``context.num_replicas_in_sync``.
+
+        Raises:
+            StructureError: the replicas' values differ in structure.
+        """
+        n = self.num_replicas_in_sync
+        return regroup({r: fn(ValueContext(r, n)) for r in range(n)}, n)
+
+    # Keeping
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets gradients accumulate locally; the first reduction after it reduces their sum.
+
+        Every backward pass is weighted as it happens.
+        """
+        self._check_cross("no_sync")
+        gradients = self._group.gradients
+        outer = gradients.deferring
+        gradients.flush()
+        gradients.deferring = True
+        try:
+            yield
+            gradients.finish(dict.fromkeys(range(self.num_replicas_in_sync), 1.0))
+        finally:
+            gradients.deferring = outer
+
+    def check_replicas(self) -> int:
+        """Compares parameters and optimizer state of all replicas, bit for bit.
+
+        Returns:
+            The number of parameters compared.
+
+        Raises:
+            ReplicaMismatchError: naming the first variable and replica that differ.
+        """
+        self._group.check_usable()
+        return self._group.check()
+
+    def close(self) -> None:
+        """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""
+        self._group.close()
+
+    def __enter__(self) -> MirroredStrategy:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_cross(self, what: str) -> None:
+        self._group.check_usable()
+        if current.replica is not None and current.strategy is self:
+            raise StrategyError(
+                f"strategy.{what} was called inside run; use the replica context there: "
+                "mirror.get_replica_context().all_reduce, all_gather or merge_call"
+            )
+
+
+class ValueContext:
+    """What ``distribute_values_from_function`` tells its function.
+
+    Attributes:
+        replica_id_in_sync_group: the replica that the value is for.
+        num_replicas_in_sync: the number of replicas.
+    """
+
+    def __init__(self, replica_id_in_sync_group: int, num_replicas_in_sync: int) -> None:
+        self.replica_id_in_sync_group = replica_id_in_sync_group
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+
+def _communicator(
+    backend: object, devices: tuple[torch.device, ...], options: CommunicationOptions
+) -> Communicator:
+    if options.wire_dtype is not None:
+        raise BackendError("no backend of this version can send gradients in another dtype")
+    if isinstance(backend, Communicator):
+        if tuple(backend.devices) != devices:
+            raise BackendError(
+                f"the communicator serves {[str(d) for d in backend.devices]}, the strategy has "
+                f"{[str(d) for d in devices]}; make it over the same devices, in the same order"
+            )
+        return backend
+    if not isinstance(backend, str):
+        raise BackendError(f"backend must be a name or a Communicator, got {backend!r}")
+    return create(choose(devices) if backend == "auto" else backend, devices)
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _end_threads(locksteps: list[Lockstep]) -> None:
+    for lockstep in locksteps:
+        lockstep.close()
