@@ -19,7 +19,7 @@ applied when it ends, and the summands are kept in ``deferred`` until the next r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,8 +91,14 @@ class Gradients:
                 set_local_grad(copy, None)
             copies.clear()
 
-    def drop_deferred(self, variable: Variable) -> None:
-        self.deferred.pop(variable, None)
+    def drop_deferred(self, variable: Variable, replicas: Iterable[int]) -> None:
+        """Forgets what replicas have gathered under ``no_sync`` for a variable."""
+        summands = self.deferred.get(variable)
+        if summands is not None:
+            for r in replicas:
+                summands[r] = None
+            if all(summand is None for summand in summands):
+                del self.deferred[variable]
 
     def local(self, variable: Variable, replica_id: int) -> Tensor | None:
         """Returns what one replica has gathered under ``no_sync``, not reduced."""

@@ -71,7 +71,7 @@ class ReplicaGroup:
         self.lazy_lock = threading.Lock()
         # A single simulated device needs no moving of arguments and no splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
-        self.strategy = weakref.ref(strategy)
+        self.strategy = strategy  # strong: a model outlives the variable that held it
         self._staggered = staggered
         self._bytes_per_pack = bytes_per_pack
         self._timeout_seconds = timeout_seconds
@@ -249,8 +249,12 @@ class ReplicaGroup:
                 "run was called inside run, on one replica; start a run in the cross-replica "
                 "context, which merge_call gives: get_replica_context().merge_call(fn)"
             )
-        self.prepare()
         outer = self.running
+        if outer is not None and not self._inside_merge():
+            raise StrategyError(
+                "run was called from two threads at once; a strategy runs one step at a time"
+            )
+        self.prepare()
         lockstep = self._lockstep(depth=0 if outer is None else outer.depth + 1)
         run = Run(self, lockstep, tuple(active), weights, outer)
         state = ThreadState.capture(self._device_types)
@@ -279,6 +283,11 @@ class ReplicaGroup:
         """Returns a context of the only replica, for code outside any run."""
         return Run(self, self._lockstep(depth=0), (0,), None, None).contexts[0]
 
+    def _inside_merge(self) -> bool:
+        """Whether this thread belongs to a replica that is merging: merge_call may run."""
+        frames = (frame for frame, _ in current.stack if frame is not None)
+        return any(frame.group is self for frame in frames)
+
     def _task(
         self, fn: Callable[[int], Any], context: ReplicaContext, variables: Any, state: ThreadState
     ) -> Callable[[], Any]:
@@ -295,7 +304,8 @@ class ReplicaGroup:
 
         def task() -> Any:
             if len(context.run.active) == 1:  # on the caller's thread, whose state already holds
-                return call()
+                with using(device):
+                    return call()
             with (
                 using(device),
                 backward_in_calling_thread((device,)),

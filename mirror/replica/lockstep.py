@@ -99,7 +99,7 @@ class Lockstep:
         self._give_turn(self._order[0])
         self._await()
         failure, self._failure = self._failure, None
-        results, self._results, self._tasks = self._results, {}, {}
+        results, self._results, self._tasks, self._points = self._results, {}, {}, {}
         if failure is not None:
             self._annotate(failure)
             try:
@@ -334,9 +334,11 @@ class Lockstep:
                     ctypes.c_ulong(ident), ctypes.py_object(Released)
                 )
         timed_out = isinstance(failure, CollectiveTimeoutError)
-        self._finished.acquire(timeout=0.2 if timed_out else DRAIN_SECONDS)
-        # An asynchronous exception may have struck our own code: never reuse these threads.
-        self.close()
+        try:
+            self._finished.acquire(timeout=0.2 if timed_out else DRAIN_SECONDS)
+        finally:
+            # An asynchronous exception may have struck our own code: never reuse these threads.
+            self.close()
 
     # Messages.
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from mirror.errors import StrategyError
 from mirror.replica.buffers import AGGREGATIONS, MirroredBuffer
 from mirror.replica.group import all_groups
+from mirror.replica.module import ReplicaDict
 
 
 def is_mirrored(obj: object) -> bool:
@@ -34,6 +35,8 @@ def is_mirrored(obj: object) -> bool:
 def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
     """Sets how a mirrored buffer's copies combine when read in the cross-replica context.
 
+    With one replica there is nothing to combine, and it has no effect.
+
     Args:
         how: ``"mean"``; ``"sum"``: writing ``x`` in the cross-replica context gives ``x`` to the
             first replica and zero to the rest; ``"first"``; ``"none"``: reading there raises
@@ -55,6 +58,5 @@ def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
             "pass it to strategy.mirror first"
         )
     buffer = dict.__getitem__(buffers, buffer_name)
-    # With one replica there is nothing to combine.
-    if isinstance(buffer, MirroredBuffer):
-        buffer._mirrored.aggregation = how
+    if isinstance(buffer, MirroredBuffer) and isinstance(buffers, ReplicaDict):
+        buffer._mirrored.aggregation = buffers.aggregations[buffer_name] = how

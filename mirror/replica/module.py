@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,14 @@ class ReplicaDict(WatchedDict):
 
     Reading one entry gives the current replica's copy while a replica runs; ``items()`` and
     ``values()`` give the mirrored objects in every context, so ``parameters()`` is one list.
+
+    Attributes:
+        aggregations: by name, what ``set_aggregation`` chose; holds for a buffer put in later.
     """
+
+    def __init__(self, entries: Mapping[str, Any], module: nn.Module, group: ReplicaGroup) -> None:
+        super().__init__(entries, module, group)
+        self.aggregations: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
@@ -137,7 +144,9 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
             mirror_parameter(parameter, group, f"{path}.{name}".lstrip("."))
     for name, buffer in buffers.items():
         if _is_new(buffer, group, name):
-            mirror_buffer(buffer, group, f"{path}.{name}".lstrip("."), module)
+            record = mirror_buffer(buffer, group, f"{path}.{name}".lstrip("."), module)
+            if isinstance(buffers, ReplicaDict) and name in buffers.aggregations:
+                record.aggregation = buffers.aggregations[name]
     if group.num_replicas > 1:
         for key, kind in (
             ("_parameters", ReplicaDict),
@@ -228,12 +237,3 @@ def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
     hooks.clear()
-
-
-def has_mirrored(modules: Iterable[nn.Module]) -> bool:
-    """Whether any of the modules has a mirrored parameter."""
-    return any(
-        isinstance(parameter, MirroredTensor)
-        for module in modules
-        for parameter in module.__dict__["_parameters"].values()
-    )

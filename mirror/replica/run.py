@@ -66,7 +66,7 @@ class Run:
         action = point.action
 
         def act(payloads: dict[int, Any]) -> dict[int, Any]:
-            enter(self.group.strategy(), None)
+            enter(self.group.strategy, None)
             try:
                 return action(payloads)
             finally:
@@ -100,7 +100,7 @@ class ReplicaContext:
         self.group = run.group
         self.replica_id = replica_id
         self.device: torch.device = run.group.devices[replica_id]
-        self.strategy: Any = run.group.strategy()
+        self.strategy: Any = run.group.strategy
         self.lent: list[Any] = []  # optimizers that this replica's step has
         self._weight = weight
 

@@ -151,8 +151,8 @@ class Variable:
                 target.grad = value
             else:
                 target.grad = value.detach().clone().to(target.device)
+        self.group.gradients.drop_deferred(self, replicas)
         if here is None:
-            self.group.gradients.drop_deferred(self)
             self.group.handed_out_grads.pop(self, None)
             if value is not None:
                 self.group.handed_out_grads[self] = value
@@ -164,10 +164,10 @@ class Variable:
             target = self.targets[r]
             if grad is None:
                 target.grad = None
-            elif target.grad is None or grad.is_sparse or target.grad.shape != grad.shape:
+            elif not _alike(target.grad, grad):
                 target.grad = grad.detach().clone().to(target.device)
             else:
-                target.grad.data.copy_(grad.data)
+                target.grad.data.copy_(grad.data)  # type: ignore[union-attr]
 
     # Values
 
@@ -308,6 +308,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     a, b = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
+
+
+def _alike(a: Tensor | None, b: Tensor) -> bool:
+    """Whether ``b`` can be copied into ``a``."""
+    return a is not None and not b.is_sparse and a.shape == b.shape and a.dtype == b.dtype
 
 
 def _plain_copy(key: Tensor, value: Tensor, memo: dict[int, Any]) -> nn.Parameter:

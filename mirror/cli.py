@@ -1,0 +1,109 @@
+"""The command line: ``mirror demo``.
+
+A command is a function that adds its parser, and one that runs it and imports what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mirror.errors import MirrorError
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code.
+
+    Args:
+        argv: the arguments after the program's name; ``None`` takes those of the process.
+    """
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        code = command(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("mirror: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (mirror demo | head). What is still buffered has nowhere to go, and
+        # Python would complain about it on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except MirrorError as error:
+        print(f"mirror: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mirror", description="MirroredStrategy for PyTorch: one process, all local GPUs."
+    )
+    commands = parser.add_subparsers(metavar="command", required=True)
+    _add_demo(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="train a small network on all devices and compare with one",
+        description="Trains a small convolutional network on all GPUs, or on 4 simulated devices "
+        "where there is none, then the same on one plain device, and compares the results.",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--devices",
+        type=lambda text: tuple(text.split(",")),
+        metavar="A,B,...",
+        help="one replica on each, for example cuda:0,cuda:1; repeat one to simulate: cpu,cpu",
+    )
+    where.add_argument(
+        "--replicas",
+        type=_positive,
+        metavar="N",
+        help="this many, on the GPUs in turn or all on the CPU",
+    )
+    parser.add_argument("--epochs", type=_positive, metavar="N", help="default: about a minute")
+    parser.add_argument(
+        "--batch-size", type=_positive, default=64, metavar="N", help="of all replicas together"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="gzipped IDX files under MNIST's names; default: Fashion-MNIST of the Debian package "
+        "dataset-fashion-mnist if it is installed, else scikit-learn's digits",
+    )
+    parser.set_defaults(command=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from mirror.train.demo import DemoOptions, run_demo
+
+    run_demo(
+        DemoOptions(
+            devices=args.devices,
+            replicas=args.replicas,
+            epochs=args.epochs,
+            batch_size=args.batch_size,
+            seed=args.seed,
+            data=args.data,
+        )
+    )
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, got {text!r}")
+    return value

@@ -1,0 +1,1 @@
+"""Around a training loop: what a program does besides its steps."""
