@@ -1,0 +1,51 @@
+# make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
+# make test   the linters, the type checker and all tests
+#
+# Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
+# nothing. torch is pinned in every install command, so that no extra can pull another one.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH := torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/examples.stamp
+	$(BIN)/mirror demo
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/bench.stamp
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is an installed extra.
+$(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py
+	$(PIP) '$(TORCH)' --editable '.[$*]'
+	touch $@
+
+$(VENV)/torch.stamp: | $(BIN)/python
+	$(PIP) '$(TORCH)'
+	touch $@
+
+.PRECIOUS: $(VENV)/%.stamp
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "mirror needs Python >= 3.10; name one with: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	    { echo "$(PYTHON) has no venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
