@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; ``None`` takes those of the process.
     """
     args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    finally:
+        if argv is None:
+            # The process is about to end: a second Ctrl-C would only litter its last moments
+            # with a traceback, and change the exit code.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _run(args: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         code = command(args)

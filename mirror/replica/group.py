@@ -280,8 +280,10 @@ class ReplicaGroup:
         return run
 
     def lone_context(self) -> ReplicaContext:
-        """Returns a context of the only replica, for code outside any run."""
-        return Run(self, self._lockstep(depth=0), (0,), None, None).contexts[0]
+        """Returns a context of the only replica, for code without any strategy."""
+        run = Run(self, self._lockstep(depth=0), (0,), None, None)
+        run.is_default = True
+        return run.contexts[0]
 
     def _inside_merge(self) -> bool:
         """Whether this thread belongs to a replica that is merging: merge_call may run."""

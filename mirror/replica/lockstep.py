@@ -21,9 +21,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 from time import monotonic
 from typing import Any
 
@@ -37,21 +37,11 @@ BLOCKED_AFTER_SECONDS = 0.0003
 DRAIN_SECONDS = 5.0
 
 
-class _State(Enum):
-    NOT_STARTED = auto()
-    RUNNING = auto()
-    AT_MERGE = auto()
-    RESUMABLE = auto()
-    RETURNED = auto()
-    RAISED = auto()
-    ENDED = auto()  # unwound, or never started because the run had failed
-
-
-_STOPPED = frozenset({_State.AT_MERGE, _State.RETURNED, _State.RAISED, _State.ENDED})
-
-
 class Lockstep:
     """The threads of one group of replicas; runs one set of tasks at a time.
+
+    A replica that takes part is in exactly one of ``_runnable``, ``_running`` and ``_waiting``,
+    or has ended.
 
     Args:
         names: how messages call the replicas, ``"replica 2 of 4 (cuda:2)"``.
@@ -70,10 +60,15 @@ class Lockstep:
         self._finished = threading.Semaphore(0)
         self._turns = [_closed_gate() for _ in names]
         self._threads: dict[int, threading.Thread] = {}
-        self._tasks: dict[int, Callable[[], Any]] = {}
-        self._order: list[int] = [0]
-        self._states: dict[int, _State] = {}
-        self._points: dict[int, MergePoint] = {}
+        self._begin_run({})
+
+    def _begin_run(self, tasks: dict[int, Callable[[], Any]]) -> None:
+        self._tasks = tasks
+        self._runnable = deque(tasks)  # in the order in which they get the turn
+        self._running: set[int] = set()
+        self._waiting: dict[int, MergePoint] = {}
+        self._unstarted = set(tasks)
+        self._order = list(tasks)  # of this stretch between two merges
         self._results: dict[int, Any] = {}
         self._failure: BaseException | None = None
         self._failed_replica: int | None = None
@@ -92,35 +87,29 @@ class Lockstep:
         self._begin_run(tasks)
         if len(tasks) == 1:
             return self._run_alone(*tasks.items())
-        self._states = dict.fromkeys(tasks, _State.NOT_STARTED)
         for replica_id in tasks:
             if replica_id not in self._threads:
                 self._start_thread(replica_id)
-        self._give_turn(self._order[0])
+        self._turns[self._next()].release()
         self._await()
-        failure, self._failure = self._failure, None
-        results, self._results, self._tasks, self._points = self._results, {}, {}, {}
+        failure, failed_replica, results = self._failure, self._failed_replica, self._results
+        self._begin_run({})  # keeps nothing of this run alive
         if failure is not None:
-            self._annotate(failure)
+            self._annotate(failure, failed_replica)
             try:
                 raise failure
             finally:
                 del failure
         return {replica_id: results[replica_id] for replica_id in tasks}
 
-    def _begin_run(self, tasks: dict[int, Callable[[], Any]]) -> None:
-        self._tasks, self._order = tasks, list(tasks)
-        self._points, self._results = {}, {}
-        self._failure = self._failed_replica = None
-
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
-        if len(self._order) == 1:
+        if len(self._order) < 2:
             return point.action({replica_id: point.payload})[replica_id]
         if self._failure is not None or not self.usable:
             raise Released
-        self._points[replica_id] = point
-        self._stop(replica_id, _State.AT_MERGE)
+        if not self._stop(replica_id, point):
+            self._turns[replica_id].acquire()
         if self._failure is not None or not self.usable:
             raise Released
         outcome = self._results.pop(replica_id)
@@ -137,69 +126,56 @@ class Lockstep:
 
     # The turn, passed on by the thread that stops.
 
-    def _stop(self, replica_id: int, state: _State) -> None:
-        """Gives the turn away, and takes it again if ``state`` is one to come back from."""
+    def _stop(self, replica_id: int, point: MergePoint | None) -> bool:
+        """Gives the turn away, at a merge point or for good; returns whether it came back."""
         with self._mutex:
-            self._states[replica_id] = state
-            successor = self._successor()
-            if successor is None and self._all_stopped():
-                successor = self._meet(replica_id)
-            mine = successor == replica_id
-            if successor is not None:
-                self._begin(successor)
-        if successor is not None and not mine:
-            self._turns[successor].release()
-        if state is _State.AT_MERGE and not mine:
-            self._turns[replica_id].acquire()
+            self._running.discard(replica_id)
+            if point is not None:
+                self._waiting[replica_id] = point
+            if self._running:
+                return False
+            if not self._runnable:
+                self._meet(replica_id)
+            if not self._runnable:
+                self._finished.release()
+                return False
+            successor = self._next()
+        if successor == replica_id:
+            return True
+        self._turns[successor].release()
+        return False
 
-    def _successor(self) -> int | None:
-        """Returns who is next, ``None`` while others still run or when all have stopped."""
-        if any(self._states[r] is _State.RUNNING for r in self._order):
-            return None
-        return next((r for r in self._order if self._states[r] not in _STOPPED), None)
-
-    def _all_stopped(self) -> bool:
-        return all(state in _STOPPED for state in self._states.values())
-
-    def _begin(self, replica_id: int) -> None:
-        self._states[replica_id] = _State.RUNNING
+    def _next(self) -> int:
+        successor = self._runnable.popleft()
+        self._running.add(successor)
+        self._unstarted.discard(successor)
         self._moves += 1
+        return successor
 
-    def _give_turn(self, replica_id: int) -> None:
-        self._begin(replica_id)
-        self._turns[replica_id].release()
-
-    def _meet(self, last: int) -> int | None:
-        """Decides, once all have stopped, what happens; returns who goes on."""
-        waiting = [r for r in self._order if self._states[r] is _State.AT_MERGE]
+    def _meet(self, last: int) -> None:
+        """Decides, once all have stopped, what happens, and who may go on."""
+        waiting = self._waiting
         if self._failure is None and waiting:
-            if self._diverged(waiting):
-                self._failure = DivergenceError(self._tell_divergence(waiting))
+            if self._diverged():
+                self._failure = DivergenceError(self._tell_divergence())
             else:
-                self._act(waiting)
-        for replica_id in self._order:
-            if self._states[replica_id] is _State.NOT_STARTED:
-                self._states[replica_id] = _State.ENDED
-        if not waiting:
-            self._finished.release()
-            return None
+                self._act(dict(waiting))
         self._order = [last, *(r for r in reversed(self._order) if r != last)]
-        for replica_id in waiting:
-            self._states[replica_id] = _State.RESUMABLE
-        return next(r for r in self._order if r in waiting)
+        self._runnable.extend(r for r in self._order if r in waiting)
+        waiting.clear()
 
-    def _diverged(self, waiting: list[int]) -> bool:
-        first = self._points[waiting[0]]
-        return len(waiting) < len(self._order) or any(
-            (self._points[r].operation, self._points[r].signature)
-            != (first.operation, first.signature)
-            for r in waiting[1:]
+    def _diverged(self) -> bool:
+        if len(self._waiting) < len(self._order):
+            return True
+        first, *others = self._waiting.values()
+        return any(
+            point.operation != first.operation or point.signature != first.signature
+            for point in others
         )
 
-    def _act(self, waiting: list[int]) -> None:
-        payloads = {r: self._points[r].payload for r in sorted(waiting)}
-        action = self._points[waiting[0]].action
-        self._points = {}
+    def _act(self, points: dict[int, MergePoint]) -> None:
+        payloads = {r: points[r].payload for r in sorted(points)}
+        action = points[min(points)].action
         # Everybody else stands still; the mutex is let go because the action may run user code
         # that starts a run of its own (merge_call) and the caller looks in on us.
         self._mutex.release()
@@ -225,14 +201,11 @@ class Lockstep:
             self._turns[replica_id].acquire()
             if not self.usable:
                 return
-            state = _State.ENDED
             try:
                 self._results[replica_id] = self._tasks[replica_id]()
-                state = _State.RETURNED
             except Released as released:
                 self._blame(released.__context__, replica_id)
             except BaseException as error:
-                state = _State.RAISED
                 # The first failure tells the cause; what unwinding raises does not.
                 if self._failure is None:
                     self._failure, self._failed_replica = error, replica_id
@@ -240,7 +213,7 @@ class Lockstep:
             if self._abandoned():
                 return
             self._skip_the_unstarted()
-            self._stop(replica_id, state)
+            self._stop(replica_id, None)
 
     def _blame(self, cause: BaseException | None, replica_id: int) -> None:
         """An exception whose handling met a divergence caused it, and goes before it."""
@@ -256,22 +229,19 @@ class Lockstep:
         if self._failure is None:
             return
         with self._mutex:
-            for replica_id, state in self._states.items():
-                if state is _State.NOT_STARTED:
-                    self._states[replica_id] = _State.ENDED
+            self._runnable = deque(r for r in self._runnable if r not in self._unstarted)
 
     def _run_alone(self, item: tuple[int, Callable[[], Any]]) -> dict[int, Any]:
         replica_id, task = item
         try:
             return {replica_id: task()}
         except BaseException as error:
-            self._failed_replica = replica_id
-            self._annotate(error)
+            self._annotate(error, replica_id)
             raise
 
-    def _annotate(self, failure: BaseException) -> None:
-        if self._failed_replica is not None:
-            note = f"in {self.names[self._failed_replica]}"
+    def _annotate(self, failure: BaseException, replica_id: int | None) -> None:
+        if replica_id is not None:
+            note = f"in {self.names[replica_id]}"
             notes = getattr(failure, "__notes__", [])
             if note not in notes:
                 # Not add_note: Python 3.10 lacks it.
@@ -305,29 +275,24 @@ class Lockstep:
     def _deadline(self) -> float | None:
         return None if self._timeout_seconds is None else monotonic() + self._timeout_seconds
 
-    def _running(self) -> list[int]:
-        return [r for r, state in list(self._states.items()) if state is _State.RUNNING]
-
     def _position(self) -> object:
         """Returns what changes while any replica moves: turns taken, instructions executed."""
         if not self._staggered:
             return self._moves
         frames = sys._current_frames()
-        idents = [self._threads[r].ident or 0 for r in self._running()]
+        idents = [self._threads[r].ident or 0 for r in tuple(self._running)]
         at = [frames.get(ident) for ident in idents]
         return self._moves, [(id(frame), frame.f_lasti if frame else -1) for frame in at]
 
     def _start_another(self) -> None:
         with self._mutex:
-            resumable = (_State.NOT_STARTED, _State.RESUMABLE)
-            waiting = [r for r in self._order if self._states[r] in resumable]
-            if waiting and self._failure is None and self._running():
-                self._give_turn(waiting[0])
+            if self._runnable and self._running and self._failure is None:
+                self._turns[self._next()].release()
 
     def _abandon(self, failure: BaseException) -> None:
         """Fails the run from outside; threads that cannot be stopped are left to themselves."""
         self._failure, self._failed_replica = failure, None
-        for replica_id in self._running():
+        for replica_id in tuple(self._running):
             ident = self._threads[replica_id].ident
             if ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -342,35 +307,33 @@ class Lockstep:
 
     # Messages.
 
-    def _tell_divergence(self, waiting: list[int]) -> str:
-        lines = []
-        for replica_id in sorted(self._order):
-            if replica_id in waiting:
-                where = user_line(self._threads[replica_id].ident)
-                lines.append(f"{self.names[replica_id]}: {self._points[replica_id]} at {where}")
-            else:
-                lines.append(f"{self.names[replica_id]}: has returned")
+    def _tell_divergence(self) -> str:
         return (
             "all replicas must reach the same collectives in the same order, with the same shapes "
-            "and dtypes; they did not:\n  " + "\n  ".join(lines) + "\n"
+            f"and dtypes; they did not:\n{self._tell_where()}\n"
             "make the control flow around the collective the same on every replica"
         )
 
     def _tell_timeout(self) -> str:
-        lines = []
-        for replica_id, state in sorted(self._states.items()):
-            where = user_line(self._threads[replica_id].ident)
-            what = {
-                _State.RUNNING: f"still running at {where}",
-                _State.AT_MERGE: f"waits in {self._points.get(replica_id)} at {where}",
-                _State.RETURNED: "has returned",
-            }.get(state, "waits for its turn")
-            lines.append(f"{self.names[replica_id]}: {what}")
         return (
-            f"no replica moved for timeout_seconds={self._timeout_seconds}:\n  "
-            + "\n  ".join(lines)
-            + "\nraise the timeout in CommunicationOptions, or find what keeps the replica"
+            f"no replica moved for timeout_seconds={self._timeout_seconds}:\n"
+            f"{self._tell_where()}\n"
+            "raise the timeout in CommunicationOptions, or find what keeps the replica"
         )
+
+    def _tell_where(self) -> str:
+        lines = []
+        for replica_id in sorted(self._tasks):
+            point = self._waiting.get(replica_id)
+            where = user_line(self._threads[replica_id].ident)
+            if point is not None:
+                what = f"waits in {point} at {where}"
+            elif replica_id in self._running:
+                what = f"still runs at {where}"
+            else:
+                what = "waits for its turn" if replica_id in self._runnable else "has returned"
+            lines.append(f"  {self.names[replica_id]}: {what}")
+        return "\n".join(lines)
 
 
 @dataclass(slots=True)

@@ -56,8 +56,8 @@ class Order:
         """Spends the thread's sequence numbers up to the latest exchange's; often none."""
         if not len(self._live):
             return
-        anchor = _anchor()
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            anchor = _anchor()
             while True:
                 node: Any = anchor.view_as(anchor).grad_fn
                 if node._sequence_nr() > self._latest:

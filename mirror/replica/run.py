@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Run:
     """What the replicas of one call of ``run`` have in common."""
 
-    __slots__ = ("active", "contexts", "depth", "group", "lockstep", "results")
+    __slots__ = ("active", "contexts", "depth", "group", "is_default", "lockstep", "results")
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Run:
         self.lockstep = lockstep
         self.active = active
         self.results: dict[int, Any] = {}
+        self.is_default = False  # without a strategy, where nothing is distributed
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.contexts = {
             r: ReplicaContext(self, r, 1.0 if weights is None else float(weights[r]))
@@ -184,8 +185,8 @@ class ReplicaContext:
     ) -> Any:
         """Calls ``fn(strategy, *args, **kwargs)`` once, in the cross-replica context.
 
-        Waits for all replicas. Tensors, numbers and objects that differ arrive as PerReplica;
-        each replica gets its part of the result.
+        Waits for all replicas. Tensors, numbers and objects that differ arrive as PerReplica (as
+        they are without any strategy); each replica gets its part of the result.
         """
 
         def action(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -194,7 +195,10 @@ class ReplicaContext:
                 run.finish()
                 group.settle()
                 group.note_run(run.active)
-            args, kwargs = regroup(payloads, group.num_replicas, run.all_weights())
+            if run.is_default:
+                args, kwargs = payloads[0]
+            else:
+                args, kwargs = regroup(payloads, group.num_replicas, run.all_weights())
             result = fn(self.strategy, *args, **kwargs)
             if group.num_replicas > 1:
                 group.prepare()
