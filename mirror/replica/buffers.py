@@ -103,6 +103,8 @@ class Buffer:
         # In training batch_norm writes its statistics without a new version.
         if module is None or module.training or self._versions() != self._copy_versions:
             self._stale = True
+        if self._aggregation == "none":
+            self._combined_version = self.copies[0]._version
 
     @torch.no_grad()
     def combine(self) -> bool:

@@ -205,7 +205,7 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _present(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor:
     if grad is None:
         return torch.zeros_like(variable.targets[replica_id])
-    return grad.detach()
+    return grad
 
 
 def _is_unusual(grads: Sequence[Tensor | None]) -> bool:

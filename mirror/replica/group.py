@@ -134,8 +134,11 @@ class ReplicaGroup:
         def disown(reference: object) -> None:
             alive = group()
             if alive is not None and alive._owned.get(key) is reference:
-                for records in (alive._owned, alive.variables, alive.buffers):
-                    records.pop(key, None)
+                del alive._owned[key]
+                alive.buffers.pop(key, None)
+                variable = alive.variables.pop(key, None)
+                if variable is not None:
+                    alive.handed_out_grads.pop(variable, None)
 
         self._owned[key] = weakref.ref(tensor, disown)
 

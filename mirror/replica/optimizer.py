@@ -215,7 +215,7 @@ class OptimizerMirror:
         for r in others:
             state: dict[Any, Any] = defaultdict(dict)
             for key, value in self._states[source].items():
-                variable = getattr(key, "variable", None)
+                variable = _variable_of(key)
                 mine = key if variable is None else variable.targets[r]
                 state[mine] = self._copied(value, source, r)
             self._states[r] = state
@@ -236,14 +236,14 @@ class OptimizerMirror:
                             f"{names[r]} from {names[0]}; replicas must hold the same bits"
                         )
 
-    def state_of(self, key: Any) -> Any:
-        """Returns the current replica's state of a parameter, to code inside ``run``."""
+    def state_here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
+        """Returns, to code inside ``run``, its replica's state and that state's key."""
         replica: Any = current.replica
-        if isinstance(key, MirroredParameter) and replica is not None:
-            variable = key._mirrored
-            if replica.group is self.group and replica.replica_id:
-                return self._states[replica.replica_id].get(variable.targets[replica.replica_id])
-        return None
+        if replica is None or replica.group is not self.group:
+            return None
+        variable = _variable_of(key)
+        mine = key if variable is None else variable.targets[replica.replica_id]
+        return self._states[replica.replica_id], mine
 
     def _lend(self, replica_id: int, step: FrameType) -> None:
         self._alone.acquire()
@@ -271,8 +271,8 @@ class OptimizerMirror:
             self._state.seen = False
             self._states[0] = defaultdict(dict)
             for key, value in self._state.raw_items():
-                mirrored = isinstance(key, MirroredParameter)
-                self._states[0][key._mirrored.targets[0] if mirrored else key] = value
+                variable = _variable_of(key)
+                self._states[0][key if variable is None else variable.targets[0]] = value
             self.take_over(0, range(1, self.group.num_replicas))
 
     def _keep_what_the_first_wrote(self) -> None:
@@ -286,7 +286,7 @@ class OptimizerMirror:
     def _publish_first(self) -> None:
         """Enters the first replica's state, which is the optimizer's own, under the parameters."""
         for key, value in self._states[0].items():
-            variable = getattr(key, "variable", None)
+            variable = _variable_of(key)
             self._state.put(key if variable is None else variable.owner(), value)
 
     def _copied(self, value: Any, source: int, destination: int) -> Any:
@@ -323,12 +323,24 @@ class _SharedState(defaultdict[Any, Any]):
         super().__setitem__(key, value)
 
     def __getitem__(self, key: Any) -> Any:
-        mirror = self._mirror()
-        here = None if mirror is None else mirror.state_of(key)
+        here = self._here(key)
         if here is not None:
-            return here
+            state, mine = here
+            return state.get(mine, {})
         self.seen = True
         return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        here = self._here(key)
+        if here is not None:
+            state, mine = here
+            return state.get(mine, default)
+        self.seen = True
+        return super().get(key, default)
+
+    def _here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
+        mirror = self._mirror()
+        return None if mirror is None else mirror.state_here(key)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return defaultdict, (dict, dict(super().items()))
@@ -348,9 +360,7 @@ def _noting(name: str) -> Callable[..., Any]:
     return method
 
 
-for (
-    _name
-) in "get items values pop popitem setdefault update clear __setitem__ __delitem__".split():
+for _name in "items values pop popitem setdefault update clear __setitem__ __delitem__".split():
     setattr(_SharedState, _name, _noting(_name))
 
 
@@ -368,6 +378,14 @@ class _Once:
                 "forward spans all replicas"
             )
         return self._losses.pop()
+
+
+def _variable_of(key: Any) -> Variable | None:
+    """Returns the variable that a key of a state stands for: its parameter, copy or target."""
+    if isinstance(key, MirroredParameter):
+        return key._mirrored
+    variable: Variable | None = getattr(key, "variable", None)
+    return variable
 
 
 def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:

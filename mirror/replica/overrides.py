@@ -29,6 +29,14 @@ def _delete_grad(self: Any) -> None:
     self.grad = None
 
 
+@special(Tensor.detach)
+def _detach(self: Any) -> Tensor:
+    if isinstance(self, MirroredParameter):
+        self._hand_out(None)  # its numpy array may be written without a new version
+    detached: Tensor = self._resolve(Tensor.detach).detach()
+    return detached
+
+
 @special(REQUIRES_GRAD.__set__)
 def _put_requires_grad(self: Any, value: bool) -> None:
     self.requires_grad = value

@@ -64,6 +64,9 @@ class ReplicaParameter(nn.Parameter):
     def grad(self) -> None:
         self.variable.set_grad(None)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _plain_copy(self, self, memo)
 
@@ -78,14 +81,14 @@ class Variable:
         name: where the parameter was found, for messages.
         owner: returns the mirrored parameter, ``None`` once it is gone.
         version: of the first copy when all copies were last known to be equal.
-        handed_out: the tensor through which raw storage left in the cross-replica context.
+        handles: the tensors through which raw storage left in the cross-replica context.
     """
 
     __slots__ = (
         "__weakref__",
         "copies",
         "group",
-        "handed_out",
+        "handles",
         "name",
         "owner",
         "targets",
@@ -96,7 +99,7 @@ class Variable:
         self.group = group
         self.name = name
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
-        self.handed_out: Callable[[], object] | None = None
+        self.handles: list[Callable[[], object]] = []
         requires_grad = parameter.requires_grad
         first = parameter.detach()
         values = [first if r == 0 else _value_on(first, d) for r, d in enumerate(group.devices)]
@@ -173,7 +176,7 @@ class Variable:
 
     def changed(self) -> bool:
         """Whether the first copy may differ from the others by a change in the cross context."""
-        return self.handed_out is not None or self.copies[0]._version != self.version
+        return bool(self.handles) or self.copies[0]._version != self.version
 
     def carry(self, source: int = 0, others: Iterable[int] | None = None) -> None:
         """Gives one replica's values to others: the first one's to all."""
@@ -183,11 +186,12 @@ class Variable:
             # may not be one (a look at p.data) must not spoil their saved tensors.
             self.targets[r].data.copy_(value)
         self.version = self.copies[0]._version
-        if self.handed_out is not None and self.handed_out() is None:
-            self.handed_out = None
+        self.handles = [handle for handle in self.handles if handle() is not None]
 
     def hand_out(self, handle: Tensor | None) -> None:
-        self.handed_out = (lambda: None) if handle is None else weakref.ref(handle)
+        if len(self.handles) > 8:
+            self.handles = [handle for handle in self.handles if handle() is not None]
+        self.handles.append(_gone if handle is None else weakref.ref(handle))
 
     def set_data(self, data: Tensor) -> None:
         """``p.data = data``: of the current replica; of all in the cross-replica context."""
@@ -263,6 +267,20 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         self._mirrored.set_requires_grad(value)
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """``p.data = source``; a bare storage is refused, it belongs to one replica."""
+        # torch passes no call of set_ to __torch_function__.
+        if not isinstance(source, Tensor) or args or kwargs:
+            raise StrategyError(
+                "set_ of a mirrored parameter takes a tensor, not a storage, which belongs to one "
+                "replica; assign p.data, or use p.copy_"
+            )
+        self.data = source
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self._resolve())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _plain_copy(self, self._resolve(), memo)
 
@@ -308,6 +326,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     a, b = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
+
+
+def _gone() -> None:
+    """The handle of raw storage that left in a form which cannot be watched."""
 
 
 def _alike(a: Tensor | None, b: Tensor) -> bool:
