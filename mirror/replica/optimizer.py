@@ -26,7 +26,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,8 @@ from torch.optim.optimizer import (
 from mirror.context import current
 from mirror.errors import ReplicaMismatchError, StrategyError
 from mirror.replica.merge_point import MergePoint
-from mirror.replica.variables import MirroredParameter, Variable, same_bits
+from mirror.replica.optimizer_state import FindHere, SharedState
+from mirror.replica.variables import MirroredParameter, Variable, same_bits, variable_of
 from mirror.values import map_structure
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class OptimizerMirror:
         self._optimizer = weakref.ref(optimizer)
         self._serial = next(_serials)
         self._states: list[dict[Any, Any]] = [defaultdict(dict) for _ in group.devices]
-        self._state = _SharedState(self, {})  # what optimizer.state is between steps
+        self._state = SharedState(self._find_here(), {})  # what optimizer.state is between steps
         self._groups: list[dict[str, Any]] = optimizer.param_groups
         self._lent_groups: list[list[dict[str, Any]]] = [[] for _ in group.devices]
         self._lent_to: int | None = None
@@ -215,7 +216,7 @@ class OptimizerMirror:
         for r in others:
             state: dict[Any, Any] = defaultdict(dict)
             for key, value in self._states[source].items():
-                variable = _variable_of(key)
+                variable = variable_of(key)
                 mine = key if variable is None else variable.targets[r]
                 state[mine] = self._copied(value, source, r)
             self._states[r] = state
@@ -236,12 +237,22 @@ class OptimizerMirror:
                             f"{names[r]} from {names[0]}; replicas must hold the same bits"
                         )
 
+    def _find_here(self) -> FindHere:
+        # Weak: the optimizer holds its state for longer than we should hold it.
+        mirror = weakref.ref(self)
+
+        def find_here(key: Any) -> tuple[dict[Any, Any], Any] | None:
+            alive = mirror()
+            return None if alive is None else alive.state_here(key)
+
+        return find_here
+
     def state_here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
         """Returns, to code inside ``run``, its replica's state and that state's key."""
         replica: Any = current.replica
         if replica is None or replica.group is not self.group:
             return None
-        variable = _variable_of(key)
+        variable = variable_of(key)
         mine = key if variable is None else variable.targets[replica.replica_id]
         return self._states[replica.replica_id], mine
 
@@ -265,13 +276,13 @@ class OptimizerMirror:
                 for options in self._groups
             ]
         if optimizer.state is not self._state:
-            self._state = _SharedState(self, optimizer.state)
+            self._state = SharedState(self._find_here(), optimizer.state)
             optimizer.state = self._state
         if self._state.seen:
             self._state.seen = False
             self._states[0] = defaultdict(dict)
             for key, value in self._state.raw_items():
-                variable = _variable_of(key)
+                variable = variable_of(key)
                 self._states[0][key if variable is None else variable.targets[0]] = value
             self.take_over(0, range(1, self.group.num_replicas))
 
@@ -286,7 +297,7 @@ class OptimizerMirror:
     def _publish_first(self) -> None:
         """Enters the first replica's state, which is the optimizer's own, under the parameters."""
         for key, value in self._states[0].items():
-            variable = _variable_of(key)
+            variable = variable_of(key)
             self._state.put(key if variable is None else variable.owner(), value)
 
     def _copied(self, value: Any, source: int, destination: int) -> Any:
@@ -308,62 +319,6 @@ class OptimizerMirror:
         ]
 
 
-class _SharedState(defaultdict[Any, Any]):
-    """``optimizer.state`` between steps; notes when the cross-replica context looks into it."""
-
-    def __init__(self, mirror: OptimizerMirror, entries: dict[Any, Any]) -> None:
-        super().__init__(dict, entries)
-        self.seen = True
-        self._mirror = weakref.ref(mirror)
-
-    def raw_items(self) -> Iterable[tuple[Any, Any]]:
-        return super().items()
-
-    def put(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        here = self._here(key)
-        if here is not None:
-            state, mine = here
-            return state.get(mine, {})
-        self.seen = True
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        here = self._here(key)
-        if here is not None:
-            state, mine = here
-            return state.get(mine, default)
-        self.seen = True
-        return super().get(key, default)
-
-    def _here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
-        mirror = self._mirror()
-        return None if mirror is None else mirror.state_here(key)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return defaultdict, (dict, dict(super().items()))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(defaultdict(dict, super().items()), memo)
-
-
-def _noting(name: str) -> Callable[..., Any]:
-    original = getattr(defaultdict, name)
-
-    def method(self: _SharedState, *args: Any, **kwargs: Any) -> Any:
-        self.seen = True
-        return original(self, *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-for _name in "items values pop popitem setdefault update clear __setitem__ __delitem__".split():
-    setattr(_SharedState, _name, _noting(_name))
-
-
 class _Once:
     """A closure that was evaluated before the replicas merged."""
 
@@ -378,14 +333,6 @@ class _Once:
                 "forward spans all replicas"
             )
         return self._losses.pop()
-
-
-def _variable_of(key: Any) -> Variable | None:
-    """Returns the variable that a key of a state stands for: its parameter, copy or target."""
-    if isinstance(key, MirroredParameter):
-        return key._mirrored
-    variable: Variable | None = getattr(key, "variable", None)
-    return variable
 
 
 def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:

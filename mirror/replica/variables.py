@@ -64,7 +64,7 @@ class ReplicaParameter(nn.Parameter):
     def grad(self) -> None:
         self.variable.set_grad(None)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -278,7 +278,7 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         self.data = source
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._resolve())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -318,6 +318,14 @@ def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) ->
 def _value_on(value: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of ``value`` in memory of its own, with its strides."""
     return value.detach().to(device, copy=True)
+
+
+def variable_of(key: Any) -> Variable | None:
+    """Returns the variable that a parameter, a copy or a target belongs to."""
+    if isinstance(key, MirroredParameter):
+        return key._mirrored
+    variable: Variable | None = getattr(key, "variable", None)
+    return variable
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
