@@ -15,6 +15,7 @@ from mirror.errors import DeviceError
 
 _CPU = torch.device("cpu")
 _NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]+))?", re.IGNORECASE)
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
 _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
 
 
@@ -98,6 +99,25 @@ def backward_in_calling_thread(devices: Sequence[torch.device]) -> Iterator[None
     else:
         with torch.autograd.set_multithreading_enabled(False):
             yield
+
+
+def separate_streams(generators: Sequence[torch.Generator]) -> None:
+    """Gives devices that were seeded alike random streams of their own.
+
+    ``torch.manual_seed(s)`` gives every GPU the seed ``s``, so that all replicas would draw the
+    same dropout masks. The first generator keeps its stream; the others get seeds derived from
+    its seed, so one seed still makes a run reproducible. What was seeded apart stays as it is.
+    """
+    first = generators[0].initial_seed()
+    for k, generator in enumerate(generators[1:], 1):
+        if generator.initial_seed() == first:
+            generator.manual_seed((first + k * _GOLDEN) % 2**63)
+
+
+def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
+    """Returns the default generators of distinct GPUs; the CPU's is shared, replicas take turns."""
+    indices = dict.fromkeys(d.index for d in devices if d.type == "cuda")
+    return [torch.cuda.default_generators[i] for i in indices]
 
 
 def _resolve_one(device: object, num_cuda: int) -> torch.device:

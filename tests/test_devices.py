@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mirror import devices
+from mirror.devices import generators_of, separate_streams
 from mirror.errors import DeviceError
 
 CPU = torch.device("cpu")
@@ -145,3 +146,31 @@ def test_a_hook_of_a_gpu_tensor_runs_in_the_calling_thread():
     with devices.backward_in_calling_thread(cuda(0)):
         x.sum().backward()
     assert threads == [threading.get_ident()]
+
+
+def test_devices_seeded_alike_get_streams_of_their_own_from_the_one_seed():
+    """``torch.manual_seed`` gives every GPU one seed; generators stand in for GPUs."""
+
+    def draws(seed):
+        generators = [torch.Generator().manual_seed(seed) for _ in range(3)]
+        separate_streams(generators)
+        separate_streams(generators)  # the second time there is nothing to do
+        return [torch.rand(4, generator=g) for g in generators]
+
+    first, again, other = draws(7), draws(7), draws(8)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(first[0], torch.rand(4, generator=torch.Generator().manual_seed(7)))
+    everything = [*first, *other]
+    assert all(
+        not torch.equal(a, b) for i, a in enumerate(everything) for b in everything[i + 1 :]
+    )
+    assert generators_of([torch.device("cpu")] * 3) == []
+
+
+def test_a_device_that_was_seeded_apart_keeps_its_stream():
+    generators = [torch.Generator().manual_seed(1), torch.Generator().manual_seed(5)]
+    separate_streams(generators)
+    assert torch.equal(
+        torch.rand(4, generator=generators[1]),
+        torch.rand(4, generator=torch.Generator().manual_seed(5)),
+    )

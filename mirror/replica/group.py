@@ -13,7 +13,13 @@ from torch import Tensor, nn
 import mirror.replica.overrides  # noqa: F401  registers what tensor functions do
 from mirror.comm.base import Communicator
 from mirror.context import current, enter, leave
-from mirror.devices import backward_in_calling_thread, is_simulated, using
+from mirror.devices import (
+    backward_in_calling_thread,
+    generators_of,
+    is_simulated,
+    separate_streams,
+    using,
+)
 from mirror.errors import ReplicaMismatchError, StrategyError
 from mirror.replica.buffers import Buffer
 from mirror.replica.gradients import Gradients
@@ -79,6 +85,7 @@ class ReplicaGroup:
         self._recorded: dict[int, weakref.ref[nn.Module]] = {}
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self._device_types = tuple({"cpu", *(device.type for device in self.devices)})
+        self._generators = generators_of(self.devices)
         self._closed = False
         _groups.add(self)
         if self.num_replicas > 1:
@@ -260,6 +267,8 @@ class ReplicaGroup:
         self.prepare()
         lockstep = self._lockstep(depth=0 if outer is None else outer.depth + 1)
         run = Run(self, lockstep, tuple(active), weights, outer)
+        if len(self._generators) > 1:
+            separate_streams(self._generators)
         state = ThreadState.capture(self._device_types)
         tasks = {
             r: self._task(fn, context, state.variables.copy(), state)

@@ -1,7 +1,8 @@
 """Mirrored modules: the dicts that hand out the current replica's copies, and recording scopes.
 
 A module stays the object it is; ``type``, ``state_dict`` and ``parameters()`` do not change.
-Three of its dicts and one instance attribute are replaced:
+Plain tensors among its attributes become mirrored like buffers. Three of its dicts and one
+instance attribute are replaced:
 
     _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs
     _modules                WatchedDict: notes a submodule put in later
@@ -147,6 +148,9 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
             record = mirror_buffer(buffer, group, f"{path}.{name}".lstrip("."), module)
             if isinstance(buffers, ReplicaDict) and name in buffers.aggregations:
                 record.aggregation = buffers.aggregations[name]
+    for name, value in attributes.items():
+        if _is_plain_state(value, group) and _is_new(value, group, name):
+            mirror_buffer(value, group, f"{path}.{name}".lstrip("."), module)
     if group.num_replicas > 1:
         for key, kind in (
             ("_parameters", ReplicaDict),
@@ -172,6 +176,13 @@ def group_of(module: nn.Module) -> ReplicaGroup | None:
         return call.group
     parameters = module.__dict__.get("_parameters")
     return parameters.group if isinstance(parameters, ReplicaDict) else None
+
+
+def _is_plain_state(value: Any, group: ReplicaGroup) -> bool:
+    """Whether an attribute is a plain tensor that the replicas must not share."""
+    if type(value) is not torch.Tensor or value.requires_grad:
+        return False
+    return value.device.type == group.devices[0].type
 
 
 def _is_new(tensor: Any, group: ReplicaGroup, name: str) -> bool:
