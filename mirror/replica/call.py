@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,12 +120,12 @@ def _splits(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.modules.loss._Loss):
         return False
-    variables = (*module.parameters(), *module.buffers())
+    variables = chain(module.parameters(), module.buffers())
     return any(isinstance(v, MirroredTensor) or is_lazy(v) for v in variables)
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    return any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers()))
 
 
 def _batch_first(module: nn.Module) -> bool:

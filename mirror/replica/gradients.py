@@ -193,13 +193,21 @@ def _weigh(columns: list[list[Tensor | None]], shares: Mapping[int, float]) -> N
         present = [grad for grad in column if grad is not None]
         if present and share != 1.0:
             if any(grad.requires_grad or grad.is_sparse for grad in present):
-                column[:] = [None if grad is None else grad * share for grad in column]
+                column[:] = [None if grad is None else _scaled(grad, share) for grad in column]
             else:
                 torch._foreach_mul_(present, share)
 
 
+def _scaled(grad: Tensor, share: float) -> Tensor:
+    with torch.set_grad_enabled(grad.requires_grad):  # keeps the graph of create_graph=True
+        return grad * share
+
+
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
+    if a is None or b is None:
+        return b if a is None else a
+    with torch.set_grad_enabled(a.requires_grad or b.requires_grad):
+        return a + b
 
 
 def _present(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor:
