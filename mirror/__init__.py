@@ -1,6 +1,6 @@
 """mirror: tf.distribute's MirroredStrategy for PyTorch."""
 
-from mirror import comm
+from mirror import amp, comm, metrics, nn
 from mirror.data.distribute import DistributedDataset
 from mirror.errors import (
     BackendError,
@@ -46,11 +46,14 @@ __all__ = [
     "ShapeError",
     "StrategyError",
     "StructureError",
+    "amp",
     "comm",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
     "is_mirrored",
+    "metrics",
+    "nn",
     "set_aggregation",
 ]

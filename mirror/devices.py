@@ -115,7 +115,7 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
 
 
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
-    """Returns the default generators of distinct GPUs; the CPU's is shared, replicas take turns."""
+    """Returns the default generators of distinct GPUs; the CPU's one stream is drawn in turns."""
     indices = dict.fromkeys(d.index for d in devices if d.type == "cuda")
     return [torch.cuda.default_generators[i] for i in indices]
 

@@ -116,12 +116,18 @@ def _num_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def _splits(module: nn.Module) -> bool:
+    if torch._C._is_tracing() or torch.compiler.is_exporting() or _inside_functorch():
+        return False  # these follow one thread through one plain module
     if isinstance(module, _SEQUENCE_FIRST) and not _batch_first(module):
         return False
     if isinstance(module, nn.modules.loss._Loss):
         return False
     variables = chain(module.parameters(), module.buffers())
     return any(isinstance(v, MirroredTensor) or is_lazy(v) for v in variables)
+
+
+def _inside_functorch() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _is_lazy(module: nn.Module) -> bool:

@@ -14,17 +14,24 @@ examples; its gradient counts with ``weight / sum of weights`` ("mean", one devi
 batch) or 1 ("sum"). A backward pass in the cross-replica context starts from the loss of the
 whole batch, so its local gradients are plain summands. Under ``no_sync`` the shares of a run are
 applied when it ends, and the summands are kept in ``deferred`` until the next reduction.
+
+[Note: Gradient hooks]
+A hook of a parameter (``p.register_hook``) must see what it would see on one device: the gradient
+of one backward pass over the whole batch, once; it may clamp it. So a backward pass that reaches a
+parameter with hooks is reduced when it ends, also under ``no_sync``; the hooks get the first
+replica's reduced gradient, before it is added to ``.grad``, and the others take the result over.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mirror.context import current
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.variables import ReplicaParameter, Variable, local_grad, set_local_grad
 
@@ -52,6 +59,24 @@ class Gradients:
         if "_watched" not in copy.__dict__:
             register: Callable[..., object] = copy.register_post_accumulate_grad_hook
             copy.__dict__["_watched"] = register(self.pending[copy.replica_id].append)
+
+    def watch_closely(self, copy: ReplicaParameter) -> None:
+        """Has gradients reduced at the end of every backward pass that reaches ``copy``."""
+        if "_watched_closely" not in copy.__dict__:
+            register: Callable[..., object] = copy.register_post_accumulate_grad_hook
+            copy.__dict__["_watched_closely"] = register(self._reduce_after_backward)
+
+    def _reduce_after_backward(self, copy: Tensor) -> None:
+        if copy.variable.hooks:  # type: ignore[attr-defined]
+            # Called several times in a pass; the first call leaves nothing to do for the others.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        replica: Any = current.replica
+        if replica is None or replica.group is not self._the_group():
+            self.flush()
+        elif self.awaited(replica.replica_id):
+            self.observe(replica.replica_id)
 
     def awaited(self, replica_id: int) -> bool:
         """Whether a replica that looks at a gradient must wait for a reduction first."""
@@ -137,6 +162,7 @@ class Gradients:
         ]
         if usual:
             group.all_reduce_lists(lists, scale)
+            _run_hooks([variables[i] for i in usual], lists)
         for r, reduced in enumerate(lists):
             _accumulate([variables[i].targets[r] for i in usual], reduced)
 
@@ -187,6 +213,18 @@ class Gradients:
         return group
 
 
+def _run_hooks(variables: list[Variable], lists: list[list[Tensor]]) -> None:
+    for i, variable in enumerate(variables):
+        if variable.hooks:
+            grad = lists[0][i]
+            for hook in tuple(variable.hooks.values()):
+                replaced = hook(grad)
+                grad = grad if replaced is None else replaced
+            lists[0][i] = grad
+            for column in lists[1:]:
+                column[i] = grad.to(column[i].device, copy=True)
+
+
 def _weigh(columns: list[list[Tensor | None]], shares: Mapping[int, float]) -> None:
     for r, column in enumerate(columns):
         share = shares.get(r, 0.0)
@@ -233,6 +271,9 @@ def _reduce_unusual(variable: Variable, grads: Sequence[Tensor | None], scale: f
             total = total * scale
         if total.is_sparse:
             total = total.coalesce()
+        for hook in tuple(variable.hooks.values()):
+            replaced = hook(total)
+            total = total if replaced is None else replaced
         for r, target in enumerate(variable.targets):
             mine = total if r == 0 else total.clone().to(target.device)
             target.grad = mine if target.grad is None else target.grad + mine

@@ -24,8 +24,9 @@ from mirror.errors import ReplicaMismatchError, StrategyError
 from mirror.replica.buffers import Buffer
 from mirror.replica.gradients import Gradients
 from mirror.replica.lockstep import Lockstep
-from mirror.replica.module import mirror_module, route_call
+from mirror.replica.module import ReplicaDict, is_watched, mirror_module, route_call
 from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
+from mirror.replica.recompute import NoMerges
 from mirror.replica.run import ReplicaContext, Run
 from mirror.replica.thread_state import ThreadState
 from mirror.replica.variables import Variable, same_bits
@@ -83,6 +84,8 @@ class ReplicaGroup:
         self._timeout_seconds = timeout_seconds
         self.locksteps: list[Lockstep] = []
         self._recorded: dict[int, weakref.ref[nn.Module]] = {}
+        self._watched: dict[int, weakref.ref[nn.Module]] = {}
+        self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self._device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self._generators = generators_of(self.devices)
@@ -113,8 +116,18 @@ class ReplicaGroup:
             self._recorded[key] = weakref.ref(module)
             route_call(module, self)
 
+    def watch(self, module: nn.Module) -> None:
+        """Has the module's dicts looked at before each run."""
+        self._watched[id(module)] = weakref.ref(module)
+
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
+        for key, reference in list(self._watched.items()):
+            module = reference()
+            if module is None:
+                del self._watched[key]
+            elif not is_watched(module):
+                self.record(module)
         while self._recorded:
             recorded, self._recorded = list(self._recorded.values()), {}
             for reference in recorded:
@@ -153,6 +166,11 @@ class ReplicaGroup:
 
     def prepare(self) -> None:
         """Makes all replicas equal to what the cross-replica context left."""
+        if torch.is_inference_mode_enabled():
+            # What is made here, of state too, outlives the caller's inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                self.prepare()
+            return
         self.mirror_recorded()
         if self.num_replicas > 1:
             if self.running is None and any(o.is_lent for o in self.optimizers):
@@ -187,6 +205,8 @@ class ReplicaGroup:
     def recover(self) -> None:
         """Brings all replicas back to the first one's state after a run that failed."""
         self.gradients.discard()
+        while self.swaps:
+            self.swaps.pop().swapped.clear()
         for optimizer in list(self.optimizers):
             optimizer.give_back()
             optimizer.take_over(0, range(1, self.num_replicas))
@@ -218,6 +238,12 @@ class ReplicaGroup:
             ReplicaMismatchError: naming the first variable and replica that differ.
         """
         self.prepare()
+        with torch.inference_mode(False), torch.no_grad():
+            self._compare()
+        parameters = (tensor() for tensor in self._owned.values())
+        return sum(isinstance(parameter, nn.Parameter) for parameter in parameters)
+
+    def _compare(self) -> None:
         for variable in self.variables.values():
             first = variable.targets[0]
             for r, target in enumerate(variable.targets):
@@ -229,11 +255,6 @@ class ReplicaGroup:
                     )
         for optimizer in self.optimizers:
             optimizer.check(self.names)
-        return (
-            len(self._owned) - len(self.buffers)
-            if self.num_replicas > 1
-            else sum(isinstance(tensor(), nn.Parameter) for tensor in self._owned.values())
-        )
 
     # Running
 
@@ -277,6 +298,8 @@ class ReplicaGroup:
         self.running = run
         try:
             run.results = lockstep.run(tasks)
+            while self.swaps:
+                self.swaps.pop().refuse_swaps()
             run.finish()
         except BaseException:
             self.running = outer
@@ -290,6 +313,10 @@ class ReplicaGroup:
                 self._bring_along(run.active)
             self.settle()
         return run
+
+    def recomputing(self, replica_id: int) -> ReplicaContext:
+        """Returns a context for what is recomputed of one replica's part in a backward pass."""
+        return Run(self, NoMerges(), (replica_id,), None, None).contexts[replica_id]
 
     def lone_context(self) -> ReplicaContext:
         """Returns a context of the only replica, for code without any strategy."""

@@ -197,23 +197,29 @@ class Lockstep:
         thread.start()
 
     def _work(self, replica_id: int) -> None:
-        while True:
-            self._turns[replica_id].acquire()
-            if not self.usable:
-                return
-            try:
-                self._results[replica_id] = self._tasks[replica_id]()
-            except Released as released:
-                self._blame(released.__context__, replica_id)
-            except BaseException as error:
-                # The first failure tells the cause; what unwinding raises does not.
-                if self._failure is None:
-                    self._failure, self._failed_replica = error, replica_id
-                del error
-            if self._abandoned():
-                return
-            self._skip_the_unstarted()
-            self._stop(replica_id, None)
+        try:
+            while True:
+                self._turns[replica_id].acquire()
+                if not self.usable:
+                    return
+                self._perform(replica_id)
+                if self._abandoned():
+                    return
+                self._skip_the_unstarted()
+                self._stop(replica_id, None)
+        except Released:
+            # Sent by _abandon, it may arrive anywhere; this thread is not used again.
+            return
+
+    def _perform(self, replica_id: int) -> None:
+        try:
+            self._results[replica_id] = self._tasks[replica_id]()
+        except Released as released:
+            self._blame(released.__context__, replica_id)
+        except BaseException as error:
+            # The first failure tells the cause; what unwinding raises does not.
+            if self._failure is None:
+                self._failure, self._failed_replica = error, replica_id
 
     def _blame(self, cause: BaseException | None, replica_id: int) -> None:
         """An exception whose handling met a divergence caused it, and goes before it."""

@@ -25,12 +25,13 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from mirror.context import current
+from mirror.context import current, entered
 from mirror.errors import StrategyError
 from mirror.replica.buffers import MirroredBuffer, mirror_buffer
 from mirror.replica.call import call_in_turn
+from mirror.replica.recompute import replica_of_backward
 from mirror.replica.tensors import MirroredTensor
-from mirror.replica.variables import ReplicaParameter, mirror_parameter
+from mirror.replica.variables import MirroredParameter, ReplicaParameter, mirror_parameter
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -69,11 +70,14 @@ class ReplicaDict(WatchedDict):
 
     Attributes:
         aggregations: by name, what ``set_aggregation`` chose; holds for a buffer put in later.
+        swapped: by replica and name, what took a parameter's place inside ``run``, as
+            ``torch.func.functional_call`` does until its call ends.
     """
 
     def __init__(self, entries: Mapping[str, Any], module: nn.Module, group: ReplicaGroup) -> None:
         super().__init__(entries, module, group)
         self.aggregations: dict[str, str] = {}
+        self.swapped: dict[tuple[int, str], Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
@@ -81,21 +85,42 @@ class ReplicaDict(WatchedDict):
         if replica is None or not isinstance(value, MirroredTensor):
             return value
         record = value._mirrored  # type: ignore[attr-defined]
-        return record.copies[replica.replica_id] if replica.group is record.group else value
+        if replica.group is not record.group:
+            return value
+        if self.swapped and (replica.replica_id, name) in self.swapped:
+            return self.swapped[replica.replica_id, name]
+        return record.copies[replica.replica_id]
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401  this is that get
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(value, ReplicaParameter):
-            value = value.variable.owner()
         replica = current.replica
-        if replica is not None and replica.group is self.group:
-            existing = dict.get(self, name)
-            if isinstance(existing, MirroredBuffer) and isinstance(value, torch.Tensor):
-                existing._mirrored.assign(replica.replica_id, value)
-                return
-        super().__setitem__(name, value)
+        if replica is None or replica.group is not self.group:
+            if isinstance(value, ReplicaParameter):
+                value = value.variable.owner()
+            super().__setitem__(name, value)
+            return
+        existing = dict.get(self, name)
+        if isinstance(existing, MirroredBuffer) and isinstance(value, torch.Tensor):
+            existing._mirrored.assign(replica.replica_id, value)
+        elif not isinstance(existing, MirroredParameter):
+            super().__setitem__(name, value)
+        elif value is existing or value is existing._mirrored.copies[replica.replica_id]:
+            self.swapped.pop((replica.replica_id, name), None)
+        else:
+            self.swapped[replica.replica_id, name] = value
+            self.group.swaps.append(self)
+
+    def refuse_swaps(self) -> None:
+        """Raises for a parameter that was replaced inside ``run`` and not put back."""
+        if self.swapped:
+            (_, name), *_ = self.swapped
+            self.swapped.clear()
+            raise StrategyError(
+                f"parameter {name!r} was replaced inside strategy.run, where each replica would "
+                "have one of its own; replace parameters outside run"
+            )
 
 
 class TransparentCall:
@@ -112,7 +137,11 @@ class TransparentCall:
         assert module is not None
         replica = current.replica
         if replica is None or replica.group is not self.group:
-            return call_in_turn(self.group, module, args, kwargs)
+            recomputing = replica_of_backward(self.group)
+            if recomputing is None:
+                return call_in_turn(self.group, module, args, kwargs)
+            with entered(self.group.strategy, self.group.recomputing(recomputing)):
+                return module._call_impl(*args, **kwargs)
         if isinstance(module, LazyModuleMixin):
             self._initialize(module, args, kwargs)
         return module._call_impl(*args, **kwargs)
@@ -141,7 +170,8 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
     attributes = module.__dict__
     parameters, buffers = attributes["_parameters"], attributes["_buffers"]
     for name, parameter in parameters.items():
-        if _is_new(parameter, group, name):
+        # What is no Parameter is put there for one call, by torch.func.functional_call.
+        if isinstance(parameter, nn.Parameter) and _is_new(parameter, group, name):
             mirror_parameter(parameter, group, f"{path}.{name}".lstrip("."))
     for name, buffer in buffers.items():
         if _is_new(buffer, group, name):
@@ -160,7 +190,18 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
             entries = attributes[key]
             if not isinstance(entries, kind) or entries.module() is not module:
                 attributes[key] = kind(dict(entries.items()), module, group)
+    group.watch(module)
     route_call(module, group)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether the module still has the dicts it was given; ``del sequential[0]`` drops them."""
+    attributes = module.__dict__
+    return (
+        type(attributes["_modules"]) is WatchedDict
+        and type(attributes["_parameters"]) is ReplicaDict
+        and type(attributes["_buffers"]) is ReplicaDict
+    )
 
 
 def route_call(module: nn.Module, group: ReplicaGroup) -> None:

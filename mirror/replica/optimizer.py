@@ -125,6 +125,7 @@ class OptimizerMirror:
 
     def step_here(self, step: FrameType, context: ReplicaContext) -> None:
         """Merges the replicas before their steps, and lends to the calling one."""
+        self._refuse_what_is_not_mirrored()
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
             run = context.run
@@ -136,6 +137,18 @@ class OptimizerMirror:
         context.run.merge(context.replica_id, MergePoint("optimizer.step", (name,), None, action))
         self._lend(context.replica_id, step)
         context.lent.append(self)
+
+    def _refuse_what_is_not_mirrored(self) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for i, options in enumerate(optimizer.param_groups):
+            for parameter in options["params"]:
+                if not isinstance(parameter, MirroredParameter) and parameter.requires_grad:
+                    raise StrategyError(
+                        f"parameter group {i} has a parameter of shape {tuple(parameter.shape)} "
+                        "that no mirrored module holds: its gradient would not be reduced; put it "
+                        "into a mirrored module, or step outside strategy.run"
+                    )
 
     def step_everywhere(self, step: FrameType, args: Any, kwargs: Any, closure: Any) -> None:
         """Steps replicas 1 .. N-1 and lends to replica 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from mirror.errors import StrategyError
 from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, resolve, special
-from mirror.replica.variables import MirroredParameter
+from mirror.replica.variables import MirroredParameter, refuse_post_accumulate_hook
 
 
 @special(GRAD.__get__)
 def _get_grad(self: Any) -> Tensor | None:
-    grad: Tensor | None = self.grad
+    # A buffer's gradient is not ours to reduce.
+    mirrored = isinstance(self, MirroredParameter)
+    grad: Tensor | None = self.grad if mirrored else GRAD.__get__(self._resolve(GRAD.__get__))
     return grad
 
 
@@ -49,30 +51,56 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
 
 
 @special(Tensor.register_hook)
-def _register_hook(self: MirroredParameter, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    variable = self._mirrored
-    here = variable.here()
-    copies: Sequence[Any] = variable.copies if here is None else (variable.copies[here],)
-    return _Handles([copy.register_hook(hook) for copy in copies])
-
-
-class _Handles:
-    """Removes a hook from all copies."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self.handles = handles
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """The hook gets the whole gradient of a backward pass, once. See [Note: Gradient hooks]."""
+    if not isinstance(self, MirroredParameter):
+        return self._resolve().register_hook(hook)
+    if self._mirrored.here() is not None:
+        raise StrategyError(
+            "a gradient hook of a parameter sees the gradient of the whole batch, so it is "
+            "registered once: call register_hook outside strategy.run"
+        )
+    return self._mirrored.add_hook(hook)
 
 
 @special(Tensor.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(self: Any, hook: object) -> None:
-    raise StrategyError(
-        "a post-accumulate hook would run before this parameter's gradient is reduced over the "
-        "replicas; read p.grad after backward(), or use register_hook for the local gradient"
+    refuse_post_accumulate_hook()
+
+
+@special(Tensor.backward, torch.autograd.backward)
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+    *,
+    gradient: Any = None,
+) -> None:
+    """``backward(inputs=...)`` outside run means all copies of the parameters."""
+    if inputs is not None:
+        inputs = [copy for copies in _spread(inputs) for copy in copies]
+    torch.autograd.backward(
+        resolve(tensors),
+        resolve(gradient if grad_tensors is None else grad_tensors),
+        retain_graph,
+        create_graph,
+        grad_variables,
+        inputs,
     )
+
+
+def _spread(inputs: Any) -> list[tuple[Any, ...]]:
+    """Returns the tensors that each input stands for: all copies outside run."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    return [
+        p._mirrored.copies
+        if isinstance(p, MirroredParameter) and p._mirrored.here() is None
+        else (resolve(p),)
+        for p in inputs
+    ]
 
 
 @special(torch.autograd.grad)
@@ -91,13 +119,7 @@ def _autograd_grad(
     Inside ``run`` the replica's own gradient; in the cross-replica context the sum over the
     copies, which is the whole gradient because the loss is the common one.
     """
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    spread: list[tuple[Tensor, ...]] = [
-        p._mirrored.copies
-        if isinstance(p, MirroredParameter) and p._mirrored.here() is None
-        else (resolve(p),)
-        for p in inputs
-    ]
+    spread = _spread(inputs)
     flat = torch.autograd.grad(
         resolve(outputs),
         [copy for copies in spread for copy in copies],

@@ -13,6 +13,7 @@ from mirror.replica.collectives import all_gather, all_reduce
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
+from mirror.replica.recompute import NoMerges
 from mirror.values import regroup, select
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Run:
     def __init__(
         self,
         group: ReplicaGroup,
-        lockstep: Lockstep,
+        lockstep: Lockstep | NoMerges,
         active: tuple[int, ...],
         weights: Sequence[float] | None,
         outer: Run | None,

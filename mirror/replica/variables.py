@@ -23,11 +23,13 @@ next run. A gradient that was handed out is carried before the next run or optim
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mirror.context import current
 from mirror.errors import StrategyError
@@ -35,6 +37,8 @@ from mirror.replica.tensors import GRAD, MirroredTensor, raw_set_data, resolve
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
+
+GradientHook = Callable[[Tensor], "Tensor | None"]
 
 # The C++ slot of a copy, where its local gradient is.
 local_grad = GRAD.__get__
@@ -81,6 +85,7 @@ class Variable:
         name: where the parameter was found, for messages.
         owner: returns the mirrored parameter, ``None`` once it is gone.
         version: of the first copy when all copies were last known to be equal.
+        hooks: gradient hooks by handle id. See [Note: Gradient hooks].
         handles: the tensors through which raw storage left in the cross-replica context.
     """
 
@@ -89,6 +94,7 @@ class Variable:
         "copies",
         "group",
         "handles",
+        "hooks",
         "name",
         "owner",
         "targets",
@@ -100,6 +106,7 @@ class Variable:
         self.name = name
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
         self.handles: list[Callable[[], object]] = []
+        self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle wants the class
         requires_grad = parameter.requires_grad
         first = parameter.detach()
         values = [first if r == 0 else _value_on(first, d) for r, d in enumerate(group.devices)]
@@ -122,6 +129,19 @@ class Variable:
         return replica.replica_id if replica is not None and replica.group is self.group else None
 
     # Gradients
+
+    def add_hook(self, hook: GradientHook) -> RemovableHandle:
+        """Has ``hook`` called with the reduced gradient of every backward pass."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        self.adopt_hooks(self.hooks)
+        return handle
+
+    def adopt_hooks(self, hooks: dict[int, GradientHook]) -> None:
+        """Takes over hooks with the dict that their handles remove them from."""
+        self.hooks = hooks
+        for copy in self.copies:
+            self.group.gradients.watch_closely(copy)
 
     def grad_in(self, replica_id: int) -> Tensor | None:
         """Returns the gradient that one replica's code sees."""
@@ -300,10 +320,15 @@ def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) ->
             f"parameter {name!r} is a {kind.__name__}, a tensor subclass with operations of its "
             "own; mirror takes plain parameters: convert it after mirroring, or not at all"
         )
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        refuse_post_accumulate_hook()
     grad = parameter.grad
     if parameter.device != group.devices[0]:
         parameter.data = parameter.data.to(group.devices[0])
     variable = Variable(parameter, group, name)
+    if parameter._backward_hooks:
+        variable.adopt_hooks(parameter._backward_hooks)
+        parameter._backward_hooks = None
     group.own(parameter, variable)
     parameter.grad = None
     # What misses the resolution must fail, not collect a gradient that nobody reduces.
@@ -318,6 +343,14 @@ def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) ->
 def _value_on(value: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of ``value`` in memory of its own, with its strides."""
     return value.detach().to(device, copy=True)
+
+
+def refuse_post_accumulate_hook() -> NoReturn:
+    """Raises for hooks that want a gradient before it is reduced."""
+    raise StrategyError(
+        "a post-accumulate hook would run before this parameter's gradient is reduced over the "
+        "replicas; read p.grad after backward(), or use register_hook"
+    )
 
 
 def variable_of(key: Any) -> Variable | None:

@@ -23,7 +23,15 @@ from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
 from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.options import CommunicationOptions
-from mirror.values import PerReplica, leaves_of, local_results, present_in, regroup, select
+from mirror.values import (
+    PerReplica,
+    leaves_of,
+    local_results,
+    map_structure,
+    present_in,
+    regroup,
+    select,
+)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")
@@ -270,7 +278,8 @@ class MirroredStrategy:
             StructureError: the replicas' values differ in structure.
         """
         n = self.num_replicas_in_sync
-        return regroup({r: fn(ValueContext(r, n)) for r in range(n)}, n)
+        values = [fn(ValueContext(r, n)) for r in range(n)]
+        return map_structure(lambda *parts: PerReplica(parts), *values)
 
     # Keeping
 

@@ -1,0 +1,108 @@
+"""Merging torchmetrics that each replica has updated for itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.values import PerReplica, map_structure
+
+
+def merge(metrics: Any) -> Any:
+    """Returns one metric that has seen what the replicas' metrics have seen together.
+
+    Its ``compute()`` gives the value of one device. The replicas' metrics are left as they are::
+
+        metrics = strategy.distribute_values_from_function(
+            lambda context: MulticlassAccuracy(10).to(
+                strategy.devices[context.replica_id_in_sync_group]
+            )
+        )
+        for batch in strategy.distribute_dataset(loader):
+            strategy.run(evaluate, args=(model, batch, metrics))  # metric.update(outputs, y)
+        accuracy = mirror.metrics.merge(metrics).compute()
+
+    Args:
+        metrics: a PerReplica of ``torchmetrics.Metric`` or ``MetricCollection``, or a structure
+            of them. Replicas that have updated nothing count nothing. A metric that is not
+            distributed is the only one.
+
+    Returns:
+        A new metric, or the structure of new metrics, on the first replica's device; to be
+        computed, not updated further: some metrics keep their parts apart until then.
+
+    Raises:
+        TypeError: not a PerReplica of metrics.
+        ValueError: a state that averages over replicas differs between them; what its parts count
+            is not known.
+    """
+    return map_structure(_merge, metrics)
+
+
+def _merge(metrics: Any) -> nn.Module:
+    parts = [part for _, part in metrics.parts()] if isinstance(metrics, PerReplica) else [metrics]
+    if not parts or not all(_is_metric(part) for part in parts):
+        raise TypeError(
+            "merge takes a PerReplica of torchmetrics, made by "
+            f"strategy.distribute_values_from_function, got {metrics!r}"
+        )
+    seen = [part for part in parts if any(map(_is_updated, part.modules()))] or parts[:1]
+    merged: nn.Module = copy.deepcopy(seen[0])
+    # A collection, or a metric around another one, has metrics among its modules.
+    for target, *sources in zip(merged.modules(), *(part.modules() for part in seen), strict=True):
+        updated = [source for source in sources if _is_updated(source)]
+        if updated:
+            _merge_states(target, updated)
+    return merged.to(_device(parts[0]))
+
+
+def _merge_states(target: Any, sources: list[Any]) -> None:
+    for name, reduction in target._reductions.items():
+        states = [getattr(source, name) for source in sources]
+        setattr(target, name, _reduced(states, reduction, name, target.device))
+    target._update_count = sum(source.update_count for source in sources)
+    target._computed = None
+
+
+def _reduced(states: list[Any], reduction: Any, name: str, device: torch.device) -> Any:
+    """Combines one state, as torchmetrics does with what it gathers from processes."""
+    if isinstance(states[0], list):
+        return [_moved(entry, device) for state in states for entry in state]
+    tensors = [state.to(device) for state in states]
+    kind = getattr(reduction, "__name__", "")
+    if len(tensors) == 1:
+        return tensors[0].clone()
+    if kind == "dim_zero_cat":
+        return torch.cat(tensors)
+    if kind == "dim_zero_mean":
+        if any(not torch.equal(tensor, tensors[0]) for tensor in tensors):
+            raise ValueError(
+                f"the metric's state {name!r} is a mean over replicas, which does not know what "
+                "each part counts; combine the values with strategy.reduce instead"
+            )
+        return tensors[0].clone()
+    stacked = torch.stack(tensors)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _is_metric(value: object) -> bool:
+    return isinstance(value, nn.Module) and any(
+        hasattr(module, "_reductions") for module in value.modules()
+    )
+
+
+def _is_updated(module: Any) -> bool:
+    return hasattr(module, "_reductions") and bool(module.update_called)
+
+
+def _device(metric: nn.Module) -> torch.device:
+    module: Any = next(module for module in metric.modules() if hasattr(module, "_reductions"))
+    device: torch.device = module.device
+    return device
+
+
+def _moved(entry: Any, device: torch.device) -> Any:
+    return entry.to(device) if isinstance(entry, Tensor) else entry

@@ -1,0 +1,51 @@
+"""Recomputation in a backward pass: whose part of the batch is it?
+
+[Note: Recomputation]
+Activation checkpointing calls part of a forward again, in the backward pass. Outside ``run`` that
+pass goes through the graphs of all replicas in one thread, where no replica is current, and a
+submodule called there must not split what is a replica's part already. The node that the engine is
+executing tells whose it is: its ancestors include a copy of that replica.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mirror.errors import StrategyError
+from mirror.replica.variables import ReplicaParameter
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+
+def replica_of_backward(group: ReplicaGroup) -> int | None:
+    """Returns the replica whose graph a backward pass is in; ``None`` outside of one."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    nodes: deque[Any] = deque([torch._C._current_autograd_node()])
+    seen = set(nodes)
+    while nodes:
+        node = nodes.popleft()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, ReplicaParameter) and variable.variable.group is group:
+            return variable.replica_id
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return None
+
+
+class NoMerges:
+    """Stands for the lockstep where one thread computes for all replicas."""
+
+    def merge(self, replica_id: int, point: object) -> Any:
+        """Refuses: nobody can wait here."""
+        raise StrategyError(
+            f"{point} inside activation checkpointing cannot be recomputed in a backward pass "
+            "outside strategy.run, where one thread goes through all replicas; call backward "
+            "inside run, or keep the collective out of the checkpointed part"
+        )
