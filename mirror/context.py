@@ -26,10 +26,12 @@ class _Current(threading.local):
         replica: the current replica, ``None`` outside ``run``.
         strategy: the current strategy, ``None`` where there is none.
         stack: the frames below, innermost last.
+        in_whole_call: whether a mirrored module runs unsplit, and all it calls with it.
     """
 
     replica: ReplicaFrame | None = None
     strategy: Any = None
+    in_whole_call = False
 
     def __init__(self) -> None:
         self.stack: list[tuple[ReplicaFrame | None, Any]] = []

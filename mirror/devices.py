@@ -101,6 +101,21 @@ def backward_in_calling_thread(devices: Sequence[torch.device]) -> Iterator[None
             yield
 
 
+def random_state(device: torch.device) -> torch.Tensor:
+    """Returns the state of the device's default random generator."""
+    return _generator(device).get_state()
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Sets the state of the device's default random generator."""
+    _generator(device).set_state(state)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    cuda = device.type == "cuda"
+    return torch.cuda.default_generators[device.index] if cuda else torch.default_generator
+
+
 def separate_streams(generators: Sequence[torch.Generator]) -> None:
     """Gives devices that were seeded alike random streams of their own.
 
@@ -116,8 +131,7 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
 
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
     """Returns the default generators of distinct GPUs; the CPU's one stream is drawn in turns."""
-    indices = dict.fromkeys(d.index for d in devices if d.type == "cuda")
-    return [torch.cuda.default_generators[i] for i in indices]
+    return [_generator(device) for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
 def _resolve_one(device: object, num_cuda: int) -> torch.device:

@@ -68,6 +68,16 @@ class PerReplica(Generic[T]):
             self._refuse(f".{name}")
         raise AttributeError(f"'PerReplica' object has no attribute {name!r}")
 
+    def __format__(self, spec: str) -> str:
+        if spec:
+            self._refuse(f"format {spec!r}")
+        return repr(self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, torch.Tensor) or is_number(other):
+            self._refuse("__eq__")
+        return self is other
+
     def _refuse(self, what: str) -> NoReturn:
         raise TypeError(
             f"a PerReplica holds one value per replica and has no {what} of its own in the "
@@ -100,7 +110,7 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 for _name in (
     "add radd iadd sub rsub isub mul rmul imul matmul rmatmul imatmul truediv rtruediv itruediv "
     "floordiv rfloordiv mod rmod pow rpow neg pos abs invert and rand or ror xor rxor lt le gt ge "
-    "float int complex bool index len iter getitem setitem contains array round"
+    "divmod rdivmod float int complex bool index len iter getitem setitem contains array round"
 ).split():
     setattr(PerReplica, f"__{_name}__", _refusing(f"__{_name}__"))
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve
+from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -56,7 +56,7 @@ class Buffer:
     """
 
     __slots__ = (
-        "__weakref__", "_aggregation", "_combined_version", "_copy_versions", "_handed_out",
+        "__weakref__", "_aggregation", "_combined_version", "_copy_versions", "_handles",
         "_module", "_stale", "combined", "copies", "group", "name", "owner",
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ class Buffer:
         self.combined: CombinedBuffer = Tensor._make_subclass(CombinedBuffer, buffer.detach())
         self.combined._owner = self.owner
         self.copies = [buffer.detach().to(d, copy=True) for d in group.devices]
-        self._handed_out: Callable[[], object] | None = None
+        self._handles: list[Callable[[], object]] = []
         self._combined_version = self.combined._version
         self._copy_versions = self._versions()
         self._stale = False  # whether the copies may have changed since they were combined
@@ -94,7 +94,10 @@ class Buffer:
 
     def assign(self, replica_id: int, value: Tensor) -> None:
         """``module.buffer = value`` inside ``run``: this replica's copy from now on."""
-        self.copies[replica_id] = value
+        others = (copy for r, copy in enumerate(self.copies) if r != replica_id)
+        # Replicas that are given one tensor must not share it.
+        shared = any(share_storage(value, copy) for copy in others)
+        self.copies[replica_id] = value.clone() if shared else value
         self._stale = True
 
     def note_run(self) -> None:
@@ -122,7 +125,7 @@ class Buffer:
         module = self._module()
         if module is not None and not module.training and self.combine():
             self._distribute()
-        elif self._truth()._version != self._combined_version or self._handed_out is not None:
+        elif self._truth()._version != self._combined_version or self._handles:
             self.combine()
             self._distribute()
 
@@ -136,7 +139,8 @@ class Buffer:
             self.copies[r] = value.to(self.group.devices[r], copy=True)
 
     def hand_out(self, handle: Tensor | None) -> None:
-        self._handed_out = (lambda: None) if handle is None else weakref.ref(handle)
+        self._handles = [known for known in self._handles if known() is not None]
+        self._handles.append((lambda: None) if handle is None else weakref.ref(handle))
 
     def _truth(self) -> Tensor:
         return self.copies[0] if self._aggregation == "none" else self.combined
@@ -156,10 +160,12 @@ class Buffer:
         # A mean of equal values is that value: 3 * (x / 3) may differ from x in the last bit.
         if all(torch.equal(value, values[0]) for value in values[1:]):
             return values[0]
-        total: Tensor = sum(values[1:], start=values[0])
-        return (
-            total / len(values) if total.is_floating_point() or total.is_complex() else values[0]
-        )
+        if not values[0].is_floating_point() and not values[0].is_complex():
+            return values[0]
+        small = values[0].is_floating_point() and values[0].element_size() < 4
+        wide = [value.float() for value in values] if small else values  # half types overflow
+        total: Tensor = sum(wide[1:], start=wide[0])
+        return (total / len(values)).to(values[0].dtype)
 
     def _set_combined(self, value: Tensor) -> None:
         if value.shape != self.combined.shape or value.dtype != self.combined.dtype:
@@ -181,8 +187,7 @@ class Buffer:
                 self.copies[r] = mine.to(self.group.devices[r], copy=True)
             else:
                 copy.data.copy_(mine)
-        if self._handed_out is not None and self._handed_out() is None:
-            self._handed_out = None
+        self._handles = [handle for handle in self._handles if handle() is not None]
         self._settle()
 
     def _settle(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
+from mirror.context import current
 from mirror.data.split import split_sizes
 from mirror.errors import BatchError, StructureError
 from mirror.replica.tensors import MirroredTensor
@@ -52,7 +53,11 @@ def call_in_turn(
         if _is_lazy(module):
             group.record(module)  # it gets its parameters now, and is mirrored at its next use
         args, kwargs = _moved((args, kwargs), group.devices[0])
-        return module._call_impl(*args, **kwargs)
+        current.in_whole_call = True
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            current.in_whole_call = False
     sizes = split_sizes(num_examples, group.num_replicas)
     active = [r for r, size in enumerate(sizes) if size] or [0]
     starts = [sum(sizes[:r]) for r in range(len(sizes))]

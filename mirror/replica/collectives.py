@@ -78,12 +78,10 @@ def all_gather(context: ReplicaContext, value: Any, axis: int = 0) -> Any:
 
 def weighted_sum(context: ReplicaContext, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
-    shares = context.run.shares()
-    own = shares[context.replica_id]
-    if len(set(shares.values())) == 1:
-        totals: list[Tensor] = all_reduce(context, "sum", list(grads))
-        return totals
-    totals = all_reduce(context, "sum", [grad * own for grad in grads])
+    own = context.weight if context.group.weighted else 1.0
+    # The others' weights may still change: they have not yet come to this merge.
+    weighed = [grad * own if own else torch.zeros_like(grad) for grad in grads]
+    totals: list[Tensor] = all_reduce(context, "sum", weighed)
     # What a replica that counts nothing contributes is multiplied by zero in the end.
     return [total / own if own else torch.zeros_like(total) for total in totals]
 

@@ -32,8 +32,10 @@ import torch
 from torch import Tensor
 
 from mirror.context import current
+from mirror.errors import StrategyError
 from mirror.replica.merge_point import MergePoint
-from mirror.replica.variables import ReplicaParameter, Variable, local_grad, set_local_grad
+from mirror.replica.parameters import ReplicaParameter
+from mirror.replica.variables import Variable, local_grad, set_local_grad
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -53,6 +55,7 @@ class Gradients:
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in group.devices)
         self.deferred: dict[Variable, list[Tensor | None]] = {}
         self.deferring = False
+        self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
 
     def watch(self, copy: ReplicaParameter) -> None:
         """Has the arrival of every local gradient of ``copy`` noted, once."""
@@ -104,6 +107,12 @@ class Gradients:
 
     def finish(self, shares: Mapping[int, float]) -> None:
         """Ends a run, or a stretch of the cross-replica context: reduces or defers the rest."""
+        shown, self._shown = self._shown, []
+        if any(total._version != version for total, version in shown):
+            raise StrategyError(
+                "a gradient was changed in place under no_sync, where .grad is the sum of several "
+                "parts; change gradients after no_sync, or set .grad"
+            )
         if self.deferring:
             self._defer(shares)
         elif any(self.pending):
@@ -115,6 +124,12 @@ class Gradients:
             for copy in copies:
                 set_local_grad(copy, None)
             copies.clear()
+
+    def forget(self, variable: Variable) -> None:
+        """Drops what is pending of a variable that is gone."""
+        for copies in self.pending:
+            copies[:] = [copy for copy in copies if copy.variable is not variable]
+        self.deferred.pop(variable, None)
 
     def drop_deferred(self, variable: Variable, replicas: Iterable[int]) -> None:
         """Forgets what replicas have gathered under ``no_sync`` for a variable."""
@@ -134,7 +149,11 @@ class Gradients:
             local_grad(variable.copies[replica_id]),
         ]
         present = [part for part in parts if part is not None]
-        return sum(present[1:], start=present[0]) if present else None
+        if len(present) < 2:
+            return present[0] if present else None
+        total: Tensor = sum(present[1:], start=present[0])
+        self._shown.append((total, total._version))
+        return total
 
     @torch.no_grad()
     def reduce(self, shares: Mapping[int, float]) -> None:
@@ -228,6 +247,8 @@ def _run_hooks(variables: list[Variable], lists: list[list[Tensor]]) -> None:
 def _weigh(columns: list[list[Tensor | None]], shares: Mapping[int, float]) -> None:
     for r, column in enumerate(columns):
         share = shares.get(r, 0.0)
+        if share == 0.0:  # counts nothing, not even a NaN
+            column[:] = [None] * len(column)
         present = [grad for grad in column if grad is not None]
         if present and share != 1.0:
             if any(grad.requires_grad or grad.is_sparse for grad in present):

@@ -138,7 +138,9 @@ class ReplicaGroup:
     def mirror(self, module: nn.Module) -> None:
         """Mirrors a module in place; with one replica only moves it to the device."""
         if self.num_replicas > 1:
-            mirror_module(module, self)
+            # What is made here outlives the caller's inference mode.
+            with torch.inference_mode(False):
+                mirror_module(module, self)
             return
         for submodule in module.modules():
             route_call(submodule, self)
@@ -159,6 +161,7 @@ class ReplicaGroup:
                 variable = alive.variables.pop(key, None)
                 if variable is not None:
                     alive.handed_out_grads.pop(variable, None)
+                    alive.gradients.forget(variable)
 
         self._owned[key] = weakref.ref(tensor, disown)
 
@@ -214,8 +217,10 @@ class ReplicaGroup:
             variable.carry()
             variable.carry_grad()
 
-    def _bring_along(self, active: tuple[int, ...]) -> None:
+    def bring_along(self, active: tuple[int, ...]) -> None:
         """Gives the replicas that sat out a run what the others have now."""
+        if len(active) == self.num_replicas:
+            return
         idle = [r for r in range(self.num_replicas) if r not in active]
         for variable in self.variables.values():
             variable.carry(active[0], idle)
@@ -280,11 +285,8 @@ class ReplicaGroup:
                 "run was called inside run, on one replica; start a run in the cross-replica "
                 "context, which merge_call gives: get_replica_context().merge_call(fn)"
             )
+        self.check_between_runs("run")
         outer = self.running
-        if outer is not None and not self._inside_merge():
-            raise StrategyError(
-                "run was called from two threads at once; a strategy runs one step at a time"
-            )
         self.prepare()
         lockstep = self._lockstep(depth=0 if outer is None else outer.depth + 1)
         run = Run(self, lockstep, tuple(active), weights, outer)
@@ -309,8 +311,7 @@ class ReplicaGroup:
             self.running = outer
             self.note_run(run.active)
         if self.num_replicas > 1:
-            if len(run.active) < self.num_replicas:
-                self._bring_along(run.active)
+            self.bring_along(run.active)
             self.settle()
         return run
 
@@ -371,10 +372,23 @@ class ReplicaGroup:
     def check_usable(self) -> None:
         """Raises StrategyError after ``close``."""
         if self._closed:
-            raise StrategyError("this strategy is closed; create a new one")
+            raise StrategyError(
+                "this strategy is closed; create a new one (copy.deepcopy(model) gives an "
+                "ordinary module to mirror there)"
+            )
+
+    def check_between_runs(self, what: str) -> None:
+        """Raises StrategyError while replicas run, but for what runs in their merge."""
+        if self.running is not None and not self._inside_merge():
+            raise StrategyError(
+                f"{what} was asked for by another thread while strategy.run is going on; wait "
+                "until it has returned"
+            )
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent."""
+        if self.running is not None:
+            raise StrategyError("close() was called inside run; close the strategy after it")
         self._closed = True
         for lockstep in self.locksteps:
             lockstep.close()

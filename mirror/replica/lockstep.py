@@ -23,6 +23,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -72,6 +73,7 @@ class Lockstep:
         self._results: dict[int, Any] = {}
         self._failure: BaseException | None = None
         self._failed_replica: int | None = None
+        self._acting = False  # whether a merge's action runs, for which no deadline holds
         self._moves = 0  # counts turns, so that the caller sees progress
 
     def run(self, tasks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
@@ -121,7 +123,8 @@ class Lockstep:
         """Ends the threads; idempotent. Not while a run is going on."""
         self.usable = False
         for replica_id in self._threads:
-            self._turns[replica_id].release()
+            with suppress(RuntimeError):  # the gate is open already
+                self._turns[replica_id].release()
         self._threads = {}
 
     # The turn, passed on by the thread that stops.
@@ -179,11 +182,13 @@ class Lockstep:
         # Everybody else stands still; the mutex is let go because the action may run user code
         # that starts a run of its own (merge_call) and the caller looks in on us.
         self._mutex.release()
+        self._acting = True
         try:
             self._results.update(action(payloads))
         except BaseException as error:
             self._results.update(dict.fromkeys(payloads, _Raised(error)))
         finally:
+            self._acting = False
             self._mutex.acquire()
 
     # The threads.
@@ -268,7 +273,7 @@ class Lockstep:
             deadline = self._deadline()
             while not self._finished.acquire(timeout=wait):
                 position = self._position()
-                if position != seen:
+                if position != seen or self._acting:
                     seen, deadline = position, self._deadline()
                 elif self._staggered:
                     self._start_another()

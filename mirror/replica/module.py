@@ -29,9 +29,11 @@ from mirror.context import current, entered
 from mirror.errors import StrategyError
 from mirror.replica.buffers import MirroredBuffer, mirror_buffer
 from mirror.replica.call import call_in_turn
+from mirror.replica.embedding import renormalize_everywhere, renormalizes
+from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.recompute import replica_of_backward
 from mirror.replica.tensors import MirroredTensor
-from mirror.replica.variables import MirroredParameter, ReplicaParameter, mirror_parameter
+from mirror.replica.variables import mirror_parameter
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -126,17 +128,20 @@ class ReplicaDict(WatchedDict):
 class TransparentCall:
     """What calling a mirrored module does: splits the outermost call, else just runs."""
 
-    __slots__ = ("group", "module")
+    __slots__ = ("group", "module", "renormalizes")
 
     def __init__(self, module: nn.Module, group: ReplicaGroup) -> None:
         self.module = weakref.ref(module)
         self.group = group
+        self.renormalizes = renormalizes(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         assert module is not None
         replica = current.replica
         if replica is None or replica.group is not self.group:
+            if current.in_whole_call:
+                return module._call_impl(*args, **kwargs)
             recomputing = replica_of_backward(self.group)
             if recomputing is None:
                 return call_in_turn(self.group, module, args, kwargs)
@@ -144,6 +149,9 @@ class TransparentCall:
                 return module._call_impl(*args, **kwargs)
         if isinstance(module, LazyModuleMixin):
             self._initialize(module, args, kwargs)
+        if self.renormalizes:
+            indices = args[0] if args else kwargs["input"]
+            renormalize_everywhere(module, replica, indices)  # type: ignore[arg-type]
         return module._call_impl(*args, **kwargs)
 
     def _initialize(self, module: Any, args: Any, kwargs: Any) -> None:

@@ -11,8 +11,9 @@ when its next step begins.
     run            a merge: the gradients are reduced. Then each replica steps, in its turn
     cross-replica  the pre-hook steps replicas 1 .. N-1, then lends to replica 0, whose step is
                    the one that was called: hooks and schedulers see one step
-    with closure   in the cross-replica context the step runs on the mirrored parameters (the
-                   closure's forward spans all replicas), and the others take over the result
+    whole          with a closure (its forward spans all replicas), with hooks of the user's, or
+                   where steps draw random numbers, a step in the cross-replica context runs on
+                   the mirrored parameters, and the others take over the result
 
 Options in ``param_groups`` are shared: every replica gets a copy before the step, and what the
 first one's step writes into its copy is kept. The first replica's state is the optimizer's own.
@@ -39,17 +40,19 @@ from torch.optim.optimizer import (
 )
 
 from mirror.context import current
+from mirror.devices import random_state, set_random_state, using
 from mirror.errors import ReplicaMismatchError, StrategyError
 from mirror.replica.merge_point import MergePoint
+from mirror.replica.optimizer_groups import has_hooks, mirrored_group, of_replica
 from mirror.replica.optimizer_state import FindHere, SharedState
-from mirror.replica.variables import MirroredParameter, Variable, same_bits, variable_of
+from mirror.replica.parameters import MirroredParameter
+from mirror.replica.variables import Variable, same_bits, variable_of
 from mirror.values import map_structure
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
     from mirror.replica.run import ReplicaContext
 
-_mirrors: weakref.WeakKeyDictionary[Optimizer, OptimizerMirror] = weakref.WeakKeyDictionary()
 _serials = itertools.count(1)
 _watching = threading.Lock()
 _hooks: list[Any] = []
@@ -63,17 +66,8 @@ def watch_optimizer_steps() -> None:
             _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-def mirrored_group(optimizer: Optimizer) -> ReplicaGroup | None:
-    """Returns the group of an optimizer's first mirrored parameter."""
-    for options in optimizer.param_groups:
-        for parameter in options["params"]:
-            if isinstance(parameter, MirroredParameter):
-                return parameter._mirrored.group
-    return None
-
-
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    mirror = _mirrors.get(optimizer)
+    mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     step = sys._getframe(1)
     if mirror is not None:
         if mirror.is_within_step(step):
@@ -83,7 +77,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if group is None:
         return None
     if mirror is None or mirror.group is not group:
-        mirror = _mirrors[optimizer] = OptimizerMirror(optimizer, group)
+        # On the optimizer, so that the two go together; its copies and pickles leave it out.
+        mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
     group.check_usable()
     replica: Any = current.replica
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -99,7 +94,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    mirror = _mirrors.get(optimizer)
+    mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and mirror.step is sys._getframe(1):
         mirror.end_step()
 
@@ -116,7 +111,9 @@ class OptimizerMirror:
         self._groups: list[dict[str, Any]] = optimizer.param_groups
         self._lent_groups: list[list[dict[str, Any]]] = [[] for _ in group.devices]
         self._lent_to: int | None = None
-        self._with_closure = False
+        self._is_whole = False  # whether the step in progress runs on the mirrored parameters
+        self._draws = False  # whether a step has been seen to draw random numbers
+        self._random: Tensor | None = None  # the random state when a replica's step began
         self._alone = threading.Lock()  # held while lent
         self.step: FrameType | None = None  # torch's call that the step in progress is
         group.optimizers.add(self)
@@ -155,25 +152,42 @@ class OptimizerMirror:
         self.group.prepare()
         self.group.gradients.flush()
         self._refresh()
-        if closure is not None:
-            self._with_closure, self.step = True, step
+        if closure is not None or self._draws or has_hooks(args[0]):
+            self._is_whole, self.step = True, step
             return
         function = type(args[0]).step
         function = getattr(function, "__wrapped__", function)
         for replica_id in range(1, self.group.num_replicas):
             self._lend(replica_id, step)
             try:
-                function(*args, **kwargs)
+                with using(self.group.devices[replica_id]):
+                    function(*args, **kwargs)
             except BaseException:
                 self.group.recover()
                 raise
+            if self._has_drawn(replica_id):
+                self._draw_once(replica_id, step)
+                return
             self.give_back()
         self._lend(0, step)
 
+    def _draw_once(self, replica_id: int, step: FrameType) -> None:
+        """Undoes a step that drew random numbers: only the first replica may draw them."""
+        assert self._random is not None
+        set_random_state(self.group.devices[replica_id], self._random)
+        self.group.recover()
+        self._refresh()
+        self._draws = self._is_whole = True
+        self.step = step
+
+    def _has_drawn(self, replica_id: int) -> bool:
+        assert self._random is not None
+        return not torch.equal(random_state(self.group.devices[replica_id]), self._random)
+
     def end_step(self) -> None:
         """Gives back after a step; outside ``run`` all replicas are now equal again."""
-        if self._with_closure:
-            self._with_closure, self.step = False, None
+        if self._is_whole:
+            self._is_whole, self.step = False, None
             for variable in self._variables():
                 variable.carry()
             self._state.seen = True
@@ -182,7 +196,15 @@ class OptimizerMirror:
         replica: Any = current.replica
         if replica is not None and self in replica.lent:
             replica.lent.remove(self)
-        elif self._lent_to is not None:
+            drawn = self._has_drawn(replica.replica_id)
+            self.give_back()
+            if drawn:
+                raise StrategyError(
+                    "this optimizer's step draws random numbers, of which every replica would "
+                    "draw its own; call step outside strategy.run"
+                )
+            return
+        if self._lent_to is not None:
             for variable in self._variables():
                 variable.version = variable.copies[0]._version
         self.give_back()
@@ -196,6 +218,7 @@ class OptimizerMirror:
 
     def reclaim(self) -> None:
         """Takes back from a step of the same replica, or of the cross context, that raised."""
+        self._is_whole, self.step = False, None
         replica: Any = current.replica
         if replica is not None and replica.group is self.group:
             if self in replica.lent:
@@ -274,6 +297,7 @@ class OptimizerMirror:
         optimizer = self._optimizer()
         assert optimizer is not None
         self.step = step
+        self._random = random_state(self.group.devices[replica_id])
         self._lent_to = replica_id
         optimizer.param_groups = self._lent_groups[replica_id]
         optimizer.state = self._states[replica_id]  # type: ignore[assignment]
@@ -285,8 +309,7 @@ class OptimizerMirror:
         self._groups = optimizer.param_groups
         for r, lent in enumerate(self._lent_groups):
             lent[:] = [
-                {**options, "params": _of_replica(options["params"], r)}
-                for options in self._groups
+                {**options, "params": of_replica(options["params"], r)} for options in self._groups
             ]
         if optimizer.state is not self._state:
             self._state = SharedState(self._find_here(), optimizer.state)
@@ -304,8 +327,7 @@ class OptimizerMirror:
             for key, value in lent.items():
                 if key != "params" and options.get(key, options) is not value:
                     options[key] = value
-        if len(self._states[0]) != len(self._state):
-            self._publish_first()
+        self._publish_first()
 
     def _publish_first(self) -> None:
         """Enters the first replica's state, which is the optimizer's own, under the parameters."""
@@ -346,15 +368,6 @@ class _Once:
                 "forward spans all replicas"
             )
         return self._losses.pop()
-
-
-def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
-    """Returns one replica's ordinary parameters; what is not mirrored goes with the first."""
-    return [
-        p._mirrored.targets[replica_id] if isinstance(p, MirroredParameter) else p
-        for p in parameters
-        if replica_id == 0 or isinstance(p, MirroredParameter)
-    ]
 
 
 def _same(a: Any, b: Any) -> bool:

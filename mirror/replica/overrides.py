@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
+from mirror.replica.parameters import MirroredParameter
 from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, resolve, special
-from mirror.replica.variables import MirroredParameter, refuse_post_accumulate_hook
+from mirror.replica.variables import refuse_post_accumulate_hook
 
 
 @special(GRAD.__get__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mirror.errors import StrategyError
-from mirror.replica.variables import ReplicaParameter
+from mirror.replica.parameters import ReplicaParameter
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mirror.context import enter, leave
+from mirror.context import current, enter, leave
+from mirror.errors import StrategyError
 from mirror.replica.collectives import all_gather, all_reduce
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
@@ -23,7 +25,16 @@ if TYPE_CHECKING:
 class Run:
     """What the replicas of one call of ``run`` have in common."""
 
-    __slots__ = ("active", "contexts", "depth", "group", "is_default", "lockstep", "results")
+    __slots__ = (
+        "active",
+        "contexts",
+        "depth",
+        "group",
+        "is_default",
+        "is_weighted",
+        "lockstep",
+        "results",
+    )
 
     def __init__(
         self,
@@ -37,6 +48,7 @@ class Run:
         self.lockstep = lockstep
         self.active = active
         self.results: dict[int, Any] = {}
+        self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.contexts = {
@@ -58,13 +70,26 @@ class Run:
         """Returns the active replicas' weights by replica id."""
         return {r: context.weight for r, context in self.contexts.items()}
 
-    def all_weights(self) -> list[float]:
-        """Returns the weights of all replicas, 0 for those that sit out."""
+    def all_weights(self) -> list[float] | None:
+        """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
+        if not self.is_weighted:
+            return None
         weights = self.weights()
         return [weights.get(r, 0.0) for r in range(self.group.num_replicas)]
 
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Merges the replicas of this run; the action runs in the cross-replica context."""
+        context = self.contexts[replica_id]
+        if current.replica is not context and not self.is_default:
+            raise StrategyError(
+                "this replica context belongs to a run that has ended, or to another thread; call "
+                "mirror.get_replica_context() where you need it"
+            )
+        if any(optimizer.is_within_step(sys._getframe()) for optimizer in context.lent):
+            raise StrategyError(
+                f"{point} was called inside optimizer.step, where every replica steps alone; call "
+                "it before the step"
+            )
         action = point.action
 
         def act(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -75,7 +100,7 @@ class Run:
                 leave()
 
         point.action = act
-        self.contexts[replica_id].release()
+        context.release()
         return self.lockstep.merge(replica_id, point)
 
     def finish(self) -> None:
@@ -143,6 +168,7 @@ class ReplicaContext:
             point = MergePoint("a new weight after a backward pass", (), None, action)
             self.run.merge(self.replica_id, point)
         self._weight = value
+        self.run.is_weighted = True
 
     def all_reduce(self, op: Any, value: Any) -> Any:
         """Reduces a structure of tensors over the replicas that take part, in one collective.
@@ -194,15 +220,18 @@ class ReplicaContext:
             group, run = self.group, self.run
             if group.num_replicas > 1:
                 run.finish()
-                group.settle()
                 group.note_run(run.active)
+                group.bring_along(run.active)
+                group.settle()
             if run.is_default:
                 args, kwargs = payloads[0]
             else:
                 args, kwargs = regroup(payloads, group.num_replicas, run.all_weights())
-            result = fn(self.strategy, *args, **kwargs)
-            if group.num_replicas > 1:
-                group.prepare()
+            try:
+                result = fn(self.strategy, *args, **kwargs)
+            finally:
+                if group.num_replicas > 1:
+                    group.prepare()
             return {r: select(result, r) for r in payloads}
 
         payload = (tuple(args), dict(kwargs or {}))

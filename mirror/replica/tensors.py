@@ -93,6 +93,11 @@ def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
     return register
 
 
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two strided tensors lie in one storage."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+
+
 def raw_set_data(tensor: Tensor, data: Tensor) -> None:
     """Sets the data of the mirrored object itself, not of what it stands for."""
     with torch._C.DisableTorchFunctionSubclass():

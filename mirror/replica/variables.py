@@ -33,7 +33,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.tensors import GRAD, MirroredTensor, raw_set_data, resolve
+from mirror.replica.parameters import MirroredParameter, ReplicaParameter
+from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, raw_set_data, share_storage
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -43,39 +44,6 @@ GradientHook = Callable[[Tensor], "Tensor | None"]
 # The C++ slot of a copy, where its local gradient is.
 local_grad = GRAD.__get__
 set_local_grad = GRAD.__set__
-
-
-class ReplicaParameter(nn.Parameter):
-    """One replica's copy of a mirrored parameter, as its forward pass sees it."""
-
-    variable: Variable
-    replica_id: int
-
-    @property
-    def _owner(self) -> Callable[[], Tensor | None]:
-        return self.variable.owner
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The reduced gradient; waits for the reduction."""
-        return self.variable.grad_in(self.replica_id)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.variable.set_grad(value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.variable.set_grad(None)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _plain_copy(self, self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class Variable:
@@ -130,6 +98,13 @@ class Variable:
 
     # Gradients
 
+    def receive(self, grad: Tensor) -> None:
+        """Takes a gradient that arrives at the parameter object, from before it was mirrored."""
+        copy = self.copies[0]
+        known = local_grad(copy)
+        set_local_grad(copy, grad.clone() if known is None else known + grad)
+        self.group.gradients.pending[0].append(copy)
+
     def add_hook(self, hook: GradientHook) -> RemovableHandle:
         """Has ``hook`` called with the reduced gradient of every backward pass."""
         handle = RemovableHandle(self.hooks)
@@ -157,6 +132,7 @@ class Variable:
 
     def first_grad(self) -> Tensor | None:
         """Returns the reduced gradient in the cross-replica context, and notes that it left."""
+        self.group.check_between_runs("a gradient")
         self.group.gradients.flush()
         grad = self.targets[0].grad
         if grad is not None:
@@ -218,9 +194,14 @@ class Variable:
         here = self.here()
         for r in range(len(self.copies)) if here is None else (here,):
             device = self.group.devices[r]
-            value = data.to(device) if r in (0, here) else _value_on(data, device)
+            value = data.to(device)
+            # Replicas that are given one tensor must not share it.
+            if any(
+                share_storage(value, self.targets[s]) for s in range(len(self.targets)) if s != r
+            ):
+                value = _value_on(data, device)
             self.targets[r].data = value
-            self.copies[r].data = value
+            DATA.__set__(self.copies[r], value)
             owner = self.owner()
             if r == 0 and owner is not None:
                 raw_set_data(owner, value)
@@ -233,79 +214,10 @@ class Variable:
         here = self.here()
         for r in range(len(self.copies)) if here is None else (here,):
             copy = self.copies[r]
-            copy.requires_grad_(requires_grad)
+            REQUIRES_GRAD.__set__(copy, requires_grad)
             self.targets[r].requires_grad_(requires_grad)
             if requires_grad:
                 self.group.gradients.watch(copy)
-
-
-class MirroredParameter(MirroredTensor, nn.Parameter):
-    """A parameter that stands for the current replica's copy. See [Note: Resolution]."""
-
-    _mirrored: Variable
-
-    def _resolve(self, func: object = None) -> Tensor:
-        variable = self._mirrored
-        return variable.copies[variable.here() or 0]
-
-    def _hand_out(self, handle: Tensor | None) -> None:
-        if self._mirrored.here() is None:
-            self._mirrored.hand_out(handle)
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The reduced gradient of the current replica; waits for the reduction."""
-        variable = self._mirrored
-        here = variable.here()
-        return variable.first_grad() if here is None else variable.grad_in(here)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self._mirrored.set_grad(value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self._mirrored.set_grad(None)
-
-    @property
-    def data(self) -> Tensor:
-        """The current copy's data; in the cross-replica context it counts as a change."""
-        data = self._resolve().data
-        self._hand_out(data)
-        return data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self._mirrored.set_data(resolve(value))
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the current copy requires a gradient."""
-        return self._resolve().requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self._mirrored.set_requires_grad(value)
-
-    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``p.data = source``; a bare storage is refused, it belongs to one replica."""
-        # torch passes no call of set_ to __torch_function__.
-        if not isinstance(source, Tensor) or args or kwargs:
-            raise StrategyError(
-                "set_ of a mirrored parameter takes a tensor, not a storage, which belongs to one "
-                "replica; assign p.data, or use p.copy_"
-            )
-        self.data = source
-        return self
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self._resolve())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _plain_copy(self, self._resolve(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._resolve().__reduce_ex__(protocol)
 
 
 def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) -> Variable:
@@ -329,6 +241,9 @@ def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) ->
     if parameter._backward_hooks:
         variable.adopt_hooks(parameter._backward_hooks)
         parameter._backward_hooks = None
+    # A graph built before this ends in the parameter itself.
+    if parameter.requires_grad:
+        parameter.register_hook(variable.receive)
     group.own(parameter, variable)
     parameter.grad = None
     # What misses the resolution must fail, not collect a gradient that nobody reduces.
@@ -376,12 +291,3 @@ def _gone() -> None:
 def _alike(a: Tensor | None, b: Tensor) -> bool:
     """Whether ``b`` can be copied into ``a``."""
     return a is not None and not b.is_sparse and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _plain_copy(key: Tensor, value: Tensor, memo: dict[int, Any]) -> nn.Parameter:
-    if id(key) not in memo:
-        memo[id(key)] = nn.Parameter(
-            value.detach().clone(memory_format=torch.preserve_format), value.requires_grad
-        )
-    copied: nn.Parameter = memo[id(key)]
-    return copied

@@ -49,6 +49,8 @@ def _reduce(
             )
         parts = [(_tensor(leaf, device), 1.0)]
     tensors = [tensor for tensor, _ in parts]
+    if not tensors:
+        raise ValueError(f"reduce({op!r}) of a PerReplica without parts")
     for tensor in tensors:
         check_reducible(tensor)
     if axis is not None:
@@ -60,6 +62,9 @@ def _reduce(
         )
     if op == "mean":
         total = sum(weight for _, weight in parts)
+        if total:  # a part that counts nothing may be NaN, the mean over no examples
+            parts = [(tensor, weight) for tensor, weight in parts if weight]
+            tensors = [tensor for tensor, _ in parts]
         shares = [weight / total if total else 1.0 / len(parts) for _, weight in parts]
         if len(set(shares)) == 1:
             return summed(tensors, device) / len(tensors)
@@ -72,6 +77,8 @@ def _reduce_over_axis(op: str, tensors: list[Tensor], axis: int, device: torch.d
         raise ValueError(f"axis {axis} is out of range for shapes {_shapes(tensors)}")
     if op in _OVER_AXIS:
         own = [_OVER_AXIS[op](tensor, axis) for tensor in tensors if tensor.shape[axis]]
+        if not own:
+            raise ValueError(f"reduce({op!r}) over axis {axis} of no elements")
         return _combined(op, own, device)
     own = [tensor.sum(axis) for tensor in tensors]
     if any(tensor.shape != own[0].shape for tensor in own):

@@ -153,7 +153,7 @@ class MirroredStrategy:
                 ScriptModule.
             TypeError: it is not a module.
         """
-        self._group.check_usable()
+        self._check_cross("mirror")
         if not isinstance(module, nn.Module):
             raise TypeError(f"mirror takes a torch.nn.Module, got a {type(module).__name__}")
         self._group.mirror(module)
@@ -277,6 +277,7 @@ class MirroredStrategy:
         Raises:
             StructureError: the replicas' values differ in structure.
         """
+        self._group.check_usable()
         n = self.num_replicas_in_sync
         values = [fn(ValueContext(r, n)) for r in range(n)]
         return map_structure(lambda *parts: PerReplica(parts), *values)
@@ -309,7 +310,7 @@ class MirroredStrategy:
         Raises:
             ReplicaMismatchError: naming the first variable and replica that differ.
         """
-        self._group.check_usable()
+        self._check_cross("check_replicas")
         return self._group.check()
 
     def close(self) -> None:

@@ -1,0 +1,151 @@
+"""The parameter classes: one replica's copy, and the object that stands for the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.errors import StrategyError
+from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor, resolve
+
+if TYPE_CHECKING:
+    from mirror.replica.variables import Variable
+
+
+class ReplicaParameter(nn.Parameter):
+    """One replica's copy of a mirrored parameter, as its forward pass sees it."""
+
+    variable: Variable
+    replica_id: int
+
+    @property
+    def _owner(self) -> Callable[[], Tensor | None]:
+        return self.variable.owner
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient; waits for the reduction."""
+        return self.variable.grad_in(self.replica_id)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.variable.set_grad(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.variable.set_grad(None)
+
+    @property
+    def data(self) -> Tensor:
+        """The copy's data; setting it moves the target along."""
+        data: Tensor = DATA.__get__(self)
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.variable.set_data(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the copy, and its target, require a gradient."""
+        required: bool = REQUIRES_GRAD.__get__(self)
+        return required
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.variable.set_requires_grad(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
+        """Sets ``requires_grad``."""
+        self.variable.set_requires_grad(requires_grad)
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _plain_copy(self, self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class MirroredParameter(MirroredTensor, nn.Parameter):
+    """A parameter that stands for the current replica's copy. See [Note: Resolution]."""
+
+    _mirrored: Variable
+
+    def _resolve(self, func: object = None) -> Tensor:
+        variable = self._mirrored
+        return variable.copies[variable.here() or 0]
+
+    def _hand_out(self, handle: Tensor | None) -> None:
+        if self._mirrored.here() is None:
+            self._mirrored.hand_out(handle)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient of the current replica; waits for the reduction."""
+        variable = self._mirrored
+        here = variable.here()
+        return variable.first_grad() if here is None else variable.grad_in(here)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._mirrored.set_grad(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._mirrored.set_grad(None)
+
+    @property
+    def data(self) -> Tensor:
+        """The current copy's data; in the cross-replica context it counts as a change."""
+        data = self._resolve().data
+        self._hand_out(data)
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._mirrored.set_data(resolve(value))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the current copy requires a gradient."""
+        return self._resolve().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._mirrored.set_requires_grad(value)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """``p.data = source``; a bare storage is refused, it belongs to one replica."""
+        # torch passes no call of set_ to __torch_function__.
+        if not isinstance(source, Tensor) or args or kwargs:
+            raise StrategyError(
+                "set_ of a mirrored parameter takes a tensor, not a storage, which belongs to one "
+                "replica; assign p.data, or use p.copy_"
+            )
+        self.data = source
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._resolve())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _plain_copy(self, self._resolve(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._resolve().__reduce_ex__(protocol)
+
+
+def _plain_copy(key: Tensor, value: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+    if id(key) not in memo:
+        memo[id(key)] = nn.Parameter(
+            value.detach().clone(memory_format=torch.preserve_format), value.requires_grad
+        )
+    copied: nn.Parameter = memo[id(key)]
+    return copied
