@@ -56,8 +56,19 @@ class Buffer:
     """
 
     __slots__ = (
-        "__weakref__", "_aggregation", "_combined_version", "_copy_versions", "_handles",
-        "_module", "_stale", "combined", "copies", "group", "name", "owner",
+        "__weakref__",
+        "_aggregation",
+        "_apart",
+        "_combined_version",
+        "_copy_versions",
+        "_handles",
+        "_module",
+        "_stale",
+        "combined",
+        "copies",
+        "group",
+        "name",
+        "owner",
     )  # fmt: skip
 
     def __init__(self, buffer: Tensor, group: ReplicaGroup, name: str, module: nn.Module) -> None:
@@ -74,6 +85,7 @@ class Buffer:
         self._combined_version = self.combined._version
         self._copy_versions = self._versions()
         self._stale = False  # whether the copies may have changed since they were combined
+        self._apart = False  # whether they may differ from the combined value
 
     @property
     def aggregation(self) -> str:
@@ -98,14 +110,14 @@ class Buffer:
         # Replicas that are given one tensor must not share it.
         shared = any(share_storage(value, copy) for copy in others)
         self.copies[replica_id] = value.clone() if shared else value
-        self._stale = True
+        self._stale = self._apart = True
 
     def note_run(self) -> None:
         """Notes that the replicas have run."""
         module = self._module()
         # In training batch_norm writes its statistics without a new version.
         if module is None or module.training or self._versions() != self._copy_versions:
-            self._stale = True
+            self._stale = self._apart = True
         if self._aggregation == "none":
             self._combined_version = self.copies[0]._version
 
@@ -122,12 +134,14 @@ class Buffer:
     @torch.no_grad()
     def prepare(self) -> None:
         """Gives the replicas, before they run, what the cross-replica context wrote."""
-        module = self._module()
-        if module is not None and not module.training and self.combine():
-            self._distribute()
-        elif self._truth()._version != self._combined_version or self._handles:
+        written = self._truth()._version != self._combined_version or bool(self._handles)
+        if written or (self._apart and self._evaluates()):
             self.combine()
             self._distribute()
+
+    def _evaluates(self) -> bool:
+        module = self._module()
+        return module is not None and not module.training and self._aggregation != "none"
 
     @torch.no_grad()
     def bring_along(self, idle: list[int]) -> None:
@@ -193,7 +207,7 @@ class Buffer:
     def _settle(self) -> None:
         self._combined_version = self._truth()._version
         self._copy_versions = self._versions()
-        self._stale = False
+        self._stale = self._apart = False
 
 
 class MirroredBuffer(MirroredTensor):

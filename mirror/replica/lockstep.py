@@ -26,11 +26,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
+from types import FrameType
 from typing import Any
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
 from mirror.replica.merge_point import MergePoint, Released
-from mirror.replica.stack import user_line
+from mirror.replica.stack import frame_of, user_line
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
 BLOCKED_AFTER_SECONDS = 0.0003
@@ -68,6 +69,7 @@ class Lockstep:
         self._runnable = deque(tasks)  # in the order in which they get the turn
         self._running: set[int] = set()
         self._waiting: dict[int, MergePoint] = {}
+        self._frames: dict[int, FrameType] = {}  # where those who wait stand
         self._unstarted = set(tasks)
         self._order = list(tasks)  # of this stretch between two merges
         self._results: dict[int, Any] = {}
@@ -135,6 +137,7 @@ class Lockstep:
             self._running.discard(replica_id)
             if point is not None:
                 self._waiting[replica_id] = point
+                self._frames[replica_id] = sys._getframe()
             if self._running:
                 return False
             if not self._runnable:
@@ -166,6 +169,7 @@ class Lockstep:
         self._order = [last, *(r for r in reversed(self._order) if r != last)]
         self._runnable.extend(r for r in self._order if r in waiting)
         waiting.clear()
+        self._frames.clear()
 
     def _diverged(self) -> bool:
         if len(self._waiting) < len(self._order):
@@ -290,9 +294,7 @@ class Lockstep:
         """Returns what changes while any replica moves: turns taken, instructions executed."""
         if not self._staggered:
             return self._moves
-        frames = sys._current_frames()
-        idents = [self._threads[r].ident or 0 for r in tuple(self._running)]
-        at = [frames.get(ident) for ident in idents]
+        at = [frame_of(self._threads[r]) for r in tuple(self._running)]
         return self._moves, [(id(frame), frame.f_lasti if frame else -1) for frame in at]
 
     def _start_another(self) -> None:
@@ -336,10 +338,10 @@ class Lockstep:
         lines = []
         for replica_id in sorted(self._tasks):
             point = self._waiting.get(replica_id)
-            where = user_line(self._threads[replica_id].ident)
             if point is not None:
-                what = f"waits in {point} at {where}"
+                what = f"waits in {point} at {user_line(self._frames[replica_id])}"
             elif replica_id in self._running:
+                where = user_line(frame_of(self._threads[replica_id]))
                 what = f"still runs at {where}"
             else:
                 what = "waits for its turn" if replica_id in self._runnable else "has returned"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import threading
+from types import FrameType
 
 import torch
 
@@ -11,11 +14,27 @@ import mirror.errors as anchor
 
 _OURS = os.path.dirname(os.path.abspath(anchor.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_looking = threading.Lock()
 
 
-def user_line(thread_ident: int | None) -> str:
-    """Returns ``file:line in function`` of a thread's innermost frame outside mirror and torch."""
-    frame = sys._current_frames().get(thread_ident or -1)
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """Returns the frame that another thread is in.
+
+    A garbage collection inside ``sys._current_frames`` can freeze CPython 3.11, if a finalizer
+    lets another thread call it, too (gh-106883): so one call at a time, without collections.
+    """
+    with _looking:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread.ident or -1)
+        finally:
+            if collecting:
+                gc.enable()
+
+
+def user_line(frame: FrameType | None) -> str:
+    """Returns ``file:line in function`` of the innermost frame outside mirror and torch."""
     while frame is not None:
         filename = os.path.abspath(frame.f_code.co_filename)
         if not filename.startswith((_OURS, _TORCH)) and os.path.exists(filename):

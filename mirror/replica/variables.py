@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch.utils.hooks import RemovableHandle
 
 from mirror.context import current
@@ -126,7 +127,9 @@ class Variable:
             return self.first_grad()
         if gradients.deferring:
             return gradients.local(self, replica_id)
-        if gradients.awaited(here):
+        # A compiler that traces a replica's code looks at .grad with its lock held, for which the
+        # others would wait: it must not wait for them.
+        if gradients.awaited(here) and CompileContext.try_get() is None:
             gradients.observe(here)
         return self.targets[replica_id].grad
 

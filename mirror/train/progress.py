@@ -44,8 +44,9 @@ class Progress:
         bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
         # A line as wide as the terminal makes some wrap, and what wraps cannot be cleared.
         width = shutil.get_terminal_size().columns - 1
-        self._write(_CLEAR_LINE + f"{self._label} [{bar}] {text}"[:width])
+        # Noted first: Ctrl-C may come at the end of the write.
         self._drawn = time.perf_counter()
+        self._write(_CLEAR_LINE + f"{self._label} [{bar}] {text}"[:width])
 
     def __enter__(self) -> Progress:
         return self

@@ -1,0 +1,51 @@
+"""Fixtures for all tests: devices, strategies that get closed, one seed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mirror
+
+# So that `from tests.oracle import ...` works however pytest is started.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+pytest.register_assert_rewrite("tests.oracle")
+
+
+def _device_lists():
+    lists = {"cpu-x1": ["cpu"], "cpu-x2": ["cpu"] * 2, "cpu-x3": ["cpu"] * 3}
+    if torch.cuda.is_available():
+        lists["cuda0-x4"] = ["cuda:0"] * 4
+        lists["gpus"] = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return lists
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=_device_lists().values(), ids=_device_lists().keys())
+def devices(request):
+    return list(request.param)
+
+
+@pytest.fixture
+def strategy(devices):
+    with mirror.MirroredStrategy(devices) as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def make_strategy():
+    """Gives ``make(n, **options)``: a strategy of n simulated devices, closed after the test."""
+    made = []
+
+    def make(n=2, **options):
+        made.append(mirror.MirroredStrategy(["cpu"] * n, **options))
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()

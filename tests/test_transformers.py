@@ -1,0 +1,157 @@
+"""Models from transformers, mirrored and plain: five steps leave the same parameters."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.oracle import assert_same, assert_same_training, train, train_loop
+
+transformers = pytest.importorskip("transformers")
+
+# The library announces its own deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES = [6, 5, 7, 2, 4]
+
+
+def llama():
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            attention_dropout=0.0,
+        )
+    )
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=32,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def bert():
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=32,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            max_position_embeddings=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=3,
+        )
+    )
+
+
+def batches(build):
+    made = []
+    for size in SIZES:
+        tokens = torch.randint(32, (size, 8))
+        if build is bert:
+            mask = torch.ones(size, 8, dtype=torch.long)
+            mask[::2, 6:] = 0
+            labels = torch.randint(3, (size,))
+            made.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+        else:
+            made.append({"input_ids": tokens, "labels": tokens})
+    return made
+
+
+def loss_of(model, batch):
+    return model(**batch).loss
+
+
+def pair(build, strategy):
+    plain = build()
+    return plain, strategy.mirror(copy.deepcopy(plain))
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("build", [llama, gpt2, bert])
+def test_a_transformer_trains_as_on_one_device(build, n, way, make_strategy):
+    strategy = make_strategy(n)
+    plain, model = pair(build, strategy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-6) for m in (plain, model)]
+    data = batches(build)
+
+    def clip(model):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    expected = train_loop(plain, optimizers[0], data, loss_of, clip=clip)
+    actual = train(way, strategy, model, optimizers[1], data, loss_of, clip=clip)
+    assert_same(actual, expected, "losses")
+    assert_same_training(model, optimizers[1], plain, optimizers[0])
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, bert])
+def test_outputs_are_model_outputs_joined(build, make_strategy):
+    plain, model = pair(build, make_strategy(2))
+    for m in (plain, model):
+        m.eval()
+    for batch in batches(build):
+        options = {} if build is bert else {"use_cache": False}
+        expected = plain(**batch, output_hidden_states=True, **options)
+        actual = model(**batch, output_hidden_states=True, **options)
+        assert type(actual) is type(expected)
+        assert list(actual.keys()) == list(expected.keys())
+        assert_same(actual.loss, expected.loss, "loss")
+        assert_same(actual.logits, expected.logits, "logits")
+        assert_same(actual.hidden_states, expected.hidden_states, "hidden states")
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_a_model_with_a_cache_can_be_called(build, make_strategy):
+    plain, model = pair(build, make_strategy(2))
+    batch = batches(build)[0]
+    with torch.no_grad():
+        assert_same(model(**batch).logits, plain(**batch).logits)
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_generate_in_run_gives_the_tokens_of_one_device(build, make_strategy):
+    strategy = make_strategy(2)
+    plain, model = pair(build, strategy)
+    tokens = torch.randint(1, 32, (5, 4))
+
+    def generate(model, tokens):
+        return model.eval().generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=5,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    (batch,) = strategy.distribute_dataset([tokens])
+    actual = strategy.gather(strategy.run(generate, args=(model, batch)))
+    assert torch.equal(actual, generate(plain, tokens))
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, bert])
+def test_save_pretrained_writes_the_plain_weights(build, make_strategy, tmp_path):
+    plain, model = pair(build, make_strategy(2))
+    model.save_pretrained(tmp_path)
+    again = type(plain).from_pretrained(tmp_path)
+    assert_same(again.state_dict(), plain.state_dict(), tolerance=0)
+    assert type(model) is type(plain)

@@ -1,0 +1,688 @@
+"""N replicas leave the losses, parameters and optimizer state that one device leaves."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import lr_scheduler
+
+import mirror
+from tests.oracle import assert_same, assert_same_training, train, train_loop
+
+REPLICAS = [1, 2, 3, 4]
+WAYS = [1, 2, 3]
+BATCH_SIZES = [10, 11, 7, 2, 1, 12, 3, 10, 5, 8, 11, 1, 4, 9, 10, 2, 7, 6, 13, 3]
+
+
+class Classifier(nn.Module):
+    """Gives logits from features; the layers in ``body`` are the thing under test."""
+
+    def __init__(self, *body):
+        super().__init__()
+        self.body = nn.Sequential(*body)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        output, (hidden, _) = self.lstm(x)
+        assert hidden.shape[1] == x.shape[0]
+        return self.head(output[:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.encoder(x).mean(1))
+
+
+class Tied(nn.Module):
+    """A tiny language model whose output layer is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.mix = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.out(torch.tanh(self.mix(self.embed(tokens))))
+
+
+class PartlyTrained(nn.Module):
+    """One frozen layer, one parameter that no forward uses, one plain parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Parameter(torch.full((3,), 5.0))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.frozen(x)) * self.scale)
+
+
+class Residual(nn.Module):
+    """Convolutions with a GroupNorm and parameters in a ParameterList."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.gains = nn.ParameterList([torch.ones(4, 1, 1), torch.full((4, 1, 1), 0.5)])
+        self.head = nn.Linear(4 * 6 * 6, 3)
+
+    def forward(self, x):
+        x = self.conv(x)
+        for gain in self.gains:
+            x = x + gain * torch.sigmoid(self.norm(x))
+        return self.head(x.flatten(1))
+
+
+def mlp():
+    return Classifier(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def features(size, *shape):
+    return lambda: (torch.randn(size, *shape), torch.randint(3, (size,)))
+
+
+def tokens(size):
+    return lambda: (torch.randint(7, (size, 4)), torch.randint(7, (size, 4)))
+
+
+def cross_entropy(model, batch):
+    x, y = batch
+    logits = model(x)
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def cross_entropy_with_l2(model, batch):
+    return cross_entropy(model, batch) + 0.01 * sum((p**2).sum() for p in model.parameters())
+
+
+def clip_norm(model):
+    return clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clip_value(model):
+    clip_grad_value_(model.parameters(), 0.01)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def two_groups(model):
+    first, *rest = model.parameters()
+    return torch.optim.SGD(
+        [{"params": [first], "lr": 0.2, "weight_decay": 0.1}, {"params": rest}],
+        lr=0.05,
+        momentum=0.5,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    build: Callable = mlp
+    data: Callable = dataclasses.field(default=lambda size: features(size, 6))
+    loss: Callable = cross_entropy
+    optimizer: Callable = sgd
+    scheduler: Callable | None = None
+    clip: Callable | None = None
+
+
+CASES = {
+    "sgd-momentum": Case(),
+    "adamw": Case(optimizer=adamw),
+    "adafactor": Case(optimizer=lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2)),
+    "foreach-adam": Case(
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True, foreach=True)
+    ),
+    "foreach-sgd": Case(
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, foreach=True)
+    ),
+    "parameter-groups": Case(optimizer=two_groups),
+    "clipped-norm": Case(clip=clip_norm),
+    "clipped-norm-adamw": Case(clip=clip_norm, optimizer=adamw),
+    "clipped-value": Case(clip=clip_value),
+    "l2-in-the-loss": Case(loss=cross_entropy_with_l2),
+    "l2-in-the-loss-and-clipped": Case(loss=cross_entropy_with_l2, clip=clip_norm),
+    "step-lr": Case(scheduler=lambda o: lr_scheduler.StepLR(o, 3, gamma=0.5)),
+    "cosine": Case(
+        optimizer=adamw, scheduler=lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=20)
+    ),
+    "one-cycle": Case(
+        optimizer=adamw, scheduler=lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=20)
+    ),
+    "lstm": Case(build=Recurrent, data=lambda size: features(size, 4, 6)),
+    "attention": Case(build=Attention, data=lambda size: features(size, 4, 6)),
+    "tied-weights": Case(build=Tied, data=tokens),
+    "tied-weights-adamw-clipped": Case(build=Tied, data=tokens, optimizer=adamw, clip=clip_norm),
+    "frozen-and-unused": Case(build=PartlyTrained),
+    "frozen-and-unused-adamw-clipped": Case(build=PartlyTrained, optimizer=adamw, clip=clip_norm),
+    "convolution": Case(
+        build=Residual,
+        data=lambda size: features(size, 1, 6, 6),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9),
+    ),
+}
+
+
+def make_batches(case, sizes=BATCH_SIZES):
+    return [case.data(size)() for size in sizes]
+
+
+def prepared(case):
+    """The plain model, an equal second one, and 20 batches."""
+    plain = case.build()
+    return plain, copy.deepcopy(plain), make_batches(case)
+
+
+def compare(case, way, strategy, model, optimizer, plain, batches):
+    """Trains both and compares all that training leaves."""
+    plain_optimizer = case.optimizer(plain)
+    options, plain_options = {"clip": case.clip}, {"clip": case.clip}
+    if case.scheduler is not None:
+        options["scheduler"] = case.scheduler(optimizer)
+        plain_options["scheduler"] = case.scheduler(plain_optimizer)
+    expected = train_loop(plain, plain_optimizer, batches, case.loss, **plain_options)
+    actual = train(way, strategy, model, optimizer, batches, case.loss, **options)
+    assert_same(actual, expected, "losses")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", REPLICAS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_replicas_equal_one_device(case, n, way, make_strategy):
+    plain, model, batches = prepared(case)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    optimizer = case.optimizer(model)
+    compare(case, way, strategy, model, optimizer, plain, batches)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", REPLICAS)
+@pytest.mark.parametrize("case", ["sgd-momentum", "adamw", "lstm", "tied-weights"])
+def test_a_model_made_in_scope_equals_one_device(case, n, way, make_strategy):
+    case = CASES[case]
+    strategy = make_strategy(n)
+    torch.manual_seed(3)
+    plain = case.build()
+    torch.manual_seed(3)
+    with strategy.scope():
+        model = case.build()
+        optimizer = case.optimizer(model)
+        compare(case, way, strategy, model, optimizer, plain, make_batches(case))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_one_device_on_every_kind_of_device(way, strategy):
+    case = CASES["clipped-norm-adamw"]
+    plain = case.build().to(strategy.devices[0])
+    model = copy.deepcopy(plain)
+    batches = [tuple(t.to(strategy.devices[0]) for t in b) for b in make_batches(case)]
+    strategy.mirror(model)
+    compare(case, way, strategy, model, case.optimizer(model), plain, batches)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_staggered_replicas_equal_one_device(n, way, make_strategy):
+    case = CASES["clipped-norm"]
+    plain, model, batches = prepared(case)
+    strategy = make_strategy(n, schedule="staggered")
+    strategy.mirror(model)
+    compare(case, way, strategy, model, case.optimizer(model), plain, batches)
+
+
+@pytest.mark.parametrize("size", [11, 3])
+@pytest.mark.parametrize("n", REPLICAS)
+@pytest.mark.parametrize(("line_search", "steps"), [(None, 20), ("strong_wolfe", 4)])
+def test_lbfgs_equals_one_device_in_an_unchanged_loop(n, line_search, steps, size, make_strategy):
+    """A convex problem and one batch, so that LBFGS itself does not blow up the rounding."""
+
+    def make(model):
+        return torch.optim.LBFGS(
+            model.parameters(), lr=0.05, max_iter=2, history_size=3, line_search_fn=line_search
+        )
+
+    def loss(model, batch):
+        return cross_entropy(model, batch) + 0.05 * model.weight.square().sum()
+
+    case = Case(build=lambda: nn.Linear(6, 3), loss=loss, optimizer=make)
+    plain, model, _ = prepared(case)
+    batches = make_batches(case, [size]) * steps
+    plain_optimizer = make(plain)
+    expected = train_loop(plain, plain_optimizer, batches, loss)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    optimizer = make(model)
+    actual = train(1, strategy, model, optimizer, batches, loss)
+    assert_same(actual, expected, "losses")
+    assert_same(model.state_dict(), plain.state_dict(), "parameters")
+    assert_same(optimizer.state_dict(), plain_optimizer.state_dict(), "state", tolerance=1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", REPLICAS)
+def test_parameters_captured_before_mirroring_clip_the_reduced_gradient(n, way, make_strategy):
+    plain, model, batches = prepared(CASES["sgd-momentum"])
+    captured = {id(m): list(m.parameters()) for m in (plain, model)}
+    norms = {id(plain): [], id(model): []}
+
+    def clip(model):
+        norm = clip_grad_norm_(captured[id(model)], 0.05)
+        norms[id(model)].append(norm.detach().clone())
+
+    case = dataclasses.replace(CASES["sgd-momentum"], clip=clip)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    compare(case, way, strategy, model, case.optimizer(model), plain, batches)
+    expected = norms[id(plain)]
+    assert min(expected) > 0.05  # the bound acts
+    if way < 3:
+        assert_same(norms[id(model)], expected, "norms")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", REPLICAS)
+def test_an_optimizer_made_before_mirroring_trains_every_replica(n, way, make_strategy):
+    case = CASES["adamw"]
+    plain, model, batches = prepared(case)
+    optimizer = case.optimizer(model)
+    strategy = make_strategy(n)
+    assert strategy.mirror(model) is model
+    compare(case, way, strategy, model, optimizer, plain, batches)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", REPLICAS)
+def test_lazy_modules_are_mirrored_when_their_shapes_are_known(n, way, make_strategy):
+    def build():
+        return Classifier(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3))
+
+    case = Case(build=build)
+    batches = make_batches(case)
+    strategy = make_strategy(n)
+    with strategy.scope():
+        model = build()
+    plain = build()
+    plain(batches[0][0])
+    if way == 1:
+        model(batches[0][0])
+    else:
+        strategy.run(lambda: model(batches[0][0]).shape)
+    strategy.check_replicas()
+    assert type(model.body[0]) is nn.Linear
+    model.load_state_dict(plain.state_dict())
+    compare(case, way, strategy, model, case.optimizer(model), plain, batches)
+
+
+@pytest.mark.parametrize("n", REPLICAS)
+def test_sum_reduction_with_the_scaled_loss_equals_one_device(n, make_strategy):
+    """As in tf.distribute: the loss is divided by the global batch size, gradients are summed."""
+    case = CASES["clipped-norm-adamw"]
+    plain, model, batches = prepared(case)
+    plain_optimizer = case.optimizer(plain)
+    expected = train_loop(plain, plain_optimizer, batches, case.loss, clip=case.clip)
+
+    def scaled(model, batch):
+        x, y, sizes = batch
+        return (F.cross_entropy(model(x), y, reduction="none") / sizes).sum()
+
+    strategy = make_strategy(n, gradient_reduction="sum")
+    strategy.mirror(model)
+    optimizer = case.optimizer(model)
+    sized = [(x, y, torch.full((len(y),), float(len(y)))) for x, y in batches]
+    actual = train(3, strategy, model, optimizer, sized, scaled, clip=case.clip, reduce="sum")
+    assert_same(actual, expected, "losses")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("way", [1, 2])
+def test_sum_reduction_leaves_a_backward_outside_run_alone(way, make_strategy):
+    """Its loss already is the loss of the whole batch."""
+    case = CASES["sgd-momentum"]
+    plain, model, batches = prepared(case)
+    strategy = make_strategy(3, gradient_reduction="sum")
+    strategy.mirror(model)
+    compare(case, way, strategy, model, case.optimizer(model), plain, batches)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", REPLICAS)
+def test_accumulation_under_no_sync_equals_one_device(n, way, make_strategy):
+    """Three backward passes a step, of uneven batches, two of them under no_sync."""
+    case = CASES["clipped-norm"]
+    plain, model, batches = prepared(case)
+    groups = [batches[i : i + 3] for i in range(0, 18, 3)]
+    plain_optimizer = case.optimizer(plain)
+    for group in groups:
+        plain_optimizer.zero_grad()
+        for batch in group:
+            (cross_entropy(plain, batch) / 3).backward()
+        clip_norm(plain)
+        plain_optimizer.step()
+
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    optimizer = case.optimizer(model)
+
+    def backward(batch):
+        (cross_entropy(model, batch) / 3).backward()
+
+    def last(batch):
+        backward(batch)
+        clip_norm(model)
+        optimizer.step()
+
+    def accumulate(batch):
+        if way == 1:
+            backward(batch)
+        elif way == 2:
+            losses = strategy.run(cross_entropy, args=(model, batch))
+            (strategy.reduce("mean", losses) / 3).backward()
+        else:
+            strategy.run(backward, args=(batch,))
+
+    for group in groups:
+        optimizer.zero_grad()
+        *held, final = group if way == 1 else list(strategy.distribute_dataset(group))
+        with strategy.no_sync():
+            for batch in held:
+                accumulate(batch)
+        if way == 3:
+            strategy.run(last, args=(final,))
+        else:
+            accumulate(final)
+            clip_norm(model)
+            optimizer.step()
+        strategy.check_replicas()
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_accumulation_without_no_sync_equals_one_device(n, make_strategy):
+    """Each backward reduces on its own; the sum is the same."""
+    case = CASES["sgd-momentum"]
+    plain, model, batches = prepared(case)
+    for batch in batches[:4]:
+        cross_entropy(plain, batch).backward()
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    for batch in strategy.distribute_dataset(batches[:4]):
+        strategy.run(lambda batch: cross_entropy(model, batch).backward(), args=(batch,))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(p.grad, q.grad, "grad")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_three_ways_can_be_mixed_in_one_training(n, make_strategy):
+    case = CASES["adamw"]
+    plain, model, batches = prepared(case)
+    plain_optimizer = case.optimizer(plain)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    optimizer = case.optimizer(model)
+    for i, batch in enumerate(batches):
+        expected = train_loop(plain, plain_optimizer, [batch], case.loss)
+        actual = train(1 + i % 3, strategy, model, optimizer, [batch], case.loss)
+        assert_same(actual, expected, f"loss {i}")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_two_models_and_two_optimizers_train_side_by_side(n, way, make_strategy):
+    """Alternating steps, as a GAN makes them, one loss through both models."""
+    parts = [nn.Linear(6, 5), nn.Linear(5, 3)]
+    mirrored = copy.deepcopy(parts)
+
+    def loss_through(parts):
+        def loss(_, batch):
+            return F.cross_entropy(parts[1](torch.tanh(parts[0](batch[0]))), batch[1])
+
+        return loss
+
+    strategy = make_strategy(n)
+    for part in mirrored:
+        strategy.mirror(part)
+    plain_optimizers = [sgd(parts[0]), adamw(parts[1])]
+    optimizers = [sgd(mirrored[0]), adamw(mirrored[1])]
+    for i, batch in enumerate(make_batches(Case(), BATCH_SIZES[:10])):
+        train_loop(None, plain_optimizers[i % 2], [batch], loss_through(parts))
+        train(way, strategy, None, optimizers[i % 2], [batch], loss_through(mirrored))
+    for i in range(2):
+        assert_same_training(mirrored[i], optimizers[i], parts[i], plain_optimizers[i])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_keyword_and_nested_arguments_are_split_and_structures_joined(n, make_strategy):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, inputs, *, scale=None, flag=False):
+            assert flag is True
+            sizes = {len(inputs["x"]), len(inputs["more"][0]), len(scale)}
+            assert len(sizes) == 1
+            y = self.linear(inputs["x"] + inputs["more"][0]) * scale[:, None]
+            return {"y": y, "loss": y.square().mean(), "name": "two"}
+
+    plain = Two()
+    model = copy.deepcopy(plain)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    for size in (10, 11, 7, 2, 1):
+        x, more, scale = torch.randn(size, 6), torch.randn(size, 6), torch.rand(size)
+        outputs, grads = [], []
+        for m in (plain, model):
+            leaf = x.clone().requires_grad_()
+            output = m({"x": leaf, "more": [more]}, scale=scale, flag=True)
+            m.zero_grad()
+            (output["loss"] + output["y"].sum()).backward()
+            outputs.append(output)
+            grads.append([leaf.grad, m.linear.weight.grad, m.linear.bias.grad])
+        assert_same(outputs[1], outputs[0], f"outputs of {size}")
+        assert_same(grads[1], grads[0], f"gradients of {size}")
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_parameter_that_only_some_replicas_use_counts_zero_for_the_others(n, make_strategy):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always = nn.Parameter(torch.ones(()))
+            self.sometimes = nn.Parameter(torch.ones(()))
+            self.never = nn.Parameter(torch.ones(()))
+
+        def forward(self, x, gate):
+            y = self.always * x
+            return y * self.sometimes if gate else y
+
+    strategy = make_strategy(n)
+    model = strategy.mirror(Gated())
+
+    def step():
+        gate = mirror.get_replica_context().replica_id_in_sync_group == 1
+        model(torch.tensor(2.0), gate).backward()
+        return tuple(p.grad for p in model.parameters())
+
+    always, sometimes, never = strategy.run(step)
+    assert never is None
+    for r in range(n):
+        assert always.values[r].item() == 2.0
+        assert sometimes.values[r].item() == pytest.approx(2.0 / n)
+    assert model.never.grad is None
+    assert model.sometimes.grad.item() == pytest.approx(2.0 / n)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_only_the_set_weight_counts_in_gradient_and_loss(n, make_strategy):
+    """Token weights: parts with unlike numbers of valid tokens equal one masked mean."""
+    plain = nn.Linear(6, 3)
+    model = copy.deepcopy(plain)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+
+    def masked(model, batch):
+        x, y, valid = batch
+        if isinstance(model, nn.Linear) and mirror.has_strategy():
+            mirror.get_replica_context().weight = valid.sum().item()
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        return (losses * valid).sum() / valid.sum()
+
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    batches = []
+    for size in (8, 9, 10, 11):
+        valid = (torch.arange(size) % 3 > 0).float()
+        valid[: size // 4] = 0.0
+        valid[0] = valid[-1] = 1.0
+        batches.append((torch.randn(size, 6), torch.randint(3, (size,)), valid))
+    expected = train_loop(plain, plain_optimizer, batches, masked)
+    actual = train(3, strategy, model, optimizer, batches, masked)
+    assert_same(actual, expected, "losses")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+    actual = train(2, strategy, model, optimizer, batches, masked)
+    expected = train_loop(plain, plain_optimizer, batches, masked)
+    assert_same(actual, expected, "losses of way 2")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_state_saved_on_replicas_goes_on_without_mirroring(n, make_strategy):
+    case = CASES["adamw"]
+    plain, model, batches = prepared(case)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    optimizer = case.optimizer(model)
+    train(3, strategy, model, optimizer, batches[:10], case.loss)
+    middle, middle_optimizer = case.build(), None
+    middle.load_state_dict(model.state_dict())
+    middle_optimizer = case.optimizer(middle)
+    middle_optimizer.load_state_dict(optimizer.state_dict())
+    train_loop(middle, middle_optimizer, batches[10:], case.loss)
+    plain_optimizer = case.optimizer(plain)
+    train_loop(plain, plain_optimizer, batches, case.loss)
+    assert_same_training(middle, middle_optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_float64_is_exact_to_its_own_precision(n, make_strategy):
+    case = dataclasses.replace(CASES["clipped-norm"], build=lambda: mlp().double())
+    case = dataclasses.replace(
+        case, data=lambda s: lambda: (torch.randn(s, 6).double(), torch.randint(3, (s,)))
+    )
+    plain, model, batches = prepared(case)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    compare(case, 3, strategy, model, case.optimizer(model), plain, batches)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes the activations of one layer in backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(6, 6)
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_activation_checkpointing_equals_one_device(n, reentrant, way, make_strategy):
+    case = dataclasses.replace(CASES["sgd-momentum"], build=lambda: Checkpointed(reentrant))
+    plain, model, batches = prepared(case)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    compare(case, way, strategy, model, case.optimizer(model), plain, batches[:6])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_written_by_hand_equals_one_device(way, make_strategy):
+    """No optimizer: parameters, gradients and a loop over them."""
+
+    def update(model, batch):
+        for p in model.parameters():
+            p.grad = None
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        descend(model)
+
+    def descend(model):
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+    plain, model, batches = prepared(Case())
+    strategy = make_strategy(3)
+    strategy.mirror(model)
+    for batch, parts in zip(batches, strategy.distribute_dataset(batches), strict=True):
+        update(plain, batch)
+        if way == 1:
+            update(model, batch)
+        elif way == 2:
+            model.zero_grad()
+            losses = strategy.run(cross_entropy, args=(model, parts))
+            strategy.reduce("mean", losses).backward()
+            descend(model)
+        else:
+            strategy.run(update, args=(model, parts))
+        strategy.check_replicas()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_average_of_the_weights_equals_one_device(way, make_strategy):
+    """torch.optim.swa_utils deep-copies the model and reads it after each step."""
+    plain, model, batches = prepared(Case())
+    strategy = make_strategy(3)
+    strategy.mirror(model)
+    averages = [torch.optim.swa_utils.AveragedModel(m) for m in (plain, model)]
+    optimizers = [sgd(m) for m in (plain, model)]
+    for batch in batches[:5]:
+        train_loop(plain, optimizers[0], [batch], cross_entropy)
+        train(way, strategy, model, optimizers[1], [batch], cross_entropy)
+        for average, m in zip(averages, (plain, model), strict=True):
+            average.update_parameters(m)
+    assert not mirror.is_mirrored(averages[1].module)
+    assert_same(averages[1].state_dict(), averages[0].state_dict())
