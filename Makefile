@@ -32,8 +32,8 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp is an installed extra.
-$(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py
+# A stamp is an installed extra; installing builds the libraries of csrc/host.
+$(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* csrc/host/*)
 	$(PIP) '$(TORCH)' --editable '.[$*]'
 	touch $@
 

@@ -33,26 +33,40 @@ class Samples:
         return Samples(tuple(seconds / count for seconds in self.seconds))
 
 
+class Elsewhere:
+    """A candidate that another process times: calling it gives the seconds it took there."""
+
+    def __init__(self, call: Callable[[], float]) -> None:
+        self.call = call
+
+
+def seconds_of(candidate: Callable[[], object] | Elsewhere) -> float:
+    """Runs a candidate once and returns how long that took."""
+    if isinstance(candidate, Elsewhere):
+        return candidate.call()
+    start = perf_counter()
+    candidate()
+    return perf_counter() - start
+
+
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
+    candidates: Mapping[str, Callable[[], object] | Elsewhere], *, rounds: int, warmup: int = 3
 ) -> dict[str, Samples]:
     """Times each callable once per round, in turn, so that all see the same machine.
 
     The order within a round alternates: who comes second finds the caches of the first.
     """
     for _ in range(warmup):
-        for call in candidates.values():
-            call()
+        for candidate in candidates.values():
+            seconds_of(candidate)
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     gc.collect()
     gc.disable()
     try:
         for i in range(rounds):
-            names = list(candidates) if i % 2 == 0 else list(reversed(candidates))
-            for name in names:
-                start = perf_counter()
-                candidates[name]()
-                taken[name].append(perf_counter() - start)
+            names = list(candidates)
+            for name in names if i % 2 == 0 else reversed(names):
+                taken[name].append(seconds_of(candidates[name]))
     finally:
         gc.enable()
     return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}

@@ -13,8 +13,8 @@ from mirror.errors import BackendError
 
 C = TypeVar("C", bound=type[Communicator])
 
-_PLANNED = ("nccl", "ring", "hierarchical", "direct")
-_PREFERENCE = ("host", "naive")
+_PLANNED = ("nccl",)
+_PREFERENCE = {"cpu": ("host", "naive"), "cuda": ("direct", "naive")}
 _registered: dict[str, type[Communicator]] = {}
 
 
@@ -78,7 +78,8 @@ def create(name: str, devices: Sequence[torch.device | str], **options: object) 
 def choose(devices: Sequence[torch.device | str]) -> str:
     """Returns the name of the backend that "auto" means for the devices; never fails."""
     resolved = resolve(devices)
-    return next(name for name in _PREFERENCE if unavailable_reason(name, resolved) is None)
+    names = _PREFERENCE[resolved[0].type]
+    return next(name for name in names if unavailable_reason(name, resolved) is None)
 
 
 def unavailable_reason(name: str, devices: Sequence[torch.device]) -> str | None:

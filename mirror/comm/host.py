@@ -1,41 +1,50 @@
-"""The backend "host": replicas on the CPU, reduced in place in replica order."""
+"""The backend "host": replicas on the CPU, reduced in place in replica order by C++ threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from mirror.comm.base import HALF_DTYPES, Communicator, in_place
+from mirror.comm.base import Communicator, in_place, refuse_shared_memory
 from mirror.comm.choose import register
+from mirror.comm.host_library import missing_reason, require
 from mirror.comm.packing import plan_packs
 from mirror.devices import is_simulated
-
-_COMBINE_: dict[str, Callable[[list[Tensor], list[Tensor]], None]] = {
-    "sum": torch._foreach_add_,
-    "min": torch._foreach_minimum_,
-    "max": torch._foreach_maximum_,
-    "prod": torch._foreach_mul_,
-}
 
 
 @register("host")
 class HostCommunicator(Communicator):
-    """Torch operations over lists of tensors; every element is reduced in replica order.
+    """Reads all replicas' buffers once, reduces them in registers, writes the result once.
 
-    So the result has the bits of "naive", whatever is reduced together.
+    Every element is reduced in replica order, so the result has the bits of "naive", whatever is
+    reduced together. ``torch.get_num_threads()`` threads do the work.
     """
+
+    def __init__(self, devices: Sequence[torch.device | str]) -> None:
+        """Serves one replica per entry of ``devices``.
+
+        Raises:
+            DeviceError: a device does not exist.
+            BackendError: the C++ library is not built.
+        """
+        super().__init__(devices)
+        self._library = require()
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
-        return None if is_simulated(devices) else "it serves CPU devices only"
+        return missing_reason() if is_simulated(devices) else "it serves CPU devices only"
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)
-        with in_place(tensors):
-            _reduce([[tensor] for tensor in tensors], op, scale)
+        first = tensors[0]
+        self._library.all_reduce(
+            _addresses(tensors), (first.numel(),), first.dtype, op, float(scale)
+        )
+        increment_version(tensors)
 
     def all_reduce_lists(
         self,
@@ -47,43 +56,76 @@ class HostCommunicator(Communicator):
         """Reduces all the lists at once; nothing is packed, and ``bytes_per_pack`` only checked.
 
         Packing would copy every byte twice, and saves only what the CPU does not have: launches.
+        Tensors whose elements lie gapless in memory, in one order on all replicas, are reduced
+        where they are, whatever that order is; others through a contiguous copy.
         """
         columns = self.check_lists(lists, op, scale)
         plan_packs((), (), bytes_per_pack)
-        if columns[0]:
-            with in_place(chain(*columns)):
-                _reduce(columns, op, scale)
+        rows = list(zip(*columns, strict=True))
+        copied = {i: _copies(row) for i, row in enumerate(rows) if not _lie_alike(row)}
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, row in enumerate(rows):
+            by_dtype.setdefault(row[0].dtype, []).append(i)
+        addresses = [_addresses(copied.get(i, row)) for i, row in enumerate(rows)]
+        if rows and self._library.overlap(
+            list(chain(*addresses)), [row[0].nbytes for row in rows]
+        ):
+            refuse_shared_memory()
+        for dtype, indices in by_dtype.items():
+            self._library.all_reduce(
+                list(chain(*[addresses[i] for i in indices])),
+                [rows[i][0].numel() for i in indices],
+                dtype,
+                op,
+                float(scale),
+            )
+        with in_place(chain(*[rows[i] for i in copied])):
+            for i, copies in copied.items():
+                for tensor, copy in zip(rows[i], copies, strict=True):
+                    tensor.copy_(copy)
+        increment_version(chain(*columns))
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.check_tensors(tensors, root=root)
-        with in_place(tensors):
-            for tensor in tensors:
-                tensor.copy_(tensors[root])
+        first = tensors[0]
+        self._library.broadcast(_addresses(tensors), first.numel(), first.dtype, root)
+        increment_version(tensors)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
         self.check_tensors(tensors, op)
-        with in_place(tensors):
-            _reduce([[tensor] for tensor in tensors], op)
+        first = tensors[0]
+        self._library.reduce_scatter(_addresses(tensors), first.numel(), first.dtype, op)
+        increment_version(tensors)
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
         self.check_tensors(tensors)
-        with in_place(tensors):
-            chunks = [tensor.view(-1).tensor_split(len(tensors)) for tensor in tensors]
-            for mine in chunks:
-                for i, chunk in enumerate(mine):
-                    chunk.copy_(chunks[i][i])
+        first = tensors[0]
+        self._library.all_gather(_addresses(tensors), first.numel(), first.dtype)
+        increment_version(tensors)
 
 
-def _reduce(columns: Sequence[list[Tensor]], op: str, scale: float = 1.0) -> None:
-    """Leaves ``scale * op`` over the replicas in all columns; ``columns[i]`` are replica i's.
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
-    Tensors of the first replica accumulate in place; half types in a float32 copy.
-    """
-    first, *others = columns
-    totals = [t.float() if t.dtype in HALF_DTYPES else t for t in first]
-    for other in others:
-        _COMBINE_[op](totals, other)
-    if scale != 1:
-        torch._foreach_mul_(totals, scale)
-    for column in columns if any(t.dtype in HALF_DTYPES for t in first) else others:
-        torch._foreach_copy_(column, totals)
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether element by element in memory is element by element of the tensors."""
+    if False not in [tensor.is_contiguous() for tensor in tensors]:
+        return True
+    first = tensors[0]
+    strides = first.stride()
+    return all(tensor.stride() == strides for tensor in tensors) and _is_gapless(first)
+
+
+def _is_gapless(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

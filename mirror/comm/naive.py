@@ -22,6 +22,8 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class NaiveCommunicator(Communicator):
     """Reduces on the first device, in replica order, and copies the result to all."""
 
+    deterministic = True
+
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)
         with in_place(tensors):

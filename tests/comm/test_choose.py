@@ -14,15 +14,30 @@ def registry(monkeypatch):
     monkeypatch.setattr(choose, "_registered", dict(choose._registered))
 
 
-def test_the_cpu_is_served_by_host_and_naive():
-    assert comm.available(["cpu", "cpu"]) == ("host", "naive")
+CPU = ("direct", "hierarchical", "host", "naive", "ring")
 
 
-def test_auto_means_host_on_the_cpu_and_naive_elsewhere(monkeypatch):
+def test_the_cpu_is_served_by_all_that_simulate():
+    assert comm.available(["cpu", "cpu"]) == CPU
+
+
+def test_auto_means_host_on_the_cpu_and_naive_on_gpus_without_cupy(monkeypatch):
     assert choose.choose(["cpu"]) == "host"
     monkeypatch.setattr("mirror.devices.num_cuda_devices", lambda: 2)
+    monkeypatch.setattr("mirror.comm.cuda_kernels.find_spec", lambda name: None)
     assert choose.choose(["cuda:0", "cuda:1"]) == "naive"
     assert comm.available(["cuda:0"] * 2) == ("naive",)
+    with pytest.raises(BackendError, match="'ring' cannot serve cuda:0: it needs CuPy"):
+        comm.create("ring", ["cuda:0"])
+
+
+def test_auto_means_direct_on_gpus_that_passed_its_trial(monkeypatch):
+    monkeypatch.setattr("mirror.devices.num_cuda_devices", lambda: 2)
+    monkeypatch.setattr("mirror.comm.cuda_kernels.missing_reason", lambda pairs: None)
+    monkeypatch.setattr("mirror.comm.kernels._trial", lambda cls, devices: None)
+    assert choose.choose(["cuda:0", "cuda:1"]) == "direct"
+    monkeypatch.setattr("mirror.comm.kernels._trial", lambda cls, devices: "its trial failed")
+    assert choose.choose(["cuda:0", "cuda:1"]) == "naive"
 
 
 def test_created_communicators_know_name_and_devices():
@@ -33,12 +48,13 @@ def test_created_communicators_know_name_and_devices():
 
 def test_an_unknown_name_is_refused_with_the_available_ones():
     with pytest.raises(
-        BackendError, match=r"'gloo' cannot serve cpu: there is no backend .*one of host, naive"
+        BackendError,
+        match=r"'gloo' cannot serve cpu: there is no backend .*one of direct, .*, ring",
     ):
         comm.create("gloo", ["cpu"])
 
 
-@pytest.mark.parametrize("name", ["nccl", "ring", "hierarchical", "direct"])
+@pytest.mark.parametrize("name", ["nccl"])
 def test_a_planned_backend_is_not_part_of_this_version(name):
     with pytest.raises(BackendError, match=f"'{name}' .* not part of this version"):
         comm.create(name, ["cpu"])
@@ -69,8 +85,8 @@ def test_a_registered_class_is_available_and_gets_its_options(registry):
         def unavailable_reason(cls, devices):
             return "it likes pairs" if len(devices) != 2 else None
 
-    assert comm.available(["cpu"] * 2) == ("host", "mine", "naive")
-    assert comm.available(["cpu"]) == ("host", "naive")
+    assert comm.available(["cpu"] * 2) == tuple(sorted([*CPU, "mine"]))
+    assert comm.available(["cpu"]) == CPU
     communicator = comm.create("mine", ["cpu"] * 2, speed=3)
     assert isinstance(communicator, Mine)
     assert (communicator.name, communicator.speed) == ("mine", 3)

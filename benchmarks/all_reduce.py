@@ -1,0 +1,329 @@
+"""All-reduce by every backend that can serve the devices, beside plain torch, gloo and a copy.
+
+The columns are those of nccl-tests: algbw is bytes / time and busbw algbw * 2(n-1)/n, in GB/s,
+where bytes is the size of one replica's tensor. "moved" counts what has to go through memory, n
+reads and n writes of it (one of each for a copy). All candidates of a size take turns in one run;
+ratios are taken round by round.
+
+    python benchmarks/all_reduce.py --replicas 2 4 8 --json FILE --plot FILE.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+
+import torch
+from gloo import Gloo, inputs, max_error
+from timing import Elsewhere, Samples, interleaved, seconds_of
+from torch import Tensor
+
+from mirror import comm
+from mirror.comm import host_library
+from mirror.devices import is_simulated, resolve, synchronize
+
+KIB, MIB = 2**10, 2**20
+SIZES = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB)
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+TOO_LONG_SECONDS = 1.0
+Way = Callable[[list[Tensor]], None]
+Candidate = Callable[[], object] | Elsewhere
+COPIES = {"copy": False, "copy-nt": True}
+"""A streaming copy by as many threads: with ordinary stores, and with non-temporal ones."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate at one size."""
+
+    name: str
+    n: int
+    bytes: int
+    samples: Samples
+    max_error: float | None
+
+    @property
+    def microseconds(self) -> tuple[float, float, float]:
+        low, high = self.samples.spread
+        return self.samples.median * 1e6, low * 1e6, high * 1e6
+
+    @property
+    def algbw(self) -> float:
+        return self.bytes / self.samples.median / 1e9
+
+    @property
+    def busbw(self) -> float | None:
+        return None if self.name in COPIES else self.algbw * 2 * (self.n - 1) / self.n
+
+    @property
+    def moved(self) -> float:
+        return self.algbw * 2 * (1 if self.name in COPIES else self.n)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that issue 3 sets a limit to, from the rounds of one run."""
+
+    what: str
+    samples: Samples
+    value: float
+    at_most: bool = False
+
+    @property
+    def missed(self) -> bool:
+        median = self.samples.median
+        return median > self.value if self.at_most else median < self.value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints tables; returns 1 when a target was missed, else 0."""
+    arguments = _parser().parse_args(argv)
+    if arguments.device == "all":
+        places = [resolve()]
+    else:
+        places = [resolve([arguments.device] * n) for n in arguments.replicas]
+    level = host_library.require().level() if "host" in comm.available(["cpu"]) else "none"
+    print(
+        f"{date.today()}, {platform.machine()}, {places[0][0]}, {torch.get_num_threads()} "
+        f"threads, loops for {level}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {arguments.dtype}, {arguments.rounds} rounds\n"
+    )
+    rows: list[Row] = []
+    targets: list[Target] = []
+    for devices in places:
+        print(_HEAD.format(n=len(devices)))
+        for measured in _measure(devices, arguments):
+            rows += measured
+            targets += _targets(measured, arguments.dtype)
+            for row in measured:
+                print(_line(row), flush=True)
+        print()
+    for target in targets:
+        print(_target_line(target))
+    if arguments.json:
+        _write_json(arguments.json, rows, targets)
+    if arguments.plot:
+        _plot(arguments.plot, rows)
+    return int(any(target.missed for target in targets))
+
+
+def _measure(
+    devices: tuple[torch.device, ...], arguments: argparse.Namespace
+) -> Iterator[list[Row]]:
+    """Yields the rows of one size after the other; what gets too slow is left out from then on."""
+    n = len(devices)
+    dtype = getattr(torch, arguments.dtype)
+    with ExitStack() as stack:
+        ways: dict[str, Way] = {"torch": _plain}
+        for name in comm.available(devices):
+            if not arguments.backends or name in arguments.backends:
+                communicator = comm.create(name, devices)
+                stack.callback(communicator.close)
+                ways[name] = communicator.all_reduce
+        gloo = None
+        if is_simulated(devices) and 1 < n <= arguments.gloo:
+            gloo = stack.enter_context(Gloo(n))
+        for size in sorted(arguments.sizes):
+            count = size // dtype.itemsize
+            values = inputs(n, count, dtype)
+            tensors = [value.to(d, copy=True) for value, d in zip(values, devices, strict=True)]
+            errors: dict[str, float | None] = {}
+            candidates: dict[str, Candidate] = {}
+            # Enough for the clock, and over before a busy machine takes the CPU away.
+            repeats = max(1, min(20, MIB // max(size, 1)))
+            for name, way in list(ways.items()):
+                _fill(tensors, values)
+                once = seconds_of(_repeated(way, tensors, 1))
+                errors[name] = max(max_error(tensor, values) for tensor in tensors)
+                if once > TOO_LONG_SECONDS:
+                    print(f"(left out from {size} bytes on: {name}, which took {once:.1f} s)")
+                    del ways[name]
+                    continue
+                candidates[name] = _repeated(way, tensors, repeats)
+            if gloo is not None:
+                errors["gloo"] = gloo.prepare(count, dtype)
+                candidates["gloo"] = Elsewhere(partial(gloo.all_reduce, repeats))
+            if is_simulated(devices) and "host" in ways and size % 16 == 0:
+                candidates |= _copies(count, dtype, repeats)
+            _fill(tensors, [torch.zeros(())] * n)  # sums of sums stay what they are
+            del values
+            taken = interleaved(candidates, rounds=arguments.rounds, warmup=2)
+            yield [
+                Row(name, n, size, samples.per(repeats), errors.get(name))
+                for name, samples in taken.items()
+            ]
+
+
+def _repeated(way: Way, tensors: list[Tensor], repeats: int) -> Callable[[], None]:
+    devices = {tensor.device for tensor in tensors}
+
+    def run() -> None:
+        for _ in range(repeats):
+            way(tensors)
+        for device in devices:
+            synchronize(device)
+
+    return run
+
+
+def _plain(tensors: list[Tensor]) -> None:
+    """What one would write: a sum in place on the first device, and a copy to each of the rest."""
+    first, *others = tensors
+    for other in others:
+        first.add_(other.to(first.device))
+    for other in others:
+        other.copy_(first)
+
+
+def _copies(count: int, dtype: torch.dtype, repeats: int) -> dict[str, Candidate]:
+    library = host_library.require()
+    # Not zeros: memory that was never written to is one page of zeros, and stays in the cache.
+    to, source = torch.ones(count, dtype=dtype), torch.ones(count, dtype=dtype)
+
+    def copy(past_caches: bool) -> None:
+        for _ in range(repeats):
+            library.stream_copy(
+                to.data_ptr(), source.data_ptr(), to.nbytes, past_caches=past_caches
+            )
+
+    return {name: partial(copy, past_caches) for name, past_caches in COPIES.items()}
+
+
+def _fill(tensors: list[Tensor], values: list[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _targets(rows: list[Row], dtype: str) -> Iterator[Target]:
+    """Yields what issue 3 asks of the host backend and these rows can tell."""
+    by_name = {row.name: row for row in rows}
+    host = by_name.get("host")
+    if host is None or dtype != "float32":
+        return
+    n, where = host.n, f"n = {host.n}, {_bytes(host.bytes)}"
+    if n == 2 and host.bytes == KIB:
+        microseconds = Samples(tuple(1e6 * s for s in host.samples.seconds))
+        yield Target(f"host, us: {where}", microseconds, 15.0, at_most=True)
+    if host.bytes < 64 * MIB:
+        return
+    copies = [by_name[name] for name in COPIES if name in by_name]
+    if copies and n > 1:
+        best = min(copies, key=lambda row: row.samples.median)
+        moved = Samples(tuple(n * ratio for ratio in best.samples.over(host.samples).seconds))
+        yield Target(f"host / {best.name}, bytes moved per second: {where}", moved, 1.0)
+    if "gloo" in by_name:
+        faster = by_name["gloo"].samples.over(host.samples)
+        yield Target(f"host / gloo, speed: {where}", faster, 7.0)
+
+
+_HEAD = """\
+| n = {n}        |     bytes | us (median) |            (quartiles) |  algbw |  busbw |  moved | max error |
+|---|---|---|---|---|---|---|---|"""  # noqa: E501
+
+
+def _line(row: Row) -> str:
+    median, low, high = row.microseconds
+    busbw = "" if row.busbw is None else f"{row.busbw:.2f}"
+    error = "" if row.max_error is None else f"{row.max_error:.1e}"
+    return (
+        f"| {row.name:12} | {row.bytes:9} | {median:11.1f} | {low:9.1f} to {high:9.1f} "
+        f"| {row.algbw:6.2f} | {busbw:>6} | {row.moved:6.2f} | {error:>9} |"
+    )
+
+
+def _target_line(target: Target) -> str:
+    low, high = target.samples.spread
+    return (
+        f"{target.what}: {target.samples.median:.2f} ({low:.2f} to {high:.2f}), target "
+        f"{'<=' if target.at_most else '>='} {target.value:g}{' MISSED' if target.missed else ''}"
+    )
+
+
+def _write_json(path: str, rows: list[Row], targets: list[Target]) -> None:
+    found = {
+        "rows": [
+            {
+                "name": row.name,
+                "n": row.n,
+                "bytes": row.bytes,
+                "us": row.microseconds,
+                "algbw": row.algbw,
+                "busbw": row.busbw,
+                "moved": row.moved,
+                "max_error": row.max_error,
+            }
+            for row in rows
+        ],
+        "targets": [
+            {
+                "what": target.what,
+                "median": target.samples.median,
+                "quartiles": target.samples.spread,
+                "target": target.value,
+                "missed": target.missed,
+            }
+            for target in targets
+        ],
+    }
+    with open(path, "w") as file:
+        json.dump(found, file, indent=1)
+
+
+def _plot(path: str, rows: list[Row]) -> None:
+    """Draws busbw over bytes, a panel for each number of replicas."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.exit("--plot needs matplotlib; run: pip install 'mirror-strategy[bench]'")
+    replicas = sorted({row.n for row in rows})
+    figure = Figure(figsize=(4.5 * len(replicas), 4), layout="constrained")
+    panels = figure.subplots(1, len(replicas), squeeze=False)[0]
+    for panel, n in zip(panels, replicas, strict=True):
+        panel.set(title=f"{n} replicas", xlabel="bytes per replica", ylabel="busbw, GB/s")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        for name in dict.fromkeys(row.name for row in rows if row.n == n):
+            points = [(row.bytes, row.busbw) for row in rows if (row.n, row.name) == (n, name)]
+            if all(busbw for _, busbw in points):
+                panel.plot(*zip(*points, strict=True), marker=".", label=name)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("MiB", MIB), ("KiB", KIB)):
+        if count % size == 0:
+            return f"{count // size} {unit}"
+    return f"{count} B"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="all-reduce", description="All-reduce by every backend: nccl-tests' columns."
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...; all: every GPU once")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8], metavar="N")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help="of one replica"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--backends", nargs="+", metavar="NAME", help="default: all available")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--gloo", type=int, default=4, metavar="N", help="up to so many processes; 0 for none"
+    )
+    parser.add_argument("--json", metavar="FILE", help="for the numbers")
+    parser.add_argument("--plot", metavar="FILE", help="for a picture of the bus bandwidths")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Gloo's all-reduce, one process per replica: what ``all_reduce.py`` compares with.
+
+A worker is this file as a program. Commands come to its standard input and answers go to its
+standard output, a line of JSON each, so that the one process that measures can take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from timing import seconds_of
+
+
+class Gloo:
+    """``n`` processes that all-reduce with gloo, on command; use it as a context manager."""
+
+    def __init__(self, n: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._workers = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(n), store],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in range(n)
+        ]
+
+    def prepare(self, count: int, dtype: torch.dtype) -> float:
+        """Makes tensors of that many elements in all processes; returns the error of a sum."""
+        return self._ask({"count": count, "dtype": str(dtype).removeprefix("torch.")})
+
+    def all_reduce(self, repeats: int) -> float:
+        """Returns the seconds that the first process needed for that many all-reduces."""
+        return self._ask({"repeats": repeats})
+
+    def _ask(self, command: dict[str, object]) -> float:
+        for worker in self._workers:
+            assert worker.stdin is not None
+            worker.stdin.write(json.dumps(command) + "\n")
+            worker.stdin.flush()
+        answers = []
+        for worker in self._workers:
+            assert worker.stdout is not None
+            answers.append(json.loads(worker.stdout.readline()))
+        return float(answers[0])
+
+    def __enter__(self) -> Gloo:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for worker in self._workers:
+            worker.communicate()  # the end of its input ends it
+        self._folder.cleanup()
+
+
+def inputs(n: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns the same tensors in every process, one per replica."""
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.rand(count, generator=generator) * 100 - 50).to(dtype) for _ in range(n)]
+
+
+def max_error(result: torch.Tensor, tensors: list[torch.Tensor]) -> float:
+    """Returns the largest difference of any element from the sum in float64."""
+    exact = torch.zeros(result.shape, dtype=torch.float64)
+    for tensor in tensors:
+        exact += tensor
+    if not result.is_floating_point():
+        exact = exact.to(result.dtype).double()
+    return float((result.cpu().double() - exact).abs().max()) if exact.numel() else 0.0
+
+
+def _work(rank: int, n: int, store: str) -> None:
+    torch.set_num_threads(1)  # gloo adds up in threads of its own
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
+    tensor = torch.zeros(0)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "count" in command:
+            tensors = inputs(n, command["count"], getattr(torch, command["dtype"]))
+            tensor = tensors[rank].clone()
+            dist.all_reduce(tensor)
+            answer = max_error(tensor, tensors)
+            tensor.zero_()
+        else:
+            dist.barrier()
+            answer = seconds_of(partial(_repeat, tensor, command["repeats"]))
+        print(json.dumps(answer), flush=True)
+    dist.destroy_process_group()
+
+
+def _repeat(tensor: torch.Tensor, repeats: int) -> None:
+    for _ in range(repeats):
+        dist.all_reduce(tensor)
+
+
+if __name__ == "__main__":
+    _work(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,157 @@
+// Simulated devices: runs the CUDA kernels on CPU threads, behind a C ABI.
+//
+// One OS thread per CUDA thread. A replica's calls run one after the other, as on a stream; those
+// of different replicas run side by side, as on devices, and may be any number of calls apart.
+#include <array>
+#include <cstring>
+#include <memory>
+#include <system_error>
+#include <vector>
+
+#include "../direct.cu"
+#include "../hierarchical.cu"
+#include "../ring.cu"
+
+namespace {
+
+using Kernel = void (*)(const Arguments&);
+
+// In the order of mirror.comm.base.DTYPES. A race detector's program compiles in a fraction of the
+// time with one type.
+#ifdef MIRROR_ONLY_INT32
+#define FOR_EACH_ELEMENT(name)                                                 \
+  {                                                                            \
+    #name, { nullptr, nullptr, nullptr, nullptr, name<int>, nullptr, nullptr } \
+  }
+#else
+#define FOR_EACH_ELEMENT(name)                                                           \
+  {                                                                                      \
+    #name, {                                                                             \
+      name<float>, name<double>, name<Half>, name<BFloat16>, name<int>, name<long long>, \
+          name<unsigned char>                                                            \
+    }                                                                                    \
+  }
+#endif
+// Kernels that only copy see bytes, whatever the elements are.
+#define FOR_BYTES(name)                                                                  \
+  {                                                                                      \
+    #name, { nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, name<unsigned char> } \
+  }
+
+constexpr int kNumElements = 7;
+
+struct Entry {
+  const char* name;
+  std::array<Kernel, kNumElements> by_element;
+};
+
+const Entry kKernels[] = {
+    FOR_EACH_ELEMENT(direct_one_shot),
+    FOR_EACH_ELEMENT(direct_two_shot),
+    FOR_EACH_ELEMENT(direct_reduce_scatter),
+    FOR_BYTES(direct_all_gather),
+    FOR_BYTES(direct_broadcast),
+    FOR_EACH_ELEMENT(ring_all_reduce),
+    FOR_EACH_ELEMENT(ring_reduce_scatter),
+    FOR_BYTES(ring_all_gather),
+    FOR_BYTES(ring_broadcast),
+    FOR_EACH_ELEMENT(hierarchical_all_reduce),
+    FOR_EACH_ELEMENT(hierarchical_reduce_scatter),
+    FOR_BYTES(hierarchical_all_gather),
+    FOR_BYTES(hierarchical_broadcast),
+};
+
+Kernel find_kernel(const char* name, int element) {
+  for (const Entry& entry : kKernels) {
+    if (std::strcmp(entry.name, name) == 0 && element >= 0 && element < kNumElements) {
+      return entry.by_element[element];
+    }
+  }
+  return nullptr;
+}
+
+// What the threads of one replica share: a barrier per block, and one between calls.
+struct Device {
+  Device(int num_blocks, int num_threads) : stream(num_blocks * num_threads) {
+    for (int b = 0; b < num_blocks; ++b) {
+      blocks.push_back(std::make_unique<BlockBarrier>(num_threads));
+    }
+  }
+  std::vector<std::unique_ptr<BlockBarrier>> blocks;
+  std::barrier<> stream;
+};
+
+enum Gate : int { kClosed, kOpen, kCancelled };
+
+}  // namespace
+
+extern "C" {
+
+enum MirrorSimulateResult : int { kDone = 0, kNoSuchKernel = 1, kNoThreads = 2 };
+
+int mirror_arguments_bytes() { return sizeof(Arguments); }
+
+// Runs `num_calls` calls, each of a kernel by name and element type, on all replicas that are not
+// in the bit mask `absent`, and returns when all have ended. `calls[i].rows` is to be the
+// identity: every replica is a device.
+int mirror_simulate(const char* const* names, const int* elements, const Arguments* calls,
+                    int num_calls, int num_blocks, int num_threads, unsigned absent) {
+  std::vector<Kernel> kernels;
+  for (int i = 0; i < num_calls; ++i) {
+    kernels.push_back(find_kernel(names[i], elements[i]));
+    if (kernels.back() == nullptr) return kNoSuchKernel;
+  }
+  const int num_replicas = calls[0].num_replicas;
+  std::vector<std::unique_ptr<Device>> devices;
+  std::vector<Place> places;
+  for (int r = 0; r < num_replicas; ++r) {
+    if (absent >> r & 1) continue;
+    devices.push_back(std::make_unique<Device>(num_blocks, num_threads));
+    for (int b = 0; b < num_blocks; ++b) {
+      for (int t = 0; t < num_threads; ++t) {
+        places.push_back({t, num_threads, b, num_blocks, r, devices.back()->blocks[b].get()});
+      }
+    }
+  }
+  if (places.empty()) return kDone;
+
+  std::atomic<int> gate{kClosed};
+  const auto work = [&](const Place& here, Device& device) {
+    gate.wait(kClosed);
+    if (gate.load() == kCancelled) return;
+    place = here;
+    for (int i = 0; i < num_calls; ++i) {
+      if (i > 0) device.stream.arrive_and_wait();
+      kernels[i](calls[i]);
+    }
+  };
+  const std::size_t per_device = static_cast<std::size_t>(num_blocks) * num_threads;
+  std::vector<std::thread> threads;
+  threads.reserve(places.size());
+  int result = kDone;
+  try {
+    // The caller is a thread of the grid, too.
+    for (std::size_t i = 1; i < places.size(); ++i) {
+      threads.emplace_back(work, std::cref(places[i]), std::ref(*devices[i / per_device]));
+    }
+    gate = kOpen;
+  } catch (const std::system_error&) {
+    gate = kCancelled;
+    result = kNoThreads;
+  }
+  gate.notify_all();
+  if (result == kDone) work(places[0], *devices[0]);
+  for (std::thread& thread : threads) thread.join();
+  return result;
+}
+
+// The conversions of half types, for tests: bits of the half type in the low 16 bits.
+float mirror_widen(int is_bfloat16, unsigned bits) {
+  const auto low = static_cast<unsigned short>(bits);
+  return is_bfloat16 ? widen(BFloat16{low}) : widen(Half{low});
+}
+unsigned mirror_narrow(int is_bfloat16, float x) {
+  return is_bfloat16 ? narrow(x, BFloat16{}).bits : narrow(x, Half{}).bits;
+}
+
+}  // extern "C"

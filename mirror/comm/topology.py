@@ -1,0 +1,136 @@
+"""Which devices are near each other: islands of replicas, from links, NUMA nodes, or given."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from mirror.devices import is_simulated
+
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver: NVLink has it, PCIe has not.
+_NATIVE_ATOMICS = 3
+
+
+class Topology:
+    """Replicas in islands: links inside an island are faster than those between islands.
+
+    Attributes:
+        islands: the ids of the replicas in each island, both in ascending order.
+    """
+
+    def __init__(self, islands: Sequence[Sequence[int]]) -> None:
+        self.islands = tuple(sorted(tuple(sorted(island)) for island in islands))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Topology) and self.islands == other.islands
+
+    def __hash__(self) -> int:
+        return hash(self.islands)
+
+    def __repr__(self) -> str:
+        return f"Topology({self.islands})"
+
+    def checked(self, num_replicas: int) -> Topology:
+        """Returns itself, if it fits and can be worked with.
+
+        Raises:
+            ValueError: the islands are not of equal size, or do not have each replica once.
+        """
+        ids = sorted(replica_id for island in self.islands for replica_id in island)
+        if ids != list(range(num_replicas)):
+            raise ValueError(
+                f"islands must have each of the replicas 0 to {num_replicas - 1} once; got "
+                f"{self.islands}; name every replica in one island"
+            )
+        if not self.is_even():
+            raise ValueError(
+                f"islands must be of equal size; got {self.islands}; leave them out to have one "
+                "island of all replicas where there is no better way"
+            )
+        return self
+
+    def is_even(self) -> bool:
+        """Whether all islands have the same number of replicas."""
+        return len({len(island) for island in self.islands}) == 1
+
+
+def topology_of(devices: Sequence[torch.device]) -> Topology:
+    """Returns islands of equal size for the devices.
+
+    GPUs that NVLink joins, through others as well, are an island; if that leaves every device
+    alone, those on one NUMA node are. Replicas that share a GPU are in one island. Where islands
+    would differ in size, and where nothing is known, there is one.
+
+    Simulated devices stand for a machine of two halves, if there are four or more and an even
+    number of them; so that two levels are at work on the CPU, too.
+    """
+    n = len(devices)
+    if is_simulated(devices):
+        half = n // 2 if n >= 4 and n % 2 == 0 else n
+        return Topology([range(i, i + half) for i in range(0, n, half)])
+    indices = [device.index or 0 for device in devices]
+    by_link = group(n, lambda i, j: _linked(indices[i], indices[j]))
+    alone = group(n, lambda i, j: indices[i] == indices[j])
+    if by_link != alone:
+        found = by_link
+    else:
+        nodes = [_numa_node(index) for index in indices]
+        found = group(n, lambda i, j: nodes[i] is not None and nodes[i] == nodes[j])
+        # Without a word on NUMA nodes, every device would be alone: nothing is known.
+        if found == alone:
+            found = Topology([range(n)])
+    return found if found.is_even() else Topology([range(n)])
+
+
+def group(num_replicas: int, are_near: Callable[[int, int], bool]) -> Topology:
+    """Returns the islands in which everyone is near someone, and nobody outside is."""
+    islands: list[list[int]] = []
+    for i in range(num_replicas):
+        near = [island for island in islands if any(are_near(i, j) for j in island)]
+        islands = [island for island in islands if island not in near]
+        islands.append([i, *(j for island in near for j in island)])
+    return Topology(islands)
+
+
+def unreachable_pair(
+    pairs: Sequence[tuple[torch.device, torch.device]],
+) -> tuple[torch.device, torch.device] | None:
+    """Returns the first pair of GPUs of which the one cannot reach the other's memory."""
+    for one, other in pairs:
+        if one != other and not torch.cuda.can_device_access_peer(one, other):
+            return one, other
+    return None
+
+
+@cache
+def _linked(one: int, other: int) -> bool:
+    """Whether two GPUs, by index, are the same one or joined by NVLink. Needs a driver."""
+    if one == other:
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    value = ctypes.c_int(0)
+    status = driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, one, other)
+    return status == 0 and value.value != 0
+
+
+@cache
+def _numa_node(index: int) -> int | None:
+    """Returns the NUMA node of a GPU; ``None`` where the system does not tell."""
+    properties = torch.cuda.get_device_properties(index)
+    # Older versions of torch lack them; no device is at -1.
+    domain, bus, slot = (
+        getattr(properties, f"pci_{p}_id", -1) for p in ("domain", "bus", "device")
+    )
+    path = Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/numa_node")
+    try:
+        node = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
