@@ -1,5 +1,6 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
-# make test   the linters, the type checker and all tests
+# make test   the linters, the type checker and all tests but those marked slow
+# make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 #
 # Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
 # nothing. torch is pinned in every install command, so that no extra can pull another one.
@@ -11,14 +12,17 @@ TORCH := torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test slow-test lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/mirror demo
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not slow"
+
+slow-test: $(VENV)/test.stamp
+	$(BIN)/pytest -m slow
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

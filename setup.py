@@ -37,6 +37,15 @@ class BuildHostLibraries(build_ext):  # type: ignore[misc]  # setuptools has no 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
+    def run(self) -> None:
+        super().run()
+        if not self.inplace:  # in place the sources are at hand
+            # On GPUs the kernels are compiled from these at run time.
+            package = Path(self.build_lib, "mirror", "comm", "csrc")
+            package.mkdir(parents=True, exist_ok=True)
+            for source in (*Path("csrc").glob("*.cu"), *Path("csrc").glob("*.h")):
+                shutil.copy2(source, package)
+
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name))
         if not self.force and not newer_group([*ext.sources, *ext.depends], library, "newer"):

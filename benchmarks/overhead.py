@@ -205,7 +205,8 @@ def main() -> int:
         missed += late
         target = "" if row.target is None else f"{row.target:g}{' MISSED' if late else ''}"
         print(
-            f"| {row.name:52} | {median:6.3f} {row.unit:2} | {low:8.3f} to {high:7.3f} | {target} |"
+            f"| {row.name:52} | {median:6.3f} {row.unit:2} "
+            f"| {low:8.3f} to {high:7.3f} | {target} |"
         )
     if arguments.json:
         with open(arguments.json, "w") as file:

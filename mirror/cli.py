@@ -1,4 +1,4 @@
-"""The command line: ``mirror demo``.
+"""The command line: ``mirror demo``, ``mirror bench all-reduce``.
 
 A command is a function that adds its parser, and one that runs it and imports what it needs.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,7 +60,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="command", required=True)
     _add_demo(commands)
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench", help="measure on this machine", description="Runs one of the benchmarks."
+    )
+    parser.add_argument("what", choices=["all-reduce", "overhead"])
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own")
+    parser.set_defaults(command=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    name = args.what.replace("-", "_") + ".py"
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / name
+    if not script.exists():
+        raise MirrorError(f"benchmarks/{name} comes with the source, not with an installed wheel")
+    return subprocess.run([sys.executable, str(script), *args.arguments]).returncode
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -50,10 +50,13 @@ class Communicator(ABC):
         devices: one per replica.
         deterministic: whether sums are in replica order, and so do not depend on what is reduced
             together, nor on the algorithm.
+        waits: whether replicas wait for each other inside a collective; the constructor then takes
+            ``timeout_seconds``.
     """
 
     name: ClassVar[str]
     deterministic: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
     _closed = False
 
     def __init_subclass__(cls) -> None:

@@ -14,7 +14,8 @@ from mirror.errors import BackendError
 C = TypeVar("C", bound=type[Communicator])
 
 _PLANNED = ("nccl",)
-_PREFERENCE = {"cpu": ("host", "naive"), "cuda": ("direct", "naive")}
+# "direct" comes first on GPUs once it has run on one.
+_PREFERENCE = {"cpu": ("host", "naive"), "cuda": ("naive",)}
 _registered: dict[str, type[Communicator]] = {}
 
 
@@ -80,6 +81,11 @@ def choose(devices: Sequence[torch.device | str]) -> str:
     resolved = resolve(devices)
     names = _PREFERENCE[resolved[0].type]
     return next(name for name in names if unavailable_reason(name, resolved) is None)
+
+
+def known(name: str) -> type[Communicator] | None:
+    """Returns the class registered under a name."""
+    return _registered.get(name)
 
 
 def unavailable_reason(name: str, devices: Sequence[torch.device]) -> str | None:

@@ -24,6 +24,8 @@ class HostCommunicator(Communicator):
     reduced together. ``torch.get_num_threads()`` threads do the work.
     """
 
+    deterministic = True
+
     def __init__(self, devices: Sequence[torch.device | str]) -> None:
         """Serves one replica per entry of ``devices``.
 

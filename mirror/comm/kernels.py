@@ -59,6 +59,7 @@ class KernelCommunicator(Communicator):
         scratch_bytes: of each block of each replica.
     """
 
+    waits = True
     source: ClassVar[str]
     simulated_scratch_bytes: ClassVar[int]
     cuda_scratch_bytes: ClassVar[int]

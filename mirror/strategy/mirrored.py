@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mirror.comm.base import Communicator
-from mirror.comm.choose import choose, create
+from mirror.comm.choose import choose, create, known
 from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
 from mirror.devices import is_simulated, resolve
@@ -359,7 +359,16 @@ def _communicator(
         return backend
     if not isinstance(backend, str):
         raise BackendError(f"backend must be a name or a Communicator, got {backend!r}")
-    return create(choose(devices) if backend == "auto" else backend, devices)
+    name = choose(devices) if backend == "auto" else backend
+    kind = known(name)
+    if options.deterministic and kind is not None and not kind.deterministic:
+        raise BackendError(
+            f"deterministic=True needs a backend that sums in replica order, and {name!r} sums in "
+            "an order of its own; pass 'direct', 'host' or 'naive'"
+        )
+    if kind is not None and kind.waits and options.timeout_seconds is not None:
+        return create(name, devices, timeout_seconds=options.timeout_seconds)
+    return create(name, devices)
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
