@@ -44,7 +44,6 @@ class CombinedBuffer(Tensor):
     """The combined value, as operations in the cross-replica context see it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _owner: Callable[[], Tensor | None]
 
 
 class Buffer:
@@ -79,7 +78,6 @@ class Buffer:
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
         self.combined: CombinedBuffer = Tensor._make_subclass(CombinedBuffer, buffer.detach())
-        self.combined._owner = self.owner
         self.copies = [buffer.detach().to(d, copy=True) for d in group.devices]
         self._handles: list[Callable[[], object]] = []
         self._combined_version = self.combined._version

@@ -43,6 +43,8 @@ def call_in_turn(
     Raises:
         BatchError: an argument is a PackedSequence, which cannot be split along its data.
     """
+    if _is_followed():
+        return module._call_impl(*args, **kwargs)
     group.mirror_recorded()
     if group.num_replicas == 1:
         args, kwargs = _moved((args, kwargs), group.devices[0])
@@ -121,8 +123,6 @@ def _num_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def _splits(module: nn.Module) -> bool:
-    if torch._C._is_tracing() or torch.compiler.is_exporting() or _inside_functorch():
-        return False  # these follow one thread through one plain module
     if isinstance(module, _SEQUENCE_FIRST) and not _batch_first(module):
         return False
     if isinstance(module, nn.modules.loss._Loss):
@@ -131,8 +131,13 @@ def _splits(module: nn.Module) -> bool:
     return any(isinstance(v, MirroredTensor) or is_lazy(v) for v in variables)
 
 
-def _inside_functorch() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def _is_followed() -> bool:
+    """Whether something follows this thread through one plain module: tracing, torch.func."""
+    return (
+        torch._C._is_tracing()
+        or torch.compiler.is_exporting()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _is_lazy(module: nn.Module) -> bool:

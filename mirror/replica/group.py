@@ -221,6 +221,10 @@ class ReplicaGroup:
         """Gives the replicas that sat out a run what the others have now."""
         if len(active) == self.num_replicas:
             return
+        with torch.inference_mode(False), torch.no_grad():
+            self._bring_along(active)
+
+    def _bring_along(self, active: tuple[int, ...]) -> None:
         idle = [r for r in range(self.num_replicas) if r not in active]
         for variable in self.variables.values():
             variable.carry(active[0], idle)

@@ -31,7 +31,7 @@ from mirror.replica.buffers import MirroredBuffer, mirror_buffer
 from mirror.replica.call import call_in_turn
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
-from mirror.replica.recompute import replica_of_backward
+from mirror.replica.recompute import replica_of_backward, saves_are_hooked
 from mirror.replica.tensors import MirroredTensor
 from mirror.replica.variables import mirror_parameter
 
@@ -128,12 +128,13 @@ class ReplicaDict(WatchedDict):
 class TransparentCall:
     """What calling a mirrored module does: splits the outermost call, else just runs."""
 
-    __slots__ = ("group", "module", "renormalizes")
+    __slots__ = ("group", "is_checkpointed", "module", "renormalizes")
 
     def __init__(self, module: nn.Module, group: ReplicaGroup) -> None:
         self.module = weakref.ref(module)
         self.group = group
         self.renormalizes = renormalizes(module)
+        self.is_checkpointed = False  # whether a whole call may be recomputed in backward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
@@ -143,7 +144,9 @@ class TransparentCall:
             if current.in_whole_call:
                 return module._call_impl(*args, **kwargs)
             recomputing = replica_of_backward(self.group)
-            if recomputing is None:
+            if recomputing is None or self.is_checkpointed:
+                if saves_are_hooked():
+                    self.is_checkpointed = True
                 return call_in_turn(self.group, module, args, kwargs)
             with entered(self.group.strategy, self.group.recomputing(recomputing)):
                 return module._call_impl(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +19,6 @@ class ReplicaParameter(nn.Parameter):
 
     variable: Variable
     replica_id: int
-
-    @property
-    def _owner(self) -> Callable[[], Tensor | None]:
-        return self.variable.owner
 
     @property
     def grad(self) -> Tensor | None:

@@ -4,7 +4,8 @@
 Activation checkpointing calls part of a forward again, in the backward pass. Outside ``run`` that
 pass goes through the graphs of all replicas in one thread, where no replica is current, and a
 submodule called there must not split what is a replica's part already. The node that the engine is
-executing tells whose it is: its ancestors include a copy of that replica.
+executing tells whose it is: its ancestors include a copy of that replica. A module whose whole
+call was under checkpointing, outside ``run``, is split again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def replica_of_backward(group: ReplicaGroup) -> int | None:
                 seen.add(following)
                 nodes.append(following)
     return None
+
+
+def saves_are_hooked() -> bool:
+    """Whether what autograd saves goes through hooks, those of activation checkpointing maybe."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class NoMerges:

@@ -66,10 +66,12 @@ class MirroredTensor(Tensor):
         resolved = [resolve(arg, func) for arg in args]
         named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}
         result = func(*resolved, **named)
-        # An in-place operation returns its operand: the mirrored object, not the copy.
-        reference = getattr(result, "_owner", None) if isinstance(result, Tensor) else None
-        owner = None if reference is None else reference()
-        return result if owner is None else owner
+        if isinstance(result, Tensor):
+            # An in-place operation returns its operand: the mirrored object, not the copy.
+            for original, copy in zip(args, resolved, strict=True):
+                if copy is result:
+                    return original
+        return result
 
 
 def resolve(value: Any, func: object = None) -> Any:

@@ -30,6 +30,11 @@ def digits(monkeypatch, tmp_path):
     monkeypatch.setattr(images, "FASHION_MNIST", tmp_path / "none")
 
 
+def listen_to_ctrl_c():
+    """What a shell starts in the background ignores SIGINT, and so would the child of a test."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _run(capsys, **options):
     run_demo(DemoOptions(epochs=1, **options))
     return capsys.readouterr().out
@@ -101,7 +106,9 @@ def test_a_bad_data_directory_is_one_line_and_exit_code_1(tmp_path):
 def test_ctrl_c_ends_it_with_one_line_and_exit_code_130(run):
     command = [*COMMAND, "--replicas", "2", "--epochs", "3", "--batch-size", "8"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, bufsize=1, preexec_fn=listen_to_ctrl_c
+    ) as process:
         for line in process.stdout:
             if line.rstrip().endswith(run):
                 break
@@ -114,7 +121,9 @@ def test_ctrl_c_on_a_terminal_leaves_an_empty_line():
     environment = {k: v for k, v in os.environ.items() if k != "CI"} | {"TERM": "xterm"}
     ours, theirs = pty.openpty()
     command = [*COMMAND, "--replicas", "2", "--batch-size", "8"]
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, env=environment, preexec_fn=listen_to_ctrl_c
+    )
     os.close(theirs)
     output = _read_until(ours, b"images/s")
     assert b"[#" in output or b"[-" in output
