@@ -12,6 +12,12 @@ Under ``schedule="staggered"`` the caller, which has nothing else to do, also st
 replica when the ones that have the turn stand still: they are blocked on their device or compute
 without the GIL. So nothing but the determinism of the simulation may rest on "only one runs".
 
+[Note: Waking up]
+A sleeping thread is woken on an idle CPU, which takes 20 us and more to get going, and finds cold
+caches there. Taking turns needs one CPU only, so under ``"lockstep"`` a replica waits with its
+affinity set to the caller's CPU and gets its own back when it is woken: a turn costs 6 us instead
+of 27. What it computes, and the workers it starts, may use every CPU as before.
+
 Because everybody's state is known here, divergence is seen, not suffered: when all have stopped
 and they do not stand at one point, the run fails with the line where each stands.
 """
@@ -19,6 +25,7 @@ and they do not stand at one point, the run fails with the line where each stand
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections import deque
@@ -62,6 +69,7 @@ class Lockstep:
         self._finished = threading.Semaphore(0)
         self._turns = [_closed_gate() for _ in names]
         self._threads: dict[int, threading.Thread] = {}
+        self._cpu: int | None = None
         self._begin_run({})
 
     def _begin_run(self, tasks: dict[int, Callable[[], Any]]) -> None:
@@ -91,6 +99,7 @@ class Lockstep:
         self._begin_run(tasks)
         if len(tasks) == 1:
             return self._run_alone(*tasks.items())
+        self._cpu = None if self._staggered else current_cpu()
         for replica_id in tasks:
             if replica_id not in self._threads:
                 self._start_thread(replica_id)
@@ -113,7 +122,7 @@ class Lockstep:
         if self._failure is not None or not self.usable:
             raise Released
         if not self._stop(replica_id, point):
-            self._turns[replica_id].acquire()
+            self._wait(replica_id)
         if self._failure is not None or not self.usable:
             raise Released
         outcome = self._results.pop(replica_id)
@@ -197,6 +206,18 @@ class Lockstep:
 
     # The threads.
 
+    def _wait(self, replica_id: int) -> None:
+        """Waits for the turn. See [Note: Waking up]."""
+        if self._cpu is None:
+            self._turns[replica_id].acquire()
+            return
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {self._cpu} & allowed or allowed)
+        try:
+            self._turns[replica_id].acquire()
+        finally:
+            os.sched_setaffinity(0, allowed)
+
     def _start_thread(self, replica_id: int) -> None:
         thread = threading.Thread(
             target=self._work, args=(replica_id,), name=f"mirror {self.names[replica_id]}"
@@ -208,7 +229,7 @@ class Lockstep:
     def _work(self, replica_id: int) -> None:
         try:
             while True:
-                self._turns[replica_id].acquire()
+                self._wait(replica_id)
                 if not self.usable:
                     return
                 self._perform(replica_id)
@@ -360,3 +381,17 @@ def _closed_gate() -> threading.Lock:
     gate = threading.Lock()
     gate.acquire()
     return gate
+
+
+def _cpu_finder() -> Callable[[], int | None]:
+    """Returns libc's ``sched_getcpu``; where there is none, nothing is known."""
+    if not hasattr(os, "sched_setaffinity"):
+        return lambda: None
+    try:
+        find: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+    except (AttributeError, OSError):
+        return lambda: None
+    return find
+
+
+current_cpu = _cpu_finder()
