@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from mirror.replica.run import ReplicaContext
 
+MOST_ROUNDS = 8
+
 
 def renormalizes(module: nn.Module) -> bool:
     """Whether calling the module renormalizes rows of its weight."""
@@ -22,5 +24,12 @@ def renormalize_everywhere(module: Any, context: ReplicaContext, indices: Tensor
     A collective: all replicas must call the module.
     """
     rows = torch.unique(context.all_gather(indices.detach().reshape(-1)))
+    weight = module.weight.detach()
     with torch.no_grad():
-        torch.embedding_renorm_(module.weight.detach(), rows, module.max_norm, module.norm_type)
+        # Rounding may leave a norm above the bound, which the module's own call would shrink once
+        # more: go on until nothing changes.
+        for _ in range(MOST_ROUNDS):
+            before = weight[rows]
+            torch.embedding_renorm_(weight, rows, module.max_norm, module.norm_type)
+            if torch.equal(weight[rows], before):
+                break

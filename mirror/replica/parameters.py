@@ -53,6 +53,10 @@ class ReplicaParameter(nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         self.variable.set_requires_grad(value)
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """``copy.data = source``."""
+        return set_to(self, source, *args, **kwargs)
+
     def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
         """Sets ``requires_grad``."""
         self.variable.set_requires_grad(requires_grad)
@@ -117,15 +121,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         self._mirrored.set_requires_grad(value)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``p.data = source``; a bare storage is refused, it belongs to one replica."""
-        # torch passes no call of set_ to __torch_function__.
-        if not isinstance(source, Tensor) or args or kwargs:
-            raise StrategyError(
-                "set_ of a mirrored parameter takes a tensor, not a storage, which belongs to one "
-                "replica; assign p.data, or use p.copy_"
-            )
-        self.data = source
-        return self
+        """``p.data = source``."""
+        return set_to(self, source, *args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._resolve())
@@ -135,6 +132,21 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._resolve().__reduce_ex__(protocol)
+
+
+def set_to(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """Does what ``parameter.set_(source)`` means; torch passes it to no __torch_function__.
+
+    Raises:
+        StrategyError: the source is a bare storage, which belongs to one replica.
+    """
+    if not isinstance(source, Tensor) or args or kwargs:
+        raise StrategyError(
+            "set_ of a mirrored parameter takes a tensor, not a storage, which belongs to one "
+            "replica; assign p.data, or use p.copy_"
+        )
+    parameter.data = source
+    return parameter
 
 
 def _plain_copy(key: Tensor, value: Tensor, memo: dict[int, Any]) -> nn.Parameter:
