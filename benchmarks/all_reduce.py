@@ -84,11 +84,16 @@ class Target:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints tables; returns 1 when a target was missed, else 0."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
     if arguments.device == "all":
         places = [resolve()]
     else:
         places = [resolve([arguments.device] * n) for n in arguments.replicas]
+    names = {name for devices in places for name in comm.available(devices)}
+    unknown = set(arguments.backends or ()) - names
+    if unknown:
+        parser.error(f"no backend {sorted(unknown)} can serve these devices; {sorted(names)} can")
     level = host_library.require().level() if "host" in comm.available(["cpu"]) else "none"
     print(
         f"{date.today()}, {platform.machine()}, {places[0][0]}, {torch.get_num_threads()} "
