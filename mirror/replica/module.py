@@ -221,15 +221,6 @@ def route_call(module: nn.Module, group: ReplicaGroup) -> None:
         module.__dict__["_compiled_call_impl"] = TransparentCall(module, group)
 
 
-def group_of(module: nn.Module) -> ReplicaGroup | None:
-    """Returns the group that has mirrored or recorded a module."""
-    call = module.__dict__.get("_compiled_call_impl")
-    if isinstance(call, TransparentCall):
-        return call.group
-    parameters = module.__dict__.get("_parameters")
-    return parameters.group if isinstance(parameters, ReplicaDict) else None
-
-
 def _is_plain_state(value: Any, group: ReplicaGroup) -> bool:
     """Whether an attribute is a plain tensor that the replicas must not share."""
     if type(value) is not torch.Tensor or value.requires_grad:
