@@ -138,7 +138,24 @@ class Communicator(ABC):
                 tensors share memory.
             ValueError: ``bytes_per_pack`` is negative. The rest as for ``all_reduce``.
         """
-        columns = self.check_lists(lists, op, scale)
+        if bytes_per_pack < 0:
+            raise ValueError(
+                f"bytes_per_pack must be at least 0; got {bytes_per_pack}; pass 0 to reduce "
+                "tensor by tensor"
+            )
+        self.all_reduce_checked(self.check_lists(lists, op, scale), op, scale, bytes_per_pack)
+
+    def all_reduce_checked(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        op: str,
+        scale: float,
+        bytes_per_pack: int,
+    ) -> None:
+        """Does ``all_reduce_lists`` for lists known to be as it demands: gradients of one model.
+
+        To look at every tensor of every replica again takes as long as to reduce a small one.
+        """
         first = columns[0]
         packs = plan_packs([t.nbytes for t in first], [t.dtype for t in first], bytes_per_pack)
         with in_place(chain(*columns)):

@@ -24,15 +24,7 @@ def plan_packs(
     Args:
         sizes_bytes, dtypes: of the tensors of one replica.
         bytes_per_pack: 0 makes every tensor a pack of its own.
-
-    Raises:
-        ValueError: ``bytes_per_pack`` is negative.
     """
-    if bytes_per_pack < 0:
-        raise ValueError(
-            f"bytes_per_pack must be at least 0; got {bytes_per_pack}; pass 0 to reduce tensor "
-            "by tensor"
-        )
     if bytes_per_pack == 0:
         return tuple((i,) for i in range(len(sizes_bytes)))
     by_dtype: dict[torch.dtype, list[int]] = {}

@@ -77,6 +77,7 @@ class ReplicaGroup:
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
         self.lazy_lock = threading.Lock()
         # A single simulated device needs no moving of arguments and no splitting.
+        self.is_one_device = len(set(self.devices)) == 1
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
         self.strategy = strategy  # strong: a model outlives the variable that held it
         self._staggered = staggered
@@ -212,7 +213,7 @@ class ReplicaGroup:
             self.swaps.pop().swapped.clear()
         for optimizer in list(self.optimizers):
             optimizer.give_back()
-            optimizer.take_over(0, range(1, self.num_replicas))
+            optimizer.states.follow_first()
         for variable in self.variables.values():
             variable.carry()
             variable.carry_grad()
@@ -230,15 +231,13 @@ class ReplicaGroup:
             variable.carry(active[0], idle)
             variable.carry_grad(active[0], idle)
         for optimizer in self.optimizers:
-            optimizer.take_over(active[0], idle)
+            optimizer.states.take_over(active[0], idle)
         for buffer in self.buffers.values():
             buffer.bring_along(idle)
 
     def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
         """Sums lists of tensors over the replicas, in place, through the communicator."""
-        self.communicator.all_reduce_lists(
-            lists, "sum", scale=scale, bytes_per_pack=self._bytes_per_pack
-        )
+        self.communicator.all_reduce_checked(lists, "sum", scale, self._bytes_per_pack)
 
     def check(self) -> int:
         """Compares all replicas bit for bit; returns the number of parameters.

@@ -17,17 +17,24 @@ when its next step begins.
 
 Options in ``param_groups`` are shared: every replica gets a copy before the step, and what the
 first one's step writes into its copy is kept. The first replica's state is the optimizer's own.
+
+[Note: One device, one step]
+Replicas that share a device, the simulated ones above all, need not compute the same update N
+times over: replica 0 steps, and the others copy its values, which takes a fifth of the time and
+keeps one state instead of N. In the cross-replica context that is the step that was called. Inside
+``run`` the merge steps; then every replica's own step goes over groups without parameters, which
+torch's optimizers cope with, while others may not: those step on every replica. The state of
+replicas 1 .. N-1 is copied from the first one's when their code looks at it.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -41,18 +48,17 @@ from torch.optim.optimizer import (
 
 from mirror.context import current
 from mirror.devices import random_state, set_random_state, using
-from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.errors import StrategyError
 from mirror.replica.merge_point import MergePoint
-from mirror.replica.optimizer_groups import has_hooks, mirrored_group, of_replica
-from mirror.replica.optimizer_state import FindHere, SharedState
+from mirror.replica.optimizer_groups import Parameters, has_hooks, mirrored_group, of_replica
+from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.parameters import MirroredParameter
-from mirror.replica.variables import Variable, same_bits, variable_of
-from mirror.values import map_structure
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
     from mirror.replica.run import ReplicaContext
 
+_NOBODY = -1  # to whom an optimizer is lent without parameters
 _serials = itertools.count(1)
 _watching = threading.Lock()
 _hooks: list[Any] = []
@@ -73,12 +79,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if mirror.is_within_step(step):
             return None  # a subclass's step has called its base's
         mirror.reclaim()
-    group = mirrored_group(optimizer)
-    if group is None:
-        return None
-    if mirror is None or mirror.group is not group:
-        # On the optimizer, so that the two go together; its copies and pickles leave it out.
-        mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
+    if mirror is None or not mirror.parameters.are_in(optimizer.param_groups):
+        group = mirrored_group(optimizer)
+        if group is None:
+            return None
+        if mirror is None or mirror.group is not group:
+            # On the optimizer, so that the two go together; its copies and pickles leave it out.
+            mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
+        mirror.parameters = Parameters(optimizer.param_groups)
+    group = mirror.group
     group.check_usable()
     replica: Any = current.replica
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -89,7 +98,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         with torch.enable_grad():
             once = _Once(closure())
         args, kwargs = (args[0], once, *args[2:]), {k: kwargs[k] for k in kwargs if k != "closure"}
-    mirror.step_here(step, replica)
+    mirror.step_here(step, replica, closure is not None)
     return args, kwargs
 
 
@@ -106,8 +115,8 @@ class OptimizerMirror:
         self.group = group
         self._optimizer = weakref.ref(optimizer)
         self._serial = next(_serials)
-        self._states: list[dict[Any, Any]] = [defaultdict(dict) for _ in group.devices]
-        self._state = SharedState(self._find_here(), {})  # what optimizer.state is between steps
+        self.parameters = Parameters(())
+        self.states = ReplicaStates(group)
         self._groups: list[dict[str, Any]] = optimizer.param_groups
         self._lent_groups: list[list[dict[str, Any]]] = [[] for _ in group.devices]
         self._lent_to: int | None = None
@@ -120,20 +129,60 @@ class OptimizerMirror:
 
     # Steps
 
-    def step_here(self, step: FrameType, context: ReplicaContext) -> None:
+    def step_here(self, step: FrameType, context: ReplicaContext, has_closure: bool) -> None:
         """Merges the replicas before their steps, and lends to the calling one."""
-        self._refuse_what_is_not_mirrored()
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if not self.parameters.are_mirrored:
+            self._refuse_what_is_not_mirrored()
+        steps_once = (
+            self.group.is_one_device
+            and not has_closure
+            and not has_hooks(optimizer)
+            and _is_torchs(optimizer)
+        )
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
-            run = context.run
-            self.group.gradients.settle(run.shares())
-            self._refresh()
+            self.group.gradients.settle(context.run.shares())
+            self._refresh(only_first=steps_once)
+            if steps_once:
+                self._step_first(optimizer)
             return payloads
 
-        name = f"{type(self._optimizer()).__name__} #{self._serial}"
-        context.run.merge(context.replica_id, MergePoint("optimizer.step", (name,), None, action))
-        self._lend(context.replica_id, step)
+        name = f"{type(optimizer).__name__} #{self._serial}"
+        context.run.merge(
+            context.replica_id, MergePoint("optimizer.step", (name, steps_once), None, action)
+        )
+        if steps_once:
+            self._lend_nothing(step)
+        else:
+            self._lend(context.replica_id, step)
         context.lent.append(self)
+
+    def _step_first(self, optimizer: Optimizer) -> None:
+        """Steps the first replica, and has the others take over. See [Note: One device...]."""
+        self._lend(0, sys._getframe(), may_draw=True)
+        try:
+            with using(self.group.devices[0]):
+                _raw_step(optimizer)(optimizer)
+        finally:
+            self.give_back()
+            self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Gives the other replicas, on the same device, what a step of the first one wrote."""
+        optimizer = self._optimizer()
+        moved = self.parameters.variables
+        if optimizer is not None and _is_torchs(optimizer):
+            moved = [v for v in moved if v.targets[0].grad is not None or v.changed()]
+        first: list[Tensor] = [variable.targets[0] for variable in moved]
+        for r in range(1, self.group.num_replicas if moved else 0):
+            others: list[Tensor] = [variable.targets[r] for variable in moved]
+            torch._foreach_copy_(others, first)
+        for variable in moved:
+            variable.version = variable.copies[0]._version
+        self.states.follow_first()
 
     def _refuse_what_is_not_mirrored(self) -> None:
         optimizer = self._optimizer()
@@ -155,8 +204,10 @@ class OptimizerMirror:
         if closure is not None or self._draws or has_hooks(args[0]):
             self._is_whole, self.step = True, step
             return
-        function = type(args[0]).step
-        function = getattr(function, "__wrapped__", function)
+        if self.group.is_one_device:
+            self._lend(0, step, may_draw=True)
+            return
+        function = _raw_step(args[0])
         for replica_id in range(1, self.group.num_replicas):
             self._lend(replica_id, step)
             try:
@@ -181,16 +232,18 @@ class OptimizerMirror:
         self.step = step
 
     def _has_drawn(self, replica_id: int) -> bool:
-        assert self._random is not None
-        return not torch.equal(random_state(self.group.devices[replica_id]), self._random)
+        before = self._random
+        return before is not None and not torch.equal(
+            random_state(self.group.devices[replica_id]), before
+        )
 
     def end_step(self) -> None:
         """Gives back after a step; outside ``run`` all replicas are now equal again."""
         if self._is_whole:
             self._is_whole, self.step = False, None
-            for variable in self._variables():
+            for variable in self.parameters.variables:
                 variable.carry()
-            self._state.seen = True
+            self.states.shared.seen = True
             self._refresh()
             return
         replica: Any = current.replica
@@ -204,10 +257,13 @@ class OptimizerMirror:
                     "draw its own; call step outside strategy.run"
                 )
             return
-        if self._lent_to is not None:
-            for variable in self._variables():
-                variable.version = variable.copies[0]._version
+        was_lent = self._lent_to is not None
         self.give_back()
+        if was_lent and self.group.is_one_device:
+            self._follow()
+        elif was_lent:
+            for variable in self.parameters.variables:
+                variable.version = variable.copies[0]._version
 
     def is_within_step(self, frame: FrameType) -> bool:
         """Whether ``frame`` was called by the step in progress."""
@@ -227,6 +283,11 @@ class OptimizerMirror:
         elif self.group.running is None and self.is_lent:
             self.group.recover()
 
+    def check(self, names: tuple[str, ...]) -> None:
+        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
+        self._refresh()
+        self.states.check(self.parameters.variables, names)
+
     @property
     def is_lent(self) -> bool:
         """Whether a step has the optimizer, or had it and raised."""
@@ -242,116 +303,51 @@ class OptimizerMirror:
         if replica_id == 0:
             self._keep_what_the_first_wrote()
         optimizer.param_groups = self._groups
-        optimizer.state = self._state
+        optimizer.state = self.states.shared
         self._alone.release()
 
-    # State
+    def _lend(self, replica_id: int, step: FrameType, *, may_draw: bool = False) -> None:
+        self._lend_out(replica_id, self._lent_groups[replica_id], self.states.of(replica_id), step)
+        self._random = None if may_draw else random_state(self.group.devices[replica_id])
 
-    def take_over(self, source: int, others: Iterable[int]) -> None:
-        """Gives one replica's state to others."""
-        for r in others:
-            state: dict[Any, Any] = defaultdict(dict)
-            for key, value in self._states[source].items():
-                variable = variable_of(key)
-                mine = key if variable is None else variable.targets[r]
-                state[mine] = self._copied(value, source, r)
-            self._states[r] = state
-            if r == 0:
-                self._publish_first()
+    def _lend_nothing(self, step: FrameType) -> None:
+        """Lends groups without parameters, for the steps of those who have been stepped."""
+        nothing: list[dict[str, Any]] = [{**options, "params": []} for options in self._groups]
+        self._lend_out(_NOBODY, nothing, defaultdict(dict), step)
+        self._random = None
 
-    def check(self, names: tuple[str, ...]) -> None:
-        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
-        self._refresh()
-        for variable in self._variables():
-            first = self._states[0].get(variable.targets[0], {})
-            for r in range(1, self.group.num_replicas):
-                other = self._states[r].get(variable.targets[r], {})
-                for key in first.keys() | other.keys():
-                    if not _same(first.get(key), other.get(key)):
-                        raise ReplicaMismatchError(
-                            f"optimizer state {key!r} of parameter {variable.name!r} differs on "
-                            f"{names[r]} from {names[0]}; replicas must hold the same bits"
-                        )
-
-    def _find_here(self) -> FindHere:
-        # Weak: the optimizer holds its state for longer than we should hold it.
-        mirror = weakref.ref(self)
-
-        def find_here(key: Any) -> tuple[dict[Any, Any], Any] | None:
-            alive = mirror()
-            return None if alive is None else alive.state_here(key)
-
-        return find_here
-
-    def state_here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
-        """Returns, to code inside ``run``, its replica's state and that state's key."""
-        replica: Any = current.replica
-        if replica is None or replica.group is not self.group:
-            return None
-        variable = variable_of(key)
-        mine = key if variable is None else variable.targets[replica.replica_id]
-        return self._states[replica.replica_id], mine
-
-    def _lend(self, replica_id: int, step: FrameType) -> None:
+    def _lend_out(
+        self,
+        replica_id: int,
+        groups: list[dict[str, Any]],
+        state: dict[Any, Any],
+        step: FrameType,
+    ) -> None:
         self._alone.acquire()
         optimizer = self._optimizer()
         assert optimizer is not None
         self.step = step
-        self._random = random_state(self.group.devices[replica_id])
         self._lent_to = replica_id
-        optimizer.param_groups = self._lent_groups[replica_id]
-        optimizer.state = self._states[replica_id]  # type: ignore[assignment]
+        optimizer.param_groups = groups
+        optimizer.state = state  # type: ignore[assignment]
 
-    def _refresh(self) -> None:
-        """Brings every replica's groups and state in line with the optimizer's own."""
+    def _refresh(self, *, only_first: bool = False) -> None:
+        """Brings the replicas' groups and state in line with the optimizer's own."""
         optimizer = self._optimizer()
         assert optimizer is not None
         self._groups = optimizer.param_groups
-        for r, lent in enumerate(self._lent_groups):
-            lent[:] = [
+        for r in range(1 if only_first else self.group.num_replicas):
+            self._lent_groups[r] = [
                 {**options, "params": of_replica(options["params"], r)} for options in self._groups
             ]
-        if optimizer.state is not self._state:
-            self._state = SharedState(self._find_here(), optimizer.state)
-            optimizer.state = self._state
-        if self._state.seen:
-            self._state.seen = False
-            self._states[0] = defaultdict(dict)
-            for key, value in self._state.raw_items():
-                variable = variable_of(key)
-                self._states[0][key if variable is None else variable.targets[0]] = value
-            self.take_over(0, range(1, self.group.num_replicas))
+        self.states.read(optimizer)
 
     def _keep_what_the_first_wrote(self) -> None:
         for options, lent in zip(self._groups, self._lent_groups[0], strict=True):
             for key, value in lent.items():
                 if key != "params" and options.get(key, options) is not value:
                     options[key] = value
-        self._publish_first()
-
-    def _publish_first(self) -> None:
-        """Enters the first replica's state, which is the optimizer's own, under the parameters."""
-        for key, value in self._states[0].items():
-            variable = variable_of(key)
-            self._state.put(key if variable is None else variable.owner(), value)
-
-    def _copied(self, value: Any, source: int, destination: int) -> Any:
-        home, device = self.group.devices[source], self.group.devices[destination]
-
-        def copied(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
-            return copy.deepcopy(leaf)
-
-        return map_structure(copied, value)
-
-    def _variables(self) -> list[Variable]:
-        return [
-            parameter._mirrored
-            for options in self._groups
-            for parameter in options["params"]
-            if isinstance(parameter, MirroredParameter)
-        ]
+        self.states.publish_first()
 
 
 class _Once:
@@ -370,7 +366,12 @@ class _Once:
         return self._losses.pop()
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return same_bits(a, b)
-    return type(a) is type(b) and (not isinstance(a, (int, float, str, bool)) or a == b)
+def _raw_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Returns the class's step without torch's hooks around it."""
+    function = type(optimizer).step
+    raw: Callable[..., Any] = getattr(function, "__wrapped__", function)
+    return raw
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mirror.context import current
 from mirror.errors import StrategyError
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor, resolve
 
@@ -89,8 +90,10 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
     def grad(self) -> Tensor | None:
         """The reduced gradient of the current replica; waits for the reduction."""
         variable = self._mirrored
-        here = variable.here()
-        return variable.first_grad() if here is None else variable.grad_in(here)
+        replica = current.replica
+        if replica is None or replica.group is not variable.group:
+            return variable.first_grad()
+        return variable.grad_in(replica.replica_id)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -145,6 +145,11 @@ class Variable:
     def set_grad(self, value: Tensor | None) -> None:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
         here = self.here()
+        gradients = self.group.gradients
+        if here is not None and not gradients.deferred:  # zero_grad of every parameter comes here
+            set_local_grad(self.copies[here], None)
+            self.targets[here].grad = value
+            return
         replicas = range(len(self.copies)) if here is None else (here,)
         for r in replicas:
             set_local_grad(self.copies[r], None)
@@ -153,7 +158,7 @@ class Variable:
                 target.grad = value
             else:
                 target.grad = value.detach().clone().to(target.device)
-        self.group.gradients.drop_deferred(self, replicas)
+        gradients.drop_deferred(self, replicas)
         if here is None:
             self.group.handed_out_grads.pop(self, None)
             if value is not None:
