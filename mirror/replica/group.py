@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class ReplicaGroup:
         communicator: Communicator,
         *,
         strategy: object,
-        staggered: bool,
+        schedule: str,
         weighted: bool,
         bytes_per_pack: int,
         timeout_seconds: float | None,
@@ -80,7 +82,7 @@ class ReplicaGroup:
         self.is_one_device = len(set(self.devices)) == 1
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
         self.strategy = strategy  # strong: a model outlives the variable that held it
-        self._staggered = staggered
+        self._schedule = schedule
         self._bytes_per_pack = bytes_per_pack
         self._timeout_seconds = timeout_seconds
         self.locksteps: list[Lockstep] = []
@@ -295,9 +297,13 @@ class ReplicaGroup:
         run = Run(self, lockstep, tuple(active), weights, outer)
         if len(self._generators) > 1:
             separate_streams(self._generators)
-        state = ThreadState.capture(self._device_types)
+        state = ThreadState.capture(
+            self._device_types, len(run.active) if self._schedule == "concurrent" else 1
+        )
+        # On the caller's thread its state holds already.
+        here = run.active[:1] if len(run.active) == 1 or lockstep.first_runs_here else ()
         tasks = {
-            r: self._task(fn, context, state.variables.copy(), state)
+            r: self._task(fn, context, None if r in here else state)
             for r, context in run.contexts.items()
         }
         self.running = run
@@ -312,6 +318,7 @@ class ReplicaGroup:
             raise
         finally:
             self.running = outer
+            state.restore()
             self.note_run(run.active)
         if self.num_replicas > 1:
             self.bring_along(run.active)
@@ -334,27 +341,27 @@ class ReplicaGroup:
         return any(frame.group is self for frame in frames)
 
     def _task(
-        self, fn: Callable[[int], Any], context: ReplicaContext, variables: Any, state: ThreadState
+        self, fn: Callable[[int], Any], context: ReplicaContext, state: ThreadState | None
     ) -> Callable[[], Any]:
-        device = context.device
-        strategy = context.strategy
+        device, replica_id = context.device, context.replica_id
+        variables = copy_context()
 
         def call() -> Any:
-            enter(strategy, context)
+            enter(context.strategy, context)
             try:
-                return fn(context.replica_id)
+                return fn(replica_id)
             finally:
                 leave()
                 context.release()
 
         def task() -> Any:
-            if len(context.run.active) == 1:  # on the caller's thread, whose state already holds
+            if len(context.run.active) == 1:
                 with using(device):
                     return call()
             with (
                 using(device),
                 backward_in_calling_thread((device,)),
-                state.applied(device),
+                nullcontext() if state is None else state.applied(device),
             ):
                 return variables.run(call)
 
@@ -368,9 +375,7 @@ class ReplicaGroup:
         return self.locksteps[depth]
 
     def _new_lockstep(self) -> Lockstep:
-        return Lockstep(
-            self.names, staggered=self._staggered, timeout_seconds=self._timeout_seconds
-        )
+        return Lockstep(self.names, schedule=self._schedule, timeout_seconds=self._timeout_seconds)
 
     def check_usable(self) -> None:
         """Raises StrategyError after ``close``."""

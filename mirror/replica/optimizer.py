@@ -8,7 +8,9 @@ this replica alone. A step that raises is given back at the replica's next merge
 when its next step begins.
 
     context        what happens at optimizer.step()
-    run            a merge: the gradients are reduced. Then each replica steps, in its turn
+    run            a merge: the gradients are reduced. Then each replica steps, in its turn; under
+                   a schedule without turns none goes on before all have stepped, because what it
+                   would find in ``param_groups`` may be lent to another
     cross-replica  the pre-hook steps replicas 1 .. N-1, then lends to replica 0, whose step is
                    the one that was called: hooks and schedulers see one step
     whole          with a closure (its forward spans all replicas), with hooks of the user's, or
@@ -20,11 +22,11 @@ first one's step writes into its copy is kept. The first replica's state is the 
 
 [Note: One device, one step]
 Replicas that share a device, the simulated ones above all, need not compute the same update N
-times over: replica 0 steps, and the others copy its values, which takes a fifth of the time and
-keeps one state instead of N. In the cross-replica context that is the step that was called. Inside
-``run`` the merge steps; then every replica's own step goes over groups without parameters, which
-torch's optimizers cope with, while others may not: those step on every replica. The state of
-replicas 1 .. N-1 is copied from the first one's when their code looks at it.
+times over: replica 0 steps, in the merge, or in the pre-hook outside ``run``; the others copy its
+values, which takes a fifth of the time and keeps one state instead of N. The steps that were
+called then go over groups without parameters. Torch's optimizers cope with that, others may not:
+those step on every replica. The state of replicas 1 .. N-1 is copied from the first one's when
+their code looks at it.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
     from mirror.replica.run import ReplicaContext
 
+Action = Callable[[dict[int, Any]], dict[int, Any]]
+
 _NOBODY = -1  # to whom an optimizer is lent without parameters
 _serials = itertools.count(1)
 _watching = threading.Lock()
@@ -83,10 +87,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         group = mirrored_group(optimizer)
         if group is None:
             return None
-        if mirror is None or mirror.group is not group:
-            # On the optimizer, so that the two go together; its copies and pickles leave it out.
-            mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
-        mirror.parameters = Parameters(optimizer.param_groups)
+        mirror = _mirror_of(optimizer, group)
     group = mirror.group
     group.check_usable()
     replica: Any = current.replica
@@ -100,6 +101,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         args, kwargs = (args[0], once, *args[2:]), {k: kwargs[k] for k in kwargs if k != "closure"}
     mirror.step_here(step, replica, closure is not None)
     return args, kwargs
+
+
+def _mirror_of(optimizer: Optimizer, group: ReplicaGroup) -> OptimizerMirror:
+    with _watching:  # replicas that run at once come here at once
+        mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
+        if mirror is None or mirror.group is not group:
+            # On the optimizer, so that the two go together; its copies and pickles leave it out.
+            mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
+        mirror.parameters = Parameters(optimizer.param_groups)
+        return mirror
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -135,12 +146,7 @@ class OptimizerMirror:
         assert optimizer is not None
         if not self.parameters.are_mirrored:
             self._refuse_what_is_not_mirrored()
-        steps_once = (
-            self.group.is_one_device
-            and not has_closure
-            and not has_hooks(optimizer)
-            and _is_torchs(optimizer)
-        )
+        steps_once = self._steps_once(optimizer) and not has_closure
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
             self.group.gradients.settle(context.run.shares())
@@ -149,19 +155,28 @@ class OptimizerMirror:
                 self._step_first(optimizer)
             return payloads
 
-        name = f"{type(optimizer).__name__} #{self._serial}"
-        context.run.merge(
-            context.replica_id, MergePoint("optimizer.step", (name, steps_once), None, action)
-        )
+        self._merge(context, "optimizer.step", action)
         if steps_once:
             self._lend_nothing(step)
         else:
             self._lend(context.replica_id, step)
         context.lent.append(self)
 
+    def _steps_once(self, optimizer: Optimizer) -> bool:
+        """Whether one replica's step does for all. See [Note: One device, one step]."""
+        return (
+            self.group.is_one_device
+            and not has_hooks(optimizer)
+            and type(optimizer).__module__.startswith("torch.optim.")
+        )
+
+    def _merge(self, context: ReplicaContext, what: str, action: Action) -> None:
+        name = f"{type(self._optimizer()).__name__} #{self._serial}"
+        context.run.merge(context.replica_id, MergePoint(what, (name,), None, action))
+
     def _step_first(self, optimizer: Optimizer) -> None:
         """Steps the first replica, and has the others take over. See [Note: One device...]."""
-        self._lend(0, sys._getframe(), may_draw=True)
+        self._lend(0, sys._getframe())
         try:
             with using(self.group.devices[0]):
                 _raw_step(optimizer)(optimizer)
@@ -172,10 +187,8 @@ class OptimizerMirror:
     @torch.no_grad()
     def _follow(self) -> None:
         """Gives the other replicas, on the same device, what a step of the first one wrote."""
-        optimizer = self._optimizer()
-        moved = self.parameters.variables
-        if optimizer is not None and _is_torchs(optimizer):
-            moved = [v for v in moved if v.targets[0].grad is not None or v.changed()]
+        variables = self.parameters.variables
+        moved = [v for v in variables if v.targets[0].grad is not None or v.changed()]
         first: list[Tensor] = [variable.targets[0] for variable in moved]
         for r in range(1, self.group.num_replicas if moved else 0):
             others: list[Tensor] = [variable.targets[r] for variable in moved]
@@ -204,8 +217,9 @@ class OptimizerMirror:
         if closure is not None or self._draws or has_hooks(args[0]):
             self._is_whole, self.step = True, step
             return
-        if self.group.is_one_device:
-            self._lend(0, step, may_draw=True)
+        if self._steps_once(args[0]):
+            self._step_first(args[0])
+            self._lend_nothing(step)
             return
         function = _raw_step(args[0])
         for replica_id in range(1, self.group.num_replicas):
@@ -251,6 +265,8 @@ class OptimizerMirror:
             replica.lent.remove(self)
             drawn = self._has_drawn(replica.replica_id)
             self.give_back()
+            if not replica.run.lockstep.takes_turns:
+                self._merge(replica, "the end of optimizer.step", lambda payloads: payloads)
             if drawn:
                 raise StrategyError(
                     "this optimizer's step draws random numbers, of which every replica would "
@@ -259,9 +275,7 @@ class OptimizerMirror:
             return
         was_lent = self._lent_to is not None
         self.give_back()
-        if was_lent and self.group.is_one_device:
-            self._follow()
-        elif was_lent:
+        if was_lent:
             for variable in self.parameters.variables:
                 variable.version = variable.copies[0]._version
 
@@ -274,18 +288,19 @@ class OptimizerMirror:
 
     def reclaim(self) -> None:
         """Takes back from a step of the same replica, or of the cross context, that raised."""
-        self._is_whole, self.step = False, None
         replica: Any = current.replica
         if replica is not None and replica.group is self.group:
             if self in replica.lent:
                 replica.lent.remove(self)
                 self.give_back()
-        elif self.group.running is None and self.is_lent:
+            return
+        self._is_whole, self.step = False, None
+        if self.group.running is None and self.is_lent:
             self.group.recover()
 
     def check(self, names: tuple[str, ...]) -> None:
         """Raises ReplicaMismatchError for state tensors that differ between replicas."""
-        self._refresh()
+        self._refresh(only_first=True)
         self.states.check(self.parameters.variables, names)
 
     @property
@@ -306,9 +321,9 @@ class OptimizerMirror:
         optimizer.state = self.states.shared
         self._alone.release()
 
-    def _lend(self, replica_id: int, step: FrameType, *, may_draw: bool = False) -> None:
+    def _lend(self, replica_id: int, step: FrameType) -> None:
         self._lend_out(replica_id, self._lent_groups[replica_id], self.states.of(replica_id), step)
-        self._random = None if may_draw else random_state(self.group.devices[replica_id])
+        self._random = random_state(self.group.devices[replica_id])
 
     def _lend_nothing(self, step: FrameType) -> None:
         """Lends groups without parameters, for the steps of those who have been stepped."""
@@ -341,6 +356,8 @@ class OptimizerMirror:
                 {**options, "params": of_replica(options["params"], r)} for options in self._groups
             ]
         self.states.read(optimizer)
+        if not only_first:
+            self.states.catch_up()  # before the first one steps
 
     def _keep_what_the_first_wrote(self) -> None:
         for options, lent in zip(self._groups, self._lent_groups[0], strict=True):
@@ -371,7 +388,3 @@ def _raw_step(optimizer: Optimizer) -> Callable[..., Any]:
     function = type(optimizer).step
     raw: Callable[..., Any] = getattr(function, "__wrapped__", function)
     return raw
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")

@@ -100,12 +100,17 @@ class ReplicaStates:
 
     def of(self, replica_id: int) -> dict[Any, Any]:
         """Returns one replica's state, up to date."""
-        if replica_id > 0 and self._are_behind:
+        if replica_id > 0:
+            self.catch_up()
+        return self._by_replica[replica_id]
+
+    def catch_up(self) -> None:
+        """Copies the first replica's state to those that are behind."""
+        if self._are_behind:
             with self._copying:
                 if self._are_behind:
                     self._copy(0, range(1, self.group.num_replicas))
                     self._are_behind = False
-        return self._by_replica[replica_id]
 
     def read(self, optimizer: Optimizer) -> None:
         """Takes in what the cross-replica context may have changed."""

@@ -64,7 +64,9 @@ class MirroredStrategy:
             weighted by the replicas' numbers of examples, or ``"sum"``, as in tf.distribute.
         schedule: how replicas take turns: ``"lockstep"``, one at a time, deterministic (the
             default on CPU), or ``"staggered"``, the next one starts also when the current one
-            blocks on its device (the default on CUDA).
+            blocks on its device (the default on CUDA). Staggered simulated devices all run at
+            once and share the intra-op threads: faster where operations are large, and random
+            numbers are drawn in the order in which the replicas come.
 
     Raises:
         DeviceError: a device does not exist, or CPU is mixed with CUDA.
@@ -87,14 +89,16 @@ class MirroredStrategy:
         self._devices = resolve(devices)
         communicator = _communicator(backend, self._devices, options)
         self._backend = communicator.name
-        staggered = schedule == "staggered"
+        simulated = is_simulated(self._devices)
         if schedule == "auto":
-            staggered = not is_simulated(self._devices)
+            schedule = "lockstep" if simulated else "staggered"
+        elif schedule == "staggered" and simulated:
+            schedule = "concurrent"
         self._group = ReplicaGroup(
             self._devices,
             communicator,
             strategy=self,
-            staggered=staggered,
+            schedule=schedule,
             weighted=gradient_reduction == "mean",
             bytes_per_pack=options.bytes_per_pack,
             timeout_seconds=options.timeout_seconds,
