@@ -20,12 +20,6 @@ for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per 
 
 So nothing but the determinism of the simulation may rest on "only one runs".
 
-[Note: Waking up]
-A sleeping thread is woken on an idle CPU, which takes 20 us and more to get going, and finds cold
-caches there. Taking turns needs one CPU only, so under ``"lockstep"`` a replica waits with its
-affinity set to the caller's CPU and gets its own back when it is woken: a turn costs 6 us instead
-of 27. What it computes, and the workers it starts, may use every CPU as before.
-
 Because everybody's state is known here, divergence is seen, not suffered: when all have stopped
 and they do not stand at one point, the run fails with the line where each stands.
 """
@@ -33,20 +27,19 @@ and they do not stand at one point, the run fails with the line where each stand
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
-from mirror.replica.merge_point import MergePoint, Released
-from mirror.replica.stack import frame_of, user_line
+from mirror.replica.merge_point import MergePoint, Raised, Released
+from mirror.replica.stack import add_note, frame_of, user_line
+from mirror.replica.wake import closed_gate, current_cpu, wait_near
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
 BLOCKED_AFTER_SECONDS = 0.0003
@@ -77,8 +70,8 @@ class Lockstep:
         self._is_concurrent = schedule == "concurrent"
         self._timeout_seconds = timeout_seconds
         self._mutex = threading.Lock()
-        self._finished = threading.Semaphore(0)
-        self._turns = [_closed_gate() for _ in names]
+        self._finished = closed_gate()
+        self._turns = [closed_gate() for _ in names]
         self._threads: dict[int, threading.Thread] = {}
         self._cpu: int | None = None
         self._begin_run({})
@@ -129,7 +122,8 @@ class Lockstep:
         failure, failed_replica, results = self._failure, self._failed_replica, self._results
         self._begin_run({})  # keeps nothing of this run alive
         if failure is not None:
-            self._annotate(failure, failed_replica)
+            if failed_replica is not None:
+                add_note(failure, f"in {self.names[failed_replica]}")
             try:
                 raise failure
             finally:
@@ -153,7 +147,7 @@ class Lockstep:
         if self._failure is not None or not self.usable:
             raise Released
         outcome = self._results.pop(replica_id)
-        if isinstance(outcome, _Raised):
+        if isinstance(outcome, Raised):
             raise outcome.error
         return outcome
 
@@ -235,7 +229,7 @@ class Lockstep:
         try:
             self._results.update(action(payloads))
         except BaseException as error:
-            self._results.update(dict.fromkeys(payloads, _Raised(error)))
+            self._results.update(dict.fromkeys(payloads, Raised(error)))
         finally:
             self._acting = False
             self._mutex.acquire()
@@ -243,16 +237,7 @@ class Lockstep:
     # The threads.
 
     def _wait(self, replica_id: int) -> None:
-        """Waits for the turn. See [Note: Waking up]."""
-        if self._cpu is None:
-            self._turns[replica_id].acquire()
-            return
-        allowed = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {self._cpu} & allowed or allowed)
-        try:
-            self._turns[replica_id].acquire()
-        finally:
-            os.sched_setaffinity(0, allowed)
+        wait_near(self._turns[replica_id], self._cpu)
 
     def _run_here(self, replica_id: int) -> None:
         """Runs the first replica in the caller's thread, and waits for the others."""
@@ -324,27 +309,17 @@ class Lockstep:
         try:
             return {replica_id: task()}
         except BaseException as error:
-            self._annotate(error, replica_id)
+            add_note(error, f"in {self.names[replica_id]}")
             raise
-
-    def _annotate(self, failure: BaseException, replica_id: int | None) -> None:
-        if replica_id is not None:
-            note = f"in {self.names[replica_id]}"
-            notes = getattr(failure, "__notes__", [])
-            if note not in notes:
-                # Not add_note: Python 3.10 lacks it.
-                failure.__notes__ = [*notes, note]  # type: ignore[attr-defined]
 
     # The caller.
 
     def _await(self) -> None:
         """Waits until all replicas have ended; starts the next one, watches the clock."""
         if not self._staggered and self._timeout_seconds is None:
-            wait = None
-        elif self._staggered:
-            wait = BLOCKED_AFTER_SECONDS
+            wait = -1.0  # for ever
         else:
-            wait = self._timeout_seconds
+            wait = BLOCKED_AFTER_SECONDS if self._staggered else self._timeout_seconds or 0.0
         try:
             seen: object = None
             deadline = self._deadline()
@@ -421,30 +396,3 @@ class Lockstep:
                 what = "waits for its turn" if replica_id in self._runnable else "has returned"
             lines.append(f"  {self.names[replica_id]}: {what}")
         return "\n".join(lines)
-
-
-@dataclass(slots=True)
-class _Raised:
-    """The result of a merge whose action raised."""
-
-    error: BaseException
-
-
-def _closed_gate() -> threading.Lock:
-    gate = threading.Lock()
-    gate.acquire()
-    return gate
-
-
-def _cpu_finder() -> Callable[[], int | None]:
-    """Returns libc's ``sched_getcpu``; where there is none, nothing is known."""
-    if not hasattr(os, "sched_setaffinity"):
-        return lambda: None
-    try:
-        find: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
-    except (AttributeError, OSError):
-        return lambda: None
-    return find
-
-
-current_cpu = _cpu_finder()

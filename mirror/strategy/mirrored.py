@@ -194,8 +194,7 @@ class MirroredStrategy:
         active, weights = self._taking_part(args, kwargs)
 
         def call(replica_id: int) -> Any:
-            own = select(args, replica_id), select(kwargs, replica_id)
-            return fn(*own[0], **own[1])
+            return fn(*select(args, replica_id), **select(kwargs, replica_id))
 
         run = self._group.run(call, active, weights=weights)
         return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
