@@ -1,0 +1,101 @@
+"""Processes that stay and work on command, so that several of them can take turns in one run.
+
+Commands go to a process's standard input and answers come from its standard output, a line of
+JSON each. Only the standard library is needed: workers may run under another interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+
+class Residents:
+    """Processes that get every command together; use it as a context manager.
+
+    They start at once and load in parallel; the first ``ask`` waits for them.
+    """
+
+    def __init__(
+        self, commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None
+    ) -> None:
+        # Read after close(): they go with this object.
+        self._errors = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115
+        self._processes = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **(env or {})},
+            )
+            for command, errors in zip(commands, self._errors, strict=True)
+        ]
+
+    def ask(self, **command: object) -> list[Any]:
+        """Returns the answers of all processes, in order.
+
+        Raises:
+            RuntimeError: one of them failed; with what it wrote to its standard error.
+        """
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended; reading its answer tells why
+                process.stdin.write(json.dumps(command) + "\n")
+                process.stdin.flush()
+        return [self._answer(i) for i in range(len(self._processes))]
+
+    def _answer(self, i: int) -> Any:
+        stdout = self._processes[i].stdout
+        assert stdout is not None
+        line = stdout.readline()
+        if not line:
+            self.close()  # the others may wait for it
+            self._errors[i].seek(0)
+            name = " ".join(map(str, self._processes[i].args))  # type: ignore[union-attr]
+            raise RuntimeError(f"{name} failed:\n{self._errors[i].read()[-4000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Ends the processes; idempotent."""
+        for process in self._processes:
+            if process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()  # the end of its input ends it
+        for process in self._processes:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> Residents:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def serve(answer: Callable[[dict[str, Any]], object]) -> None:
+    """In a process: answers commands until its input ends.
+
+    What libraries print goes to the standard error, so that answers stay readable.
+    """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(line))) + "\n")
+        answers.flush()

@@ -1,0 +1,208 @@
+"""What ``train_step.py`` measured: tables, the ratios that are judged, and a plot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from cases import Case
+from contestants import WAYS, Contestant
+from timing import Samples
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant's step times in one case, a sample per round."""
+
+    case: Case
+    name: str
+    contestant: Contestant
+    samples: Samples
+
+    @property
+    def is_plain(self) -> bool:
+        return self.name.startswith("plain")
+
+    @property
+    def milliseconds(self) -> tuple[float, float, float]:
+        low, high = self.samples.spread
+        return 1e3 * self.samples.median, 1e3 * low, 1e3 * high
+
+    @property
+    def throughput(self) -> float:
+        return self.case.batch * self.case.per_example / self.samples.median
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "case": self.case.name,
+            "name": self.name,
+            "kind": self.contestant.kind,
+            "n": self.contestant.n,
+            "way": self.contestant.way,
+            "schedule": self.contestant.schedule,
+            "ms": self.milliseconds,
+            f"{self.case.unit}_per_second": self.throughput,
+            "seconds": self.samples.seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio that issue 6 sets a limit to.
+
+    Attributes:
+        ratio: of medians.
+        spread: the quartiles of the ratios round by round, or ``None`` for a single number.
+    """
+
+    what: str
+    ratio: float
+    spread: tuple[float, float] | None
+    at_most: float
+
+    @property
+    def missed(self) -> bool:
+        return self.ratio > self.at_most
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "what": self.what,
+            "ratio": self.ratio,
+            "quartiles": self.spread,
+            "at_most": self.at_most,
+            "missed": self.missed,
+        }
+
+
+# (the other contestant, its replicas or 1) -> {case: limit}, for mirrored with N = 2.
+LIMITS: dict[tuple[str, int], dict[str, float]] = {
+    ("DDP", 2): {"small-mlp": 0.55, "cnn": 1.0, "wide-mlp": 0.8, "transformer": 1.0},
+    ("plain", 1): {"cnn": 1.0, "wide-mlp": 1.35, "transformer": 1.1},
+    ("TensorFlow", 2): {"small-mlp": 0.7, "wide-mlp": 0.95},
+}
+LONG_STEP_SECONDS, LONG_STEP_LIMIT = 5e-3, 1.01
+ONE_REPLICA_LIMITS = {"small-mlp": 1.25}
+
+
+def targets_of(rows: Sequence[Row]) -> list[Target]:
+    """Returns the judged ratios that these rows can tell, each for the better schedule."""
+    names = dict.fromkeys(row.case.name for row in rows)
+    return [
+        target
+        for name in names
+        for target in _targets_of_case([row for row in rows if row.case.name == name])
+    ]
+
+
+def _targets_of_case(rows: Sequence[Row]) -> Iterator[Target]:
+    by_name = {row.name: row for row in rows}
+    case, plain = rows[0].case.name, by_name["plain 1"]
+    for way in WAYS:
+        one = _better(rows, way, 1)
+        if one is not None:
+            limit = ONE_REPLICA_LIMITS.get(case)
+            if plain.samples.median >= LONG_STEP_SECONDS:
+                limit = LONG_STEP_LIMIT
+            # In the same process: that two processes differ by a percent is chance.
+            other = by_name[f"plain beside {one.name}"]
+            yield from _target(f"{case}: N = 1 / plain loop", way, one, other, limit)
+        two = _better(rows, way, 2)
+        for (kind, n), limits in LIMITS.items():
+            other = by_name.get(f"{kind} {n}")
+            if two is not None and other is not None:
+                what = f"{case}: N = 2 / {kind}{' loop' if n == 1 else f' {n}'}"
+                yield from _target(what, way, two, other, limits.get(case))
+
+
+def _better(rows: Iterable[Row], way: str, n: int) -> Row | None:
+    found = [
+        row
+        for row in rows
+        if not row.is_plain and row.contestant.way == way and row.contestant.n == n
+    ]
+    return min(found, key=lambda row: row.samples.median, default=None)
+
+
+def _target(what: str, way: str, row: Row, other: Row, limit: float | None) -> Iterator[Target]:
+    if limit is not None:
+        ratio = row.samples.median / other.samples.median
+        spread = row.samples.over(other.samples).spread
+        yield Target(f"{what}; way {WAYS[way]}; {row.contestant.schedule}", ratio, spread, limit)
+
+
+def target_table(targets: Sequence[Target]) -> str:
+    lines = ["| ratio | at most | measured | quartiles | |", "|---|---|---|---|---|"]
+    for target in targets:
+        spread = "" if target.spread is None else "{:.3f} to {:.3f}".format(*target.spread)
+        lines.append(
+            f"| {target.what} | {target.at_most:g} | {target.ratio:.3f} | {spread} "
+            f"| {'MISSED' if target.missed else 'ok'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def case_table(rows: Sequence[Row]) -> str:
+    """Returns the step times of one case; the loops beside a replica are one row."""
+    case = rows[0].case
+    plain = rows[0].samples.median
+    lines = [
+        f"| {case.name}, batch {case.batch} | ms (median) | quartiles | {case.unit}/s | / plain |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.is_plain and row is not rows[0]:
+            continue
+        middle, low, high = row.milliseconds
+        lines.append(
+            f"| {row.name} | {middle:.3f} | {low:.3f} to {high:.3f} | {row.throughput:,.0f} "
+            f"| {row.samples.median / plain:.3f} |"
+        )
+    beside = [row.samples.median for row in rows[1:] if row.is_plain]
+    if beside:
+        lines.append(
+            f"| plain, beside N = 1 in its process | {1e3 * median(beside):.3f} | "
+            f"{1e3 * min(beside):.3f} to {1e3 * max(beside):.3f} (all) | | "
+            f"{median(beside) / plain:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: str, rows: Sequence[Row]) -> None:
+    """Draws step time over the number of replicas, a panel for each case.
+
+    The better schedule stands for a way.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.exit("--plot needs matplotlib; run: pip install 'mirror-strategy[bench]'")
+    cases = list(dict.fromkeys(row.case.name for row in rows))
+    figure = Figure(figsize=(4.2 * len(cases), 4), layout="constrained")
+    panels = figure.subplots(1, len(cases), squeeze=False)[0]
+    for panel, name in zip(panels, cases, strict=True):
+        here = [row for row in rows if row.case.name == name]
+        panel.set(title=name, xlabel="replicas", ylabel="ms per step", xscale="log", yscale="log")
+        panel.axhline(here[0].milliseconds[0], color="gray", label="plain loop, one device")
+        for label, points in _lines(here):
+            panel.plot(*zip(*points, strict=True), marker=".", label=label)
+        counts = sorted({row.contestant.n for row in here})
+        panel.set_xticks(counts, map(str, counts))
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[int, float]]]]:
+    counts = sorted({row.contestant.n for row in rows})
+    for way, label in WAYS.items():
+        best = [(n, _better(rows, way, n)) for n in counts]
+        points = [(n, row.milliseconds[0]) for n, row in best if row is not None]
+        if points:
+            yield f"mirror: way {label}", points
+    for kind in ("DDP", "DataParallel", "TensorFlow"):
+        points = [(r.contestant.n, r.milliseconds[0]) for r in rows if r.contestant.kind == kind]
+        if points:
+            yield kind, points
