@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from models import batch_of, build, loss_of
 from resident import serve
 from timing import seconds_of
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from mirror import MirroredStrategy
 
 FIRST_STEPS = 3
 Step = Callable[[], Tensor]
@@ -100,58 +103,72 @@ class Contestant:
         return self._loop(nn.parallel.DistributedDataParallel(model, device_ids=ids), part)
 
     def _loop(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Step:
-        """The loop everybody writes: on one device, and with way 1 on several."""
-        x, y = (tensor.to(self._devices[0]) for tensor in batch)
-        optimizer = sgd(model)
-
-        def step() -> Tensor:
-            loss = loss_of(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return self._seen(loss)
-
-        return step
+        x, y = batch
+        step = loop(model, x.to(self._devices[0]), y.to(self._devices[0]))
+        return lambda: self._seen(step())
 
     def _mirrored(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Step:
         import mirror
 
-        strategy = self._stack.enter_context(
-            mirror.MirroredStrategy(self._devices, schedule=self._options["schedule"])
-        )
-        strategy.mirror(model)
-        if self._options["way"] == "transparent":
-            return self._loop(model, batch)
-        optimizer = sgd(model)
-        (parts,) = strategy.distribute_dataset([batch])
-
-        def forward(part: tuple[Tensor, Tensor]) -> Tensor:
-            x, y = part
-            return loss_of(model(x), y)
-
-        def forward_in_run() -> Tensor:
-            loss = strategy.reduce("mean", strategy.run(forward, args=(parts,)))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return self._seen(loss)
-
-        def train(part: tuple[Tensor, Tensor]) -> Tensor:
-            loss = forward(part)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        def step_in_run() -> Tensor:
-            return self._seen(strategy.reduce("mean", strategy.run(train, args=(parts,))))
-
-        return {"forward": forward_in_run, "step": step_in_run}[self._options["way"]]
+        schedule = self._options["schedule"]
+        strategy = mirror.MirroredStrategy(self._devices, schedule=schedule)
+        self._stack.enter_context(strategy)
+        step = mirrored_step(strategy, self._options["way"], model, batch)
+        return lambda: self._seen(step())
 
     def _seen(self, loss: Tensor) -> Tensor:
         if self._options.get("read_loss"):
             loss.item()
+        return loss
+
+
+def loop(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """The loop everybody writes: on one device, and with way 1 on several."""
+    optimizer = sgd(model)
+
+    def step() -> Tensor:
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
         return loss.detach()
+
+    return step
+
+
+def mirrored_step(
+    strategy: MirroredStrategy, way: str, model: nn.Module, batch: tuple[Tensor, ...]
+) -> Step:
+    """Returns a step in one of the three ways; mirrors the model."""
+    strategy.mirror(model)
+    if way == "transparent":
+        x, y = (tensor.to(strategy.devices[0]) for tensor in batch)
+        return loop(model, x, y)
+    optimizer = sgd(model)
+    (parts,) = strategy.distribute_dataset([batch])
+
+    def forward(part: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = part
+        return loss_of(model(x), y)
+
+    def forward_in_run() -> Tensor:
+        loss = strategy.reduce("mean", strategy.run(forward, args=(parts,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def train(part: tuple[Tensor, Tensor]) -> Tensor:
+        loss = forward(part)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def step_in_run() -> Tensor:
+        return strategy.reduce("mean", strategy.run(train, args=(parts,)))
+
+    return {"forward": forward_in_run, "step": step_in_run}[way]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
