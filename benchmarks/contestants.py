@@ -113,15 +113,16 @@ class Field:
         return self.devices[0] != "cpu"
 
     def _distinct(self, n: int) -> bool:
-        return not self._on_gpus or len(set(self._places(n))) == n
+        return not self._on_gpus or len(set(self.places(n))) == n
 
-    def _places(self, n: int) -> list[str]:
+    def places(self, n: int) -> list[str]:
+        """Returns the devices of ``n`` replicas."""
         return [self.devices[i % len(self.devices)] for i in range(n)]
 
     def _one_process(self, kind: str, n: int, way: str = "", schedule: str = "") -> Contestant:
         worker: dict[str, Any] = {
             "kind": kind,
-            "devices": self._places(n),
+            "devices": self.places(n),
             "threads": self.threads,
             "read_loss": self.read_loss,
         }
@@ -143,7 +144,7 @@ class Field:
                 "num_ranks": n,
                 "store": store,
             }
-            for rank, place in enumerate(self._places(n))
+            for rank, place in enumerate(self.places(n))
         )
         return Contestant("DDP", n, workers)
 

@@ -54,8 +54,7 @@ FILES = {
     ),
     "optimizer": ("replica/optimizer",),
 }
-LIMIT_MS = 0.7
-PROFILED_STEPS = 10
+LOOKS, PROFILED_STEPS = 5, 5
 
 
 class Plain:
@@ -122,7 +121,7 @@ def _part_of(code: object) -> str:
     return next((p for p, starts in FILES.items() if place.startswith(starts)), "coherence")
 
 
-def measure(replicas: Sequence[int], rounds: int) -> dict[str, object]:
+def measure(replicas: Sequence[int], ways: Sequence[str], rounds: int) -> dict[str, object]:
     """Returns, for each number of replicas, what a step takes and what is beyond plain PyTorch."""
     counts = sorted({1, *replicas})
     candidates: dict[str, Callable[[], object]] = {}
@@ -133,7 +132,7 @@ def measure(replicas: Sequence[int], rounds: int) -> dict[str, object]:
         plain.updates()  # makes the momentum, and leaves no gradients
         candidates[f"passes {n}"] = plain.passes
         candidates[f"updates {n}"] = plain.updates
-        for way in WAYS:
+        for way in ways:
             strategies.append(mirror.MirroredStrategy(["cpu"] * n))
             candidates[f"{way} {n}"] = mirrored_step(strategies[-1], way, build(THIN), _batch(n))
     times = interleaved(candidates, rounds=rounds)
@@ -142,11 +141,13 @@ def measure(replicas: Sequence[int], rounds: int) -> dict[str, object]:
     return {
         "per_replica_batch": THIN.batch,
         "parameters": sum(1 for _ in build(THIN).parameters()),
-        "ways": {way: [_row(times, way, n) for n in counts] for way in WAYS},
+        "ways": {
+            way: [_row(times, way, n, looks=min(rounds, LOOKS)) for n in counts] for way in ways
+        },
     }
 
 
-def _row(times: Mapping[str, Samples], way: str, n: int) -> dict[str, object]:
+def _row(times: Mapping[str, Samples], way: str, n: int, *, looks: int) -> dict[str, object]:
     def added(*names: str) -> list[float]:
         """The median and quartiles of what each added replica takes beyond the named, in ms."""
         columns = [times[f"{name} {m}"].seconds for m in (n, 1) for name in (way, *names)]
@@ -174,11 +175,11 @@ def _row(times: Mapping[str, Samples], way: str, n: int) -> dict[str, object]:
         "plain_updates_ms": 1e3 * times[f"updates {n}"].median,
         "beyond_passes_ms": added("passes") if n > 1 else None,
         "beyond_passes_and_updates_ms": added("passes", "updates") if n > 1 else None,
-        "split": _split(way, n),
+        "split": _split(way, n, looks),
     }
 
 
-def _split(way: str, n: int) -> dict[str, float] | None:
+def _split(way: str, n: int, looks: int) -> dict[str, float] | None:
     """Returns each part's share of a step, the median of several looks."""
     if sys.version_info >= (3, 12):
         return None  # there cProfile sees one thread at a time
@@ -186,8 +187,8 @@ def _split(way: str, n: int) -> dict[str, float] | None:
     with mirror.MirroredStrategy(["cpu"] * n) as strategy:
         step = mirrored_step(strategy, way, build(THIN), _batch(n))
         _repeat(step, 3)
-        looks = [split.of(step) for _ in range(5)]
-    return {part: statistics.median(look[part] for look in looks) for part in PARTS}
+        found = [split.of(step) for _ in range(looks)]
+    return {part: statistics.median(shares[part] for shares in found) for part in PARTS}
 
 
 def _batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,13 +230,11 @@ def table(found: dict[str, object]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host time of a step against the replicas.")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--json", metavar="FILE", help="for the numbers; -: the standard output")
+    parser.add_argument("--json", metavar="FILE", help="for the numbers")
     arguments = parser.parse_args()
-    found = measure(arguments.replicas, arguments.rounds)
-    if arguments.json == "-":
-        print(json.dumps(found))
-        return
+    found = measure(arguments.replicas, arguments.ways, arguments.rounds)
     print(table(found))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")

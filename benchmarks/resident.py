@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
@@ -26,8 +26,9 @@ class Residents:
     def __init__(
         self, commands: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None
     ) -> None:
-        # Read after close(): they go with this object.
-        self._errors = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115
+        self._stack = ExitStack()
+        files = (tempfile.TemporaryFile("w+") for _ in commands)  # noqa: SIM115
+        self._errors = [self._stack.enter_context(file) for file in files]
         self._processes = [
             subprocess.Popen(
                 command,
@@ -54,28 +55,28 @@ class Residents:
         return [self._answer(i) for i in range(len(self._processes))]
 
     def _answer(self, i: int) -> Any:
-        stdout = self._processes[i].stdout
-        assert stdout is not None
-        line = stdout.readline()
+        process, errors = self._processes[i], self._errors[i]
+        assert process.stdout is not None
+        line = process.stdout.readline()
         if not line:
+            _end(process)
+            errors.seek(0)
+            message = f"{' '.join(process.args)} failed:\n{errors.read()[-4000:]}"
             self.close()  # the others may wait for it
-            self._errors[i].seek(0)
-            name = " ".join(map(str, self._processes[i].args))  # type: ignore[union-attr]
-            raise RuntimeError(f"{name} failed:\n{self._errors[i].read()[-4000:]}")
+            raise RuntimeError(message)
         return json.loads(line)
 
     def close(self) -> None:
         """Ends the processes; idempotent."""
         for process in self._processes:
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    process.stdin.close()  # the end of its input ends it
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()  # the end of its input ends it
         for process in self._processes:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            _end(process)
+            assert process.stdout is not None
+            process.stdout.close()
+        self._stack.close()
 
     def __enter__(self) -> Residents:
         return self
@@ -87,6 +88,15 @@ class Residents:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Waits for a process that is about to end, but not for ever."""
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def serve(answer: Callable[[dict[str, Any]], object]) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from cases import Case
 from contestants import WAYS, Contestant
@@ -82,6 +83,7 @@ LIMITS: dict[tuple[str, int], dict[str, float]] = {
     ("plain", 1): {"cnn": 1.0, "wide-mlp": 1.35, "transformer": 1.1},
     ("TensorFlow", 2): {"small-mlp": 0.7, "wide-mlp": 0.95},
 }
+HOST_LIMIT_MS, MEMORY_LIMIT = 0.7, 1.1
 LONG_STEP_SECONDS, LONG_STEP_LIMIT = 5e-3, 1.01
 ONE_REPLICA_LIMITS = {"small-mlp": 1.25}
 
@@ -103,7 +105,7 @@ def _targets_of_case(rows: Sequence[Row]) -> Iterator[Target]:
         one = _better(rows, way, 1)
         if one is not None:
             limit = ONE_REPLICA_LIMITS.get(case)
-            if plain.samples.median >= LONG_STEP_SECONDS:
+            if limit is None and plain.samples.median >= LONG_STEP_SECONDS:
                 limit = LONG_STEP_LIMIT
             # In the same process: that two processes differ by a percent is chance.
             other = by_name[f"plain beside {one.name}"]
@@ -114,6 +116,35 @@ def _targets_of_case(rows: Sequence[Row]) -> Iterator[Target]:
             if two is not None and other is not None:
                 what = f"{case}: N = 2 / {kind}{' loop' if n == 1 else f' {n}'}"
                 yield from _target(what, way, two, other, limits.get(case))
+
+
+def host_targets(found: dict[str, Any]) -> list[Target]:
+    """Returns the host work of an added replica, in ms, that ``host_time.py`` found."""
+    targets = []
+    for way, rows in found["ways"].items():
+        last = max(rows, key=lambda row: row["n"])
+        for key, beyond in (
+            ("beyond_passes_and_updates_ms", "forward, backward, zero_grad and step"),
+            ("beyond_passes_ms", "forward and backward alone"),
+        ):
+            what = f"host ms per added replica beyond its {beyond}; N = {last['n']}"
+            middle, low, high = last[key]
+            targets.append(Target(f"{what}; way {WAYS[way]}", middle, (low, high), HOST_LIMIT_MS))
+    return targets
+
+
+def memory_targets(found: Sequence[dict[str, Any]]) -> list[Target]:
+    """Returns the ratios that ``peak_memory.py`` found."""
+    return [
+        Target(
+            f"{row['case']}: peak memory, N = {row['n']} / {row['n']} x one device; "
+            f"way {WAYS[row['way']]}",
+            row["ratio"],
+            None,
+            MEMORY_LIMIT,
+        )
+        for row in found
+    ]
 
 
 def _better(rows: Iterable[Row], way: str, n: int) -> Row | None:

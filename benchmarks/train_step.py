@@ -4,6 +4,8 @@ Every contestant keeps processes of its own and waits while another has its turn
 each one turn, and ratios are taken within one run. All get the same model, optimizer, global
 batch and total number of threads.
 
+Afterwards ``host_time.py`` and ``peak_memory.py`` run, unless --parts leaves them out.
+
     python benchmarks/train_step.py --tensorflow tf/bin/python --json FILE --plot FILE.png
 """
 
@@ -14,28 +16,45 @@ import json
 import math
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import peak_memory
 import torch
 from cases import CASES, Case
 from contestants import PEERS, SCHEDULES, WAYS, Contestant, Field, started
 from resident import Residents
 from timing import Elsewhere, interleaved
-from train_report import Row, case_table, plot, target_table, targets_of
+from train_report import (
+    Row,
+    case_table,
+    host_targets,
+    memory_targets,
+    plot,
+    target_table,
+    targets_of,
+)
 
+PARTS = ("steps", "host", "memory")
 TURN_SECONDS = 0.05
 SAME_LOSS = 1e-3
+BUSY_LOAD = 0.5
 QUICK = {
     "cases": ["small-mlp"],
     "replicas": [1, 2],
-    "ways": ["transparent", "step"],
+    "ways": ["step"],
     "schedules": ["lockstep"],
-    "rounds": 3,
+    "rounds": 2,
+    "host_replicas": [1, 2],
+    "memory_cases": ["small-mlp"],
+    "memory_replicas": 2,
 }
 
 
@@ -54,9 +73,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     environment = _environment(arguments)
     print("\n".join(f"{name}: {value}" for name, value in environment.items()))
+    if os.getloadavg()[0] > BUSY_LOAD:
+        print("other work is running here; OpenMP's teams suffer more from it than single threads")
     left_out = list(field.left_out())
     print("".join(f"left out: {reason}\n" for reason in left_out), flush=True)
-    rows: list[Row] = []
+    rows = _steps(field, arguments) if "steps" in arguments.parts else []
+    targets = targets_of(rows)
+    host, memory = None, None
+    if "host" in arguments.parts:
+        host = _host_time(arguments)
+        targets += host_targets(host)
+    if "memory" in arguments.parts:
+        memory = peak_memory.measure(
+            arguments.memory_cases,
+            arguments.ways,
+            field.places(arguments.memory_replicas),
+            threads=arguments.threads,
+            repeats=min(peak_memory.REPEATS, arguments.rounds - 1),
+        )
+        print(peak_memory.table(memory))
+        targets += memory_targets(memory)
+    print(target_table(targets))
+    if arguments.json:
+        found = {
+            "environment": environment,
+            "left_out": left_out,
+            "rows": [row.as_json() for row in rows],
+            "host": host,
+            "memory": memory,
+            "targets": [target.as_json() for target in targets],
+        }
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.plot:
+        plot(arguments.plot, rows)
+    return int(any(target.missed for target in targets))
+
+
+def _steps(field: Field, arguments: argparse.Namespace) -> list[Row]:
+    rows = []
     with ExitStack() as stack:
         contestants = list(field.contestants())
         residents = started(stack, contestants)
@@ -64,19 +118,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured = _measure(CASES[name], contestants, residents, arguments.rounds)
             print(case_table(measured), flush=True)
             rows += measured
-    targets = targets_of(rows)
-    print(target_table(targets))
-    if arguments.json:
-        found = {
-            "environment": environment,
-            "left_out": left_out,
-            "rows": [row.as_json() for row in rows],
-            "targets": [target.as_json() for target in targets],
-        }
-        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
-    if arguments.plot:
-        plot(arguments.plot, rows)
-    return int(any(target.missed for target in targets))
+    return rows
+
+
+def _host_time(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what ``host_time.py`` finds in a process of its own, with one thread."""
+    program = [sys.executable, str(Path(__file__).with_name("host_time.py"))]
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        counts = map(str, arguments.host_replicas)
+        rounds = str(arguments.rounds)
+        program += ["--ways", *arguments.ways, "--replicas", *counts]
+        program += ["--rounds", rounds, "--json", str(found)]
+        subprocess.run(program, check=True)
+        return json.loads(found.read_text())
 
 
 def _measure(
@@ -169,6 +224,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--read-loss", action="store_true", help="loss.item() in every step")
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--host-replicas", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N"
+    )
+    parser.add_argument(
+        "--memory-cases", nargs="+", choices=CASES, default=peak_memory.JUDGED, metavar="CASE"
+    )
+    parser.add_argument("--memory-replicas", type=int, default=4, metavar="N")
     parser.add_argument("--quick", action="store_true", help="to see that it works")
     parser.add_argument("--json", metavar="FILE", help="for the numbers")
     parser.add_argument("--plot", metavar="FILE", help="for a picture of the step times")
