@@ -53,5 +53,14 @@ CASES = {
             {"size": 32, "width": 32, "classes": 100},
             batch_statistics=True,
         ),
+        Case(
+            "resnet50-224",
+            "resnet50",
+            256,
+            {"size": 224, "width": 64, "classes": 1000},
+            batch_statistics=True,
+        ),
     )
 }
+FOR_GPUS = ("resnet50-224",)
+"""Too much for a CPU: measured when they are named."""

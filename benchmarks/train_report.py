@@ -23,6 +23,10 @@ class Row:
     samples: Samples
 
     @property
+    def on_cpu(self) -> bool:
+        return bool(self.contestant.workers[0]["devices"][0] == "cpu")
+
+    @property
     def is_plain(self) -> bool:
         return self.name.startswith("plain")
 
@@ -77,7 +81,7 @@ class Target:
         }
 
 
-# (the other contestant, its replicas or 1) -> {case: limit}, for mirrored with N = 2.
+# (the other contestant, its replicas or 1) -> {case: limit}, for mirrored with N = 2 on a CPU.
 LIMITS: dict[tuple[str, int], dict[str, float]] = {
     ("DDP", 2): {"small-mlp": 0.55, "cnn": 1.0, "wide-mlp": 0.8, "transformer": 1.0},
     ("plain", 1): {"cnn": 1.0, "wide-mlp": 1.35, "transformer": 1.1},
@@ -111,7 +115,7 @@ def _targets_of_case(rows: Sequence[Row]) -> Iterator[Target]:
             other = by_name[f"plain beside {one.name}"]
             yield from _target(f"{case}: N = 1 / plain loop", way, one, other, limit)
         two = _better(rows, way, 2)
-        for (kind, n), limits in LIMITS.items():
+        for (kind, n), limits in LIMITS.items() if rows[0].on_cpu else ():
             other = by_name.get(f"{kind} {n}")
             if two is not None and other is not None:
                 what = f"{case}: N = 2 / {kind}{' loop' if n == 1 else f' {n}'}"

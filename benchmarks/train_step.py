@@ -28,7 +28,7 @@ from typing import Any
 
 import peak_memory
 import torch
-from cases import CASES, Case
+from cases import CASES, FOR_GPUS, Case
 from contestants import PEERS, SCHEDULES, WAYS, Contestant, Field, started
 from resident import Residents
 from timing import Elsewhere, interleaved
@@ -205,7 +205,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="train", description="Step times of mirror beside what one would use instead."
     )
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    usual = [name for name in CASES if name not in FOR_GPUS]
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=usual, metavar="CASE")
     parser.add_argument(
         "--devices",
         nargs="+",

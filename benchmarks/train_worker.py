@@ -47,7 +47,9 @@ class Contestant:
         step = self._steps[command.get("of", "step")]
         step()  # caches and workers are another process's
         self._finish()
-        return seconds_of(partial(self._repeat, step, command["steps"])) / command["steps"]
+        seconds = seconds_of(partial(self._repeat, step, command["steps"]))
+        self._make_room()
+        return seconds / command["steps"]
 
     def _prepare(self, name: str) -> list[float]:
         """Makes the case's model in place of the one before; returns its first losses."""
@@ -65,7 +67,9 @@ class Contestant:
         self._steps["step"] = makers[self._options["kind"]](model, batch)
         if self._options.get("beside_plain"):
             self._steps["plain"] = self._plain(build(case), batch)
-        return [float(self._steps["step"]()) for _ in range(FIRST_STEPS)]
+        losses = [float(self._steps["step"]()) for _ in range(FIRST_STEPS)]
+        self._make_room()
+        return losses
 
     def _repeat(self, step: Step, count: int) -> None:
         for _ in range(count):
@@ -76,6 +80,11 @@ class Contestant:
         for device in set(self._devices):
             if torch.device(device).type == "cuda":
                 torch.cuda.synchronize(device)
+
+    def _make_room(self) -> None:
+        """Leaves a GPU's memory to the others until the next turn, but for the variables."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _plain(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Step:
         model.to(self._devices[0])
