@@ -204,19 +204,22 @@ def case_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(path: str, rows: Sequence[Row]) -> None:
-    """Draws step time over the number of replicas, a panel for each case.
+def plot(path: str, rows: Sequence[Row], host: dict[str, Any] | None) -> None:
+    """Draws step time over the number of replicas, a panel for each case, and the host's time.
 
-    The better schedule stands for a way.
+    The better schedule stands for a way; the last way that was measured for the host's time.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         sys.exit("--plot needs matplotlib; run: pip install 'mirror-strategy[bench]'")
     cases = list(dict.fromkeys(row.case.name for row in rows))
-    figure = Figure(figsize=(4.2 * len(cases), 4), layout="constrained")
-    panels = figure.subplots(1, len(cases), squeeze=False)[0]
-    for panel, name in zip(panels, cases, strict=True):
+    count = len(cases) + (host is not None)
+    if not count:
+        sys.exit("--plot: nothing to draw; add steps or host to --parts")
+    figure = Figure(figsize=(4.2 * count, 4), layout="constrained")
+    panels = list(figure.subplots(1, count, squeeze=False)[0])
+    for panel, name in zip(panels, cases, strict=False):
         here = [row for row in rows if row.case.name == name]
         panel.set(title=name, xlabel="replicas", ylabel="ms per step", xscale="log", yscale="log")
         panel.axhline(here[0].milliseconds[0], color="gray", label="plain loop, one device")
@@ -226,8 +229,29 @@ def plot(path: str, rows: Sequence[Row]) -> None:
         panel.set_xticks(counts, map(str, counts))
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0].legend(fontsize="small")
+    if cases:
+        panels[0].legend(fontsize="small")
+    if host is not None:
+        _draw_host(panels[-1], host)
     figure.savefig(path, dpi=120)
+
+
+def _draw_host(panel: Any, host: dict[str, Any]) -> None:
+    way, found = list(host["ways"].items())[-1]
+    title = f"host time, ResNet-50-shaped; way {WAYS[way]}"
+    panel.set(title=title, xlabel="replicas", ylabel="ms per step")
+    names = [str(row["n"]) for row in found]
+    plain = [row["plain_passes_ms"] + row["plain_updates_ms"] for row in found]
+    panel.plot(names, plain, color="black", marker=".", label="as many plain models")
+    if all(row["split"] for row in found):
+        below = [0.0] * len(found)
+        for part in found[0]["split"]:
+            heights = [row["ms"][0] * row["split"][part] for row in found]
+            panel.bar(names, heights, bottom=below, label=part)
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+    else:
+        panel.bar(names, [row["ms"][0] for row in found], label="mirrored")
+    panel.legend(fontsize="small")
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[int, float]]]]:

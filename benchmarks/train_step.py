@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("".join(f"left out: {reason}\n" for reason in left_out), flush=True)
     rows = _steps(field, arguments) if "steps" in arguments.parts else []
     targets = targets_of(rows)
-    host, memory = None, None
+    host: dict[str, Any] | None = None
+    memory: list[dict[str, object]] | None = None
     if "host" in arguments.parts:
         host = _host_time(arguments)
         targets += host_targets(host)
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
     if arguments.plot:
-        plot(arguments.plot, rows)
+        plot(arguments.plot, rows, host)
     return int(any(target.missed for target in targets))
 
 
