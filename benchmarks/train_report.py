@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -88,6 +87,7 @@ LIMITS: dict[tuple[str, int], dict[str, float]] = {
     ("TensorFlow", 2): {"small-mlp": 0.7, "wide-mlp": 0.95},
 }
 HOST_LIMIT_MS, MEMORY_LIMIT = 0.7, 1.1
+JUDGED_REPLICAS = 8
 LONG_STEP_SECONDS, LONG_STEP_LIMIT = 5e-3, 1.01
 ONE_REPLICA_LIMITS = {"small-mlp": 1.25}
 
@@ -126,7 +126,10 @@ def host_targets(found: dict[str, Any]) -> list[Target]:
     """Returns the host work of an added replica, in ms, that ``host_time.py`` found."""
     targets = []
     for way, rows in found["ways"].items():
-        last = max(rows, key=lambda row: row["n"])
+        several = [row for row in rows if 1 < row["n"] <= JUDGED_REPLICAS]
+        if not several:
+            continue
+        last = max(several, key=lambda row: row["n"])
         for key, beyond in (
             ("beyond_passes_and_updates_ms", "forward, backward, zero_grad and step"),
             ("beyond_passes_ms", "forward and backward alone"),
@@ -209,14 +212,12 @@ def plot(path: str, rows: Sequence[Row], host: dict[str, Any] | None) -> None:
 
     The better schedule stands for a way; the last way that was measured for the host's time.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("--plot needs matplotlib; run: pip install 'mirror-strategy[bench]'")
+    from matplotlib.figure import Figure
+
     cases = list(dict.fromkeys(row.case.name for row in rows))
     count = len(cases) + (host is not None)
     if not count:
-        sys.exit("--plot: nothing to draw; add steps or host to --parts")
+        return
     figure = Figure(figsize=(4.2 * count, 4), layout="constrained")
     panels = list(figure.subplots(1, count, squeeze=False)[0])
     for panel, name in zip(panels, cases, strict=False):

@@ -12,10 +12,12 @@ Afterwards ``host_time.py`` and ``peak_memory.py`` run, unless --parts leaves th
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -240,13 +242,29 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if "--quick" in (sys.argv[1:] if argv is None else argv):
         parser.set_defaults(**QUICK)
     arguments = parser.parse_args(argv)
+    if arguments.rounds < 2 or arguments.threads < 1:
+        parser.error("--rounds must be at least 2, --threads at least 1")
+    if min(*arguments.replicas, *arguments.host_replicas, arguments.memory_replicas) < 1:
+        parser.error("there is at least one replica")
     if arguments.devices == ["all"]:
         arguments.devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        if not arguments.devices:
-            parser.error("--devices all: there is no GPU")
-    if arguments.rounds < 2 or min(arguments.replicas) < 1 or arguments.threads < 1:
-        parser.error("--rounds must be at least 2, --replicas and --threads at least 1")
+    _check(arguments, parser)
     return arguments
+
+
+def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program now for what would end it after an hour."""
+    visible = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    strange = [name for name in arguments.devices if name not in (*visible, "cpu")]
+    if strange or not arguments.devices or len({name[:3] for name in arguments.devices}) > 1:
+        parser.error(f"--devices takes cpu, or some of the GPUs {visible}, or all for all of them")
+    if arguments.tensorflow and shutil.which(arguments.tensorflow) is None:
+        parser.error(f"--tensorflow: {arguments.tensorflow} is no program")
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib; run: pip install 'mirror-strategy[bench]'")
+    for file in filter(None, (arguments.json, arguments.plot)):
+        if not Path(file).absolute().parent.is_dir():
+            parser.error(f"the folder of {file} does not exist")
 
 
 if __name__ == "__main__":

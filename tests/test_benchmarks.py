@@ -89,6 +89,23 @@ def test_a_contestant_with_another_loss_is_not_timed(load):
         train_step._check_loss(cases["resnet50"], plain, float("nan"), 2.3)
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--devices cuda:99", "takes cpu, or some of the GPUs"),
+        ("--devices cpu cuda:0", "takes cpu, or some of the GPUs"),
+        ("--tensorflow /no/such/python", "/no/such/python is no program"),
+        ("--json /no/such/folder/found.json", "the folder of /no/such/folder/found.json"),
+        ("--rounds 1", "--rounds must be at least 2"),
+        ("--replicas 2 0", "at least one replica"),
+    ],
+)
+def test_what_cannot_end_well_does_not_begin(load, capsys, options, complaint):
+    with pytest.raises(SystemExit):
+        load("train_step")._arguments(options.split())
+    assert complaint in capsys.readouterr().err
+
+
 def test_a_ratio_is_of_medians_and_of_the_better_schedule(load):
     report, timing = load("train_report"), load("timing")
     field = load("contestants").Field(["cpu"], [2], ["step"], ["lockstep", "staggered"], [], 2)
