@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,13 @@ class Contestant:
     def name(self) -> str:
         return " ".join(filter(None, (self.kind, str(self.n), self.way, self.schedule)))
 
-    def start(self) -> Residents:
+    def start(self, folder: str) -> Residents:
+        """Starts its processes, which may meet in that folder."""
         program = "tensorflow_worker.py" if self.kind == "TensorFlow" else "train_worker.py"
+        store = str(Path(folder) / self.name.replace(" ", "-"))
         commands = [
-            [self.interpreter, str(HERE / program), json.dumps(worker)] for worker in self.workers
+            [self.interpreter, str(HERE / program), json.dumps({**worker, "store": store})]
+            for worker in self.workers
         ]
         # What OpenMP would take by itself is a team as large as the machine.
         return Residents(commands, env={"OMP_NUM_THREADS": str(self.workers[0]["threads"])})
@@ -131,8 +134,6 @@ class Field:
         return Contestant(kind, n, (worker,), way, schedule)
 
     def _processes(self, n: int) -> Contestant:
-        # The first process to come makes the file; nothing else goes into the folder.
-        store = str(Path(tempfile.mkdtemp(prefix="mirror-bench-")) / "store")
         threads = max(1, self.threads // n)
         workers = tuple(
             {
@@ -142,7 +143,6 @@ class Field:
                 "read_loss": self.read_loss,
                 "rank": rank,
                 "num_ranks": n,
-                "store": store,
             }
             for rank, place in enumerate(self.places(n))
         )
@@ -151,14 +151,5 @@ class Field:
 
 def started(stack: ExitStack, contestants: Sequence[Contestant]) -> dict[str, Residents]:
     """Starts all of them, by name, until the stack is left."""
-    for contestant in contestants:
-        store = contestant.workers[0].get("store")
-        if store:
-            stack.callback(_remove, Path(store))
-    return {c.name: stack.enter_context(c.start()) for c in contestants}
-
-
-def _remove(store: Path) -> None:
-    with suppress(FileNotFoundError):
-        store.unlink()
-    store.parent.rmdir()
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mirror-bench-"))
+    return {c.name: stack.enter_context(c.start(folder)) for c in contestants}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mirror.cli import main
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -77,6 +79,22 @@ def test_train_step_gives_everybody_turns_and_judges_the_ratios(tmp_path):
         assert two["split"]["launches"] > two["split"]["lockstep"]
     (memory,) = written["memory"]
     assert memory["ratio"] == memory["mirrored_mib"] / (2 * memory["one_mib"])
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "overhead", "train"])
+def test_mirror_bench_runs_the_program_with_its_options(monkeypatch, name):
+    asked = []
+
+    def start(command):
+        asked.extend(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr("mirror.cli.subprocess.run", start)
+    assert main(["bench", name, "--rounds", "5"]) == 3
+    assert asked[0] == sys.executable
+    assert Path(asked[1]).is_file()
+    assert Path(asked[1]).parent == ROOT / "benchmarks"
+    assert asked[2:] == ["--rounds", "5"]
 
 
 def test_a_contestant_with_another_loss_is_not_timed(load):
