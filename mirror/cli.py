@@ -1,4 +1,4 @@
-"""The command line: ``mirror demo``, ``mirror bench all-reduce``.
+"""The command line: ``mirror demo``, ``mirror bench train``.
 
 A command is a function that adds its parser, and one that runs it and imports what it needs.
 """
@@ -17,6 +17,8 @@ from mirror.errors import MirrorError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+_BENCHMARKS = {"all-reduce": "all_reduce.py", "overhead": "overhead.py", "train": "train_step.py"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,13 +70,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "bench", help="measure on this machine", description="Runs one of the benchmarks."
     )
-    parser.add_argument("what", choices=["all-reduce", "overhead"])
+    parser.add_argument("what", choices=sorted(_BENCHMARKS))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own")
     parser.set_defaults(command=_bench)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    name = args.what.replace("-", "_") + ".py"
+    name = _BENCHMARKS[args.what]
     script = Path(__file__).resolve().parents[1] / "benchmarks" / name
     if not script.exists():
         raise MirrorError(f"benchmarks/{name} comes with the source, not with an installed wheel")
