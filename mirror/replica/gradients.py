@@ -38,6 +38,7 @@ from mirror.errors import StrategyError
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
 from mirror.replica.variables import Variable, local_grad, set_local_grad
+from mirror.timeline import CROSS, REDUCTION
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -180,7 +181,9 @@ class Gradients:
             variables, columns = self._without_unusual(variables, columns, scale)
             targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
         if variables:
+            group.timeline.begin(CROSS, REDUCTION, f"gradients of {len(variables)} parameters")
             group.all_reduce_lists(columns, scale)
+            group.timeline.end(CROSS, REDUCTION)
             _run_hooks(variables, columns)
         for mine, reduced in zip(targets, columns, strict=True):
             _accumulate(mine, reduced)

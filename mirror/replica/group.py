@@ -22,16 +22,18 @@ from mirror.devices import (
     separate_streams,
     using,
 )
-from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.errors import StrategyError
 from mirror.replica.buffers import Buffer
 from mirror.replica.gradients import Gradients
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import ReplicaDict, is_watched, mirror_module, route_call
 from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
+from mirror.replica.passes import watch_passes
 from mirror.replica.recompute import NoMerges
 from mirror.replica.run import ReplicaContext, Run
 from mirror.replica.thread_state import ThreadState
-from mirror.replica.variables import Variable, same_bits
+from mirror.replica.variables import Variable
+from mirror.timeline import FORWARD, Timeline
 
 _groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 
@@ -78,6 +80,7 @@ class ReplicaGroup:
         self.running: Run | None = None
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
         self.lazy_lock = threading.Lock()
+        self.timeline = Timeline(self.names)
         # A single simulated device needs no moving of arguments and no splitting.
         self.is_one_device = len(set(self.devices)) == 1
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
@@ -94,8 +97,7 @@ class ReplicaGroup:
         self._generators = generators_of(self.devices)
         self._closed = False
         _groups.add(self)
-        if self.num_replicas > 1:
-            watch_optimizer_steps()
+        watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
 
     # What is mirrored
 
@@ -241,30 +243,10 @@ class ReplicaGroup:
         """Sums lists of tensors over the replicas, in place, through the communicator."""
         self.communicator.all_reduce_checked(lists, "sum", scale, self._bytes_per_pack)
 
-    def check(self) -> int:
-        """Compares all replicas bit for bit; returns the number of parameters.
-
-        Raises:
-            ReplicaMismatchError: naming the first variable and replica that differ.
-        """
-        self.prepare()
-        with torch.inference_mode(False), torch.no_grad():
-            self._compare()
-        parameters = (tensor() for tensor in self._owned.values())
-        return sum(isinstance(parameter, nn.Parameter) for parameter in parameters)
-
-    def _compare(self) -> None:
-        for variable in self.variables.values():
-            first = variable.targets[0]
-            for r, target in enumerate(variable.targets):
-                if not same_bits(first, target):
-                    raise ReplicaMismatchError(
-                        f"parameter {variable.name!r} differs on {self.names[r]} from "
-                        f"{self.names[0]}; replicas must hold the same bits: look for a write "
-                        "inside run that is not the same on all replicas"
-                    )
-        for optimizer in self.optimizers:
-            optimizer.check(self.names)
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters it owns, mirrored or the only replica's."""
+        tensors = (reference() for reference in self._owned.values())
+        return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
     # Running
 
@@ -307,6 +289,7 @@ class ReplicaGroup:
             for r, context in run.contexts.items()
         }
         self.running = run
+        self.timeline.use()
         try:
             run.results = lockstep.run(tasks)
             while self.swaps:
@@ -314,6 +297,7 @@ class ReplicaGroup:
             run.finish()
         except BaseException:
             self.running = outer
+            self.timeline.drop_open()
             self.recover()
             raise
         finally:
@@ -323,6 +307,8 @@ class ReplicaGroup:
         if self.num_replicas > 1:
             self.bring_along(run.active)
             self.settle()
+        if outer is None:
+            self.timeline.note_run()
         return run
 
     def recomputing(self, replica_id: int) -> ReplicaContext:
@@ -344,13 +330,15 @@ class ReplicaGroup:
         self, fn: Callable[[int], Any], context: ReplicaContext, state: ThreadState | None
     ) -> Callable[[], Any]:
         device, replica_id = context.device, context.replica_id
-        variables = copy_context()
+        variables, timeline = copy_context(), self.timeline
 
         def call() -> Any:
             enter(context.strategy, context)
+            timeline.begin(replica_id, FORWARD)
             try:
                 return fn(replica_id)
             finally:
+                timeline.end(replica_id, FORWARD)
                 leave()
                 context.release()
 

@@ -16,6 +16,7 @@ from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
 from mirror.replica.recompute import NoMerges
+from mirror.timeline import WAITING
 from mirror.values import regroup, select
 
 if TYPE_CHECKING:
@@ -101,7 +102,12 @@ class Run:
 
         point.action = act
         context.release()
-        return self.lockstep.merge(replica_id, point)
+        timeline = self.group.timeline
+        timeline.begin(replica_id, WAITING, point.operation)
+        try:
+            return self.lockstep.merge(replica_id, point)
+        finally:
+            timeline.end(replica_id, WAITING)
 
     def finish(self) -> None:
         """Reduces, or defers, the gradients that nobody has looked at."""

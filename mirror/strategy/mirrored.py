@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
 from mirror.devices import is_simulated, resolve
 from mirror.errors import BackendError, StrategyError, StructureError
+from mirror.replica.comparison import compare_replicas
 from mirror.replica.group import ReplicaGroup
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import recording
@@ -23,6 +25,7 @@ from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
 from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.options import CommunicationOptions
+from mirror.strategy.report import Report, report_of
 from mirror.values import (
     PerReplica,
     leaves_of,
@@ -94,6 +97,7 @@ class MirroredStrategy:
             schedule = "lockstep" if simulated else "staggered"
         elif schedule == "staggered" and simulated:
             schedule = "concurrent"
+        self._takes_turns = schedule == "lockstep"
         self._group = ReplicaGroup(
             self._devices,
             communicator,
@@ -314,7 +318,36 @@ class MirroredStrategy:
             ReplicaMismatchError: naming the first variable and replica that differ.
         """
         self._check_cross("check_replicas")
-        return self._group.check()
+        return compare_replicas(self._group)
+
+    def report(self) -> Report:
+        """Returns where the time of the last steps went, up to 1000 of them; printed, a table.
+
+        It is always measured, which costs some microseconds a step and replica.
+        """
+        replicas = self.num_replicas_in_sync
+        return report_of(self._group.timeline, replicas, takes_turns=self._takes_turns)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Writes what happens inside to ``path``, for chrome://tracing or ui.perfetto.dev.
+
+        One step is enough: the forward and backward passes of every replica, where it waits for
+        others, reductions, optimizer steps. ``otherData.hidden_share_of_communication`` is the
+        share of the reductions' time that backward passes hid. Times are the host's.
+
+        Raises:
+            StrategyError: called inside ``run``, or while another trace is taken.
+            OSError: the file cannot be written.
+        """
+        self._check_cross("trace")
+        timeline = self._group.timeline
+        timeline.use()
+        timeline.start_recording()
+        try:
+            yield
+        finally:
+            timeline.stop_recording(path)
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""
