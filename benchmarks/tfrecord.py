@@ -24,6 +24,7 @@ from mirror.data import FixedLenFeature, TFRecordDataset, TFRecordWriter, serial
 
 TARGET_MB_S = 150
 TARGET_BYTES = 100_000
+MAX_RECORDS = 10_000
 FEATURES = {"image": FixedLenFeature((), bytes), "label": FixedLenFeature((), np.int64)}
 
 
@@ -58,7 +59,7 @@ def measure(folder: Path, record_bytes: int, num_bytes: int, rounds: int) -> lis
     """Times the ways to read a file of examples whose records have about ``record_bytes``."""
     path = folder / f"{record_bytes}.tfrecord"
     generator = np.random.default_rng(0)
-    num_records = max(1, num_bytes // record_bytes)
+    num_records = min(max(1, num_bytes // record_bytes), MAX_RECORDS)
     overhead = len(_example(0, b"\x00" * max(1, record_bytes - 64))) - max(1, record_bytes - 64)
     with TFRecordWriter(path) as writer:
         for i in range(num_records):

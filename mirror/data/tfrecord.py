@@ -71,7 +71,7 @@ class RecordReader:
         self.record = record
         self.offset = offset
         self._compression = compression
-        self._ahead = b""  # bytes that a search has read, and that come next
+        self._ahead = io.BytesIO()  # what was read of a compressed file and put back
         self._lost = False
         self._ended = False
         self._file: _Input
@@ -140,8 +140,9 @@ class RecordReader:
 
         That is the next one where only data are damaged. Where a length is, nothing tells where
         the next record begins: the bytes that follow are searched for a length that its checksum
-        fits (by chance one place in 2**32 does). What lies between has no number. Behind damaged
-        compression, and behind a record that is cut off, is the end.
+        fits (by chance one place in 2**32 does). What lies between has no number. A record that
+        is cut off is the end, and so is damaged compression, which takes up to 256 KiB of the
+        records before it along.
         """
         if self._lost:
             self._lost = False
@@ -162,7 +163,7 @@ class RecordReader:
         length = _length_in(header)
         if length is None:
             self._lost = True
-            self._ahead = header + self._ahead
+            self._put_back(header)
             raise _length_error(self.path, self.record, self.offset)
         return length
 
@@ -177,20 +178,19 @@ class RecordReader:
                 return
             found = _find_length(window)
             if found is not None:
-                self._ahead = window[found:] + self._ahead
+                self._put_back(window[found:])
                 self.offset += found
                 return
             kept = HEADER.size - 1
-            self._ahead = window[-kept:] + self._ahead
+            self._put_back(window[-kept:])
             self.offset += len(window) - kept
 
     def _take(self, size: int) -> bytes:
         """Returns the next ``size`` bytes, fewer at the end of the file."""
         pieces = []
-        if self._ahead:
-            pieces.append(self._ahead[:size])
-            self._ahead = self._ahead[size:]
-            size -= len(pieces[0])
+        if ahead := self._ahead.read(size):
+            pieces.append(ahead)
+            size -= len(ahead)
         try:
             while size and (piece := self._file.read(min(size, MAX_READ_BYTES))):
                 pieces.append(piece)
@@ -206,9 +206,16 @@ class RecordReader:
             ) from error
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def _put_back(self, data: bytes) -> None:
+        """Makes the bytes taken last the next ones again."""
+        if self._compression is None:
+            self._file.seek(-len(data), os.SEEK_CUR)
+        else:
+            self._ahead = io.BytesIO(data + self._ahead.read())
+
     def _pass_over(self, size: int) -> bool:
         """Goes ``size`` bytes on; returns False, and stops anywhere, if there are fewer."""
-        if self._compression is None and not self._ahead:
+        if self._compression is None:
             if self._file.tell() + size > self._num_bytes:
                 return False
             self._file.seek(size, os.SEEK_CUR)

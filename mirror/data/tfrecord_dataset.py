@@ -26,7 +26,7 @@ MAX_OPEN_FILES = 128
 
 
 class _Part(NamedTuple):
-    """The files, and of their records counted through, every which one an iteration yields."""
+    """What an iteration yields: of every ``file_step``-th file each ``record_step``-th record."""
 
     first_file: int
     file_step: int
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """Between two records: in a file, before its record at an offset; ``number`` counts all."""
+    """A place before a record of a file; ``number`` counts the records through all files."""
 
     file: int = 0
     record: int = 0

@@ -124,10 +124,12 @@ def test_a_search_finds_records_of_no_bytes_and_among_zeros(read):
 
 def test_a_search_goes_on_over_its_window(read, monkeypatch):
     monkeypatch.setattr("mirror.data.tfrecord.SCAN_BYTES", 64)
-    found = read(damaged(framed(TEN), 0, 5 * SIZE + 8, 6 * SIZE + 3))
-    assert records(found) == [*TEN[1:5], *TEN[7:]]
-    # What a search goes over has no number.
-    assert places(found) == [(0, 0), (4, 5 * SIZE)]
+    data = damaged(framed(TEN), 0, 5 * SIZE + 8, 6 * SIZE + 3)
+    for compression, compress in COMPRESS.items():
+        found = read(compress(data), compression)
+        assert records(found) == [*TEN[1:5], *TEN[7:]]
+        # What a search goes over has no number.
+        assert places(found) == [(0, 0), (4, 5 * SIZE)]
 
 
 def test_damage_of_data_behind_a_search_is_found_too(read):
