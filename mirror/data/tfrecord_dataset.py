@@ -233,7 +233,10 @@ class TFRecordDataset(Dataset[Any]):
                     self._position = _Position(file, reader.record, reader.offset, number)
                     if isinstance(data, bytes):
                         yield self._convert(data, file, record, offset)
-        self._position = _Position()
+        # A worker at the end of its share waits for the others, and resumed has nothing to give;
+        # without workers it is the end of the epoch, and the next one is whole.
+        worker = get_worker_info()
+        self._position = _Position(file=len(self.paths), number=number) if worker else _Position()
 
     def _part(self) -> _Part:
         num_shards, shard = self._shard
@@ -261,8 +264,9 @@ class TFRecordDataset(Dataset[Any]):
     def state_dict(self) -> dict[str, int]:
         """Returns how far the latest iteration of this very object has come.
 
-        The next iteration after ``load_state_dict`` goes on with the next record. With worker
-        processes it is their copies that are iterated, and have the state.
+        The next iteration after ``load_state_dict`` goes on with the next record; after a whole
+        iteration it is whole. With worker processes it is their copies that are iterated, and
+        have the state: a loader that saves it is torchdata's ``StatefulDataLoader``.
         """
         return {**self._position._asdict(), **(self._last_part or self._part())._asdict()}
 
@@ -273,7 +277,7 @@ class TFRecordDataset(Dataset[Any]):
             ValueError: the state is that of another dataset or shard.
         """
         names = {*_Position._fields, *_Part._fields}
-        if set(state) != names or not 0 <= state["file"] < len(self.paths):
+        if set(state) != names or not 0 <= state["file"] <= len(self.paths):
             raise ValueError(
                 f"this is no state of a TFRecordDataset of {len(self.paths)} files: {dict(state)}"
             )

@@ -512,7 +512,11 @@ def test_a_worker_resumes_its_own_state_only(tmp_path, as_worker, compression):
     records = iter(dataset)
     assert [next(records), next(records)] == whole[:2]
     state = dataset.state_dict()
-    records.close()
+    assert list(records) == whole[2:]
+    at_its_end = dataset.state_dict()
+    dataset.load_state_dict(at_its_end)
+    assert list(iter(dataset)) == []
+    assert list(iter(dataset)) == whole
     dataset.load_state_dict(state)
     assert list(iter(dataset)) == whole[2:]
     for worker_id, num_workers in ((1, 2), (0, 3), (None, None)):
@@ -522,7 +526,27 @@ def test_a_worker_resumes_its_own_state_only(tmp_path, as_worker, compression):
             next(iter(dataset))
 
 
-@pytest.mark.parametrize("change", [{"file": 5}, {"file": -1}, {"more": 0}])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("compression", [None, "GZIP"])
+def test_torchdatas_loader_resumes_after_every_batch(tmp_path, compression):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    dataset = TFRecordStream(write(tmp_path, compression), compression)
+
+    def loader():
+        options = {"num_workers": 2, "multiprocessing_context": "fork"}
+        return stateful.StatefulDataLoader(dataset, batch_size=2, **options)
+
+    whole = list(loader())
+    assert sorted((record for batch in whole for record in batch), key=int) == ALL
+    for count in range(len(whole)):
+        first, second = loader(), loader()
+        batches = iter(first)
+        assert [next(batches) for _ in range(count)] == whole[:count]
+        second.load_state_dict(first.state_dict())
+        assert list(second) == whole[count:]
+
+
+@pytest.mark.parametrize("change", [{"file": 6}, {"file": -1}, {"more": 0}])
 def test_a_foreign_state_is_refused(paths, change):
     dataset = TFRecordDataset(paths)
     with pytest.raises(ValueError, match="no state of a TFRecordDataset of 5 files"):
