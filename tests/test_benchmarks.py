@@ -265,3 +265,23 @@ elif "--json" in asked:
         assert result.returncode == 2
         assert "is not empty" in result.stderr
         assert older.read_text() == "older"
+
+
+def test_tfrecord_compares_the_ways_to_read_with_plain_reads(tmp_path):
+    found = tmp_path / "found.json"
+    options = "--record-bytes 300 --file-bytes 3000 --rounds 2 --json".split()
+    result = subprocess.run(
+        [sys.executable, "benchmarks/tfrecord.py", *options, str(found)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(found.read_text())
+    assert rows[0]["over_plain"] == [1, 1, 1]
+    names = ["plain read", "in order", "in order, parsed", "by number, shuffled", "index"]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        assert f"| 300 B | {row['name']} |" in result.stdout
+        assert 0 < row["mb_per_second"][1] <= row["mb_per_second"][0] <= row["mb_per_second"][2]
