@@ -131,7 +131,7 @@ def host_targets(found: dict[str, Any]) -> list[Target]:
             continue
         last = max(several, key=lambda row: row["n"])
         for key, beyond in (
-            ("beyond_passes_and_updates_ms", "forward, backward, zero_grad and step"),
+            ("beyond_passes_and_updates_ms", "forward, backward and optimizer step"),
             ("beyond_passes_ms", "forward and backward alone"),
         ):
             what = f"host ms per added replica beyond its {beyond}; N = {last['n']}"
