@@ -91,8 +91,10 @@ class Field:
                 yield from self._beside(n)
 
     def left_out(self) -> Iterator[str]:
-        """Yields whom these devices cannot serve, and why."""
+        """Yields whom these devices cannot serve, what is not equal, and why."""
         for n in self.replicas:
+            if "DDP" in self.peers and n > self.threads and not self._on_gpus:
+                yield f"DDP {n} with {self.threads} threads: each of its processes has one"
             if n > 1 and not self._distinct(n):
                 yield f"DDP and DataParallel with {n}: they need as many GPUs"
         if not self._on_gpus and "DataParallel" in self.peers:

@@ -6,8 +6,8 @@ step of N replicas and N plain models that do the same on the same parts, one af
 
     beyond forward and backward    (mirrored(N) - mirrored(1) - plain(N) + plain(1)) / (N - 1)
 
-where plain(N) is the time of the forward and backward passes alone; a second number has zero_grad
-and the optimizer's step of each plain model in it, too. The split is cProfile's, of every thread,
+where plain(N) is the time of zero_grad, forward and backward alone; a second number has each plain
+model's optimizer.step() in it, too. The split is cProfile's, of every thread,
 of Python functions by the file they are in, with the C functions that they call; its times are
 scaled to the unprofiled step. Replicas take turns, so that what the profiles do not explain is
 handing over and waiting: "lockstep".
@@ -65,14 +65,17 @@ class Plain:
         self._optimizers = [sgd(model) for model in self._models]
         self._parts = list(zip(*(t.chunk(n) for t in _batch(n)), strict=True))
 
+    # Each may be called several times in turn, and does the same work every time.
+
     def passes(self) -> None:
-        for model, (x, y) in zip(self._models, self._parts, strict=True):
+        replicas = zip(self._models, self._optimizers, self._parts, strict=True)
+        for model, optimizer, (x, y) in replicas:
+            optimizer.zero_grad()
             loss_of(model(x), y).backward()
 
     def updates(self) -> None:
         for optimizer in self._optimizers:
             optimizer.step()
-            optimizer.zero_grad()
 
 
 class Split:
@@ -129,7 +132,7 @@ def measure(replicas: Sequence[int], ways: Sequence[str], rounds: int) -> dict[s
     for n in counts:
         plain = Plain(n)
         plain.passes()
-        plain.updates()  # makes the momentum, and leaves no gradients
+        plain.updates()  # makes the momentum
         candidates[f"passes {n}"] = plain.passes
         candidates[f"updates {n}"] = plain.updates
         for way in ways:

@@ -131,7 +131,7 @@ def host_targets(found: dict[str, Any]) -> list[Target]:
             continue
         last = max(several, key=lambda row: row["n"])
         for key, beyond in (
-            ("beyond_passes_and_updates_ms", "forward, backward, zero_grad and step"),
+            ("beyond_passes_and_updates_ms", "forward, backward and optimizer step"),
             ("beyond_passes_ms", "forward and backward alone"),
         ):
             what = f"host ms per added replica beyond its {beyond}; N = {last['n']}"
@@ -218,17 +218,20 @@ def plot(path: str, rows: Sequence[Row], host: dict[str, Any] | None) -> None:
     count = len(cases) + (host is not None)
     if not count:
         return
-    figure = Figure(figsize=(4.2 * count, 4), layout="constrained")
-    panels = list(figure.subplots(1, count, squeeze=False)[0])
+    columns = min(3, count)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(4.5 * columns, 3.6 * lines), layout="constrained")
+    panels = [figure.add_subplot(lines, columns, i + 1) for i in range(count)]
     for panel, name in zip(panels, cases, strict=False):
         here = [row for row in rows if row.case.name == name]
-        panel.set(title=name, xlabel="replicas", ylabel="ms per step", xscale="log", yscale="log")
+        panel.set(title=name, xlabel="replicas", ylabel="ms per step", xscale="log")
         panel.axhline(here[0].milliseconds[0], color="gray", label="plain loop, one device")
         for label, points in _lines(here):
             panel.plot(*zip(*points, strict=True), marker=".", label=label)
         counts = sorted({row.contestant.n for row in here})
         panel.set_xticks(counts, map(str, counts))
         panel.minorticks_off()
+        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     if cases:
         panels[0].legend(fontsize="small")
@@ -239,8 +242,7 @@ def plot(path: str, rows: Sequence[Row], host: dict[str, Any] | None) -> None:
 
 def _draw_host(panel: Any, host: dict[str, Any]) -> None:
     way, found = list(host["ways"].items())[-1]
-    title = f"host time, ResNet-50-shaped; way {WAYS[way]}"
-    panel.set(title=title, xlabel="replicas", ylabel="ms per step")
+    panel.set(title=f"host time, way {WAYS[way]}", xlabel="replicas", ylabel="ms per step")
     names = [str(row["n"]) for row in found]
     plain = [row["plain_passes_ms"] + row["plain_updates_ms"] for row in found]
     panel.plot(names, plain, color="black", marker=".", label="as many plain models")

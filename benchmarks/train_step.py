@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     targets = targets_of(rows)
     host: dict[str, Any] | None = None
     memory: list[dict[str, object]] | None = None
-    if "host" in arguments.parts:
+    if "host" in arguments.parts and arguments.ways:
         host = _host_time(arguments)
         targets += host_targets(host)
     if "memory" in arguments.parts:
@@ -192,7 +192,8 @@ def _environment(arguments: argparse.Namespace) -> dict[str, object]:
         "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
         "devices": ", ".join(devices),
         "threads": arguments.threads,
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}"
+        + arguments.tensorflow_version,
         "rounds": arguments.rounds,
         "command": " ".join(sys.argv),
     }
@@ -258,8 +259,15 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
     strange = [name for name in arguments.devices if name not in (*visible, "cpu")]
     if strange or not arguments.devices or len({name[:3] for name in arguments.devices}) > 1:
         parser.error(f"--devices takes cpu, or some of the GPUs {visible}, or all for all of them")
-    if arguments.tensorflow and shutil.which(arguments.tensorflow) is None:
-        parser.error(f"--tensorflow: {arguments.tensorflow} is no program")
+    arguments.tensorflow_version = ""
+    if arguments.tensorflow:
+        if shutil.which(arguments.tensorflow) is None:
+            parser.error(f"--tensorflow: {arguments.tensorflow} is no program")
+        program = [arguments.tensorflow, "-c", "import tensorflow as tf; print(tf.__version__)"]
+        asked = subprocess.run(program, capture_output=True, text=True)
+        if asked.returncode != 0:
+            parser.error(f"{arguments.tensorflow} has no TensorFlow:\n{asked.stderr[-1000:]}")
+        arguments.tensorflow_version = f", TensorFlow {asked.stdout.strip()}"
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib; run: pip install 'mirror-strategy[bench]'")
     for file in filter(None, (arguments.json, arguments.plot)):

@@ -113,6 +113,7 @@ def test_a_contestant_with_another_loss_is_not_timed(load):
         ("--devices cuda:99", "takes cpu, or some of the GPUs"),
         ("--devices cpu cuda:0", "takes cpu, or some of the GPUs"),
         ("--tensorflow /no/such/python", "/no/such/python is no program"),
+        ("--tensorflow false", "has no TensorFlow"),
         ("--json /no/such/folder/found.json", "the folder of /no/such/folder/found.json"),
         ("--rounds 1", "--rounds must be at least 2"),
         ("--replicas 2 0", "at least one replica"),
