@@ -6,8 +6,9 @@ A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, told apart by
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -84,6 +85,53 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done all work enqueued on it; the CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Side:
+    """Where work goes that is done beside what the devices do: streams, or a thread.
+
+    Args:
+        devices: those of the work; on GPUs it is enqueued on a stream of each one's own, on CPU
+            devices a thread does it.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(dict.fromkeys(devices))
+        self._streams: list[torch.cuda.Stream] = []
+        self._thread: ThreadPoolExecutor | None = None
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Starts work after what is enqueued now; returns what waits for it.
+
+        On GPUs that makes the calling thread's current streams wait, not the host. What the work
+        writes must be kept until then. Work is done in the order in which it is started.
+        """
+        if is_simulated(self._devices):
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror side")
+            done = self._thread.submit(work)
+            return lambda: done.result()
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(device) for device in self._devices]
+        with ExitStack() as stack:
+            for device, stream in zip(self._devices, self._streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream(device))
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            work()
+        events = [stream.record_event() for stream in self._streams]
+
+        def wait() -> None:
+            for device, event in zip(self._devices, events, strict=True):
+                torch.cuda.current_stream(device).wait_event(event)
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the thread, if there is one; idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
 
 @contextmanager

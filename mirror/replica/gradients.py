@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,15 +33,25 @@ from torch import Tensor
 
 from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.replica.arrivals import (
+    Arrivals,
+    Column,
+    accumulate,
+    are_usual,
+    common_scale,
+    local_grad,
+    set_local_grad,
+    take,
+    weigh,
+)
+from mirror.replica.buckets import Buckets
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
-from mirror.replica.variables import Variable, local_grad, set_local_grad
+from mirror.replica.variables import Variable
 from mirror.timeline import CROSS, REDUCTION
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
-
-Column = list[Any]  # one replica's local gradients, None where it has none
 
 
 class Gradients:
@@ -60,6 +68,7 @@ class Gradients:
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in group.devices)
         self.deferred: dict[Variable, list[Tensor | None]] = {}
         self.deferring = False
+        self.buckets = Buckets(group)
         self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
 
@@ -126,6 +135,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Drops what is not reduced."""
+        self.buckets.discard()
         for copies in self.pending:
             for copy in copies:
                 set_local_grad(copy, None)
@@ -134,12 +144,20 @@ class Gradients:
     def forget(self, variable: Variable) -> None:
         """Drops what is pending of a variable that is gone."""
         self._arrivals = None
+        self.buckets.forget()
+        self.drop(variable, range(len(self.pending)))
         for copies in self.pending:
             copies[:] = [copy for copy in copies if copy.variable is not variable]
         self.deferred.pop(variable, None)
 
-    def drop_deferred(self, variable: Variable, replicas: Iterable[int]) -> None:
-        """Forgets what replicas have gathered under ``no_sync`` for a variable."""
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether there are gradients neither in a slot nor in ``.grad``."""
+        return bool(self.deferred or self.buckets.num_launched)
+
+    def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
+        """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
+        self.buckets.drop(variable, replicas)
         summands = self.deferred.get(variable)
         if summands is not None:
             for r in replicas:
@@ -170,14 +188,14 @@ class Gradients:
         keeps its gradient, or none.
         """
         group = self._the_group()
+        self._collect()
         arrivals, columns = self._take()
         variables, targets = arrivals.variables, arrivals.targets
-        scale = 1.0
-        if len(set(shares.values())) == 1 and not self.deferred:
-            scale = next(iter(shares.values()))
-        else:
-            _weigh(columns, shares)
-        if self.deferred or not all(map(_are_usual, columns)) or arrivals.is_complex:
+        scale = None if self.deferred else common_scale(shares)
+        if scale is None:
+            scale = 1.0
+            weigh(columns, shares)
+        if self.deferred or not all(map(are_usual, columns)) or arrivals.is_complex:
             variables, columns = self._without_unusual(variables, columns, scale)
             targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
         if variables:
@@ -186,7 +204,14 @@ class Gradients:
             group.timeline.end(CROSS, REDUCTION)
             _run_hooks(variables, columns)
         for mine, reduced in zip(targets, columns, strict=True):
-            _accumulate(mine, reduced)
+            accumulate(mine, reduced)
+
+    def _collect(self) -> None:
+        """Accumulates what was reduced beside the backward pass. See [Note: Buckets]."""
+        if self.buckets.num_launched:
+            for copies in self.pending:
+                del copies[: self.buckets.num_launched]
+            self.buckets.collect()
 
     def _without_unusual(
         self, variables: list[Variable], columns: list[Column], scale: float
@@ -210,20 +235,19 @@ class Gradients:
 
     def _take(self) -> tuple[Arrivals, list[Column]]:
         """Takes the local gradients out of their slots: the variables, one list per replica."""
-        if self._arrivals is None or not self._arrivals.are(self.pending):
+        known = self._arrivals is not None and self._arrivals.are(self.pending)
+        if not known:
             self._arrivals = Arrivals(self.pending)
-        columns = []
-        for copies, arrived in zip(self._arrivals.copies, self.pending, strict=True):
-            columns.append(list(map(local_grad, copies)))
-            for copy in copies:
-                set_local_grad(copy, None)
-            arrived.clear()
-        return self._arrivals, columns
+        assert self._arrivals is not None
+        self.buckets.learn(self._arrivals, again=known)
+        for copies in self.pending:
+            copies.clear()
+        return self._arrivals, take(self._arrivals.copies)
 
     @torch.no_grad()
     def _defer(self, shares: Mapping[int, float]) -> None:
         arrivals, columns = self._take()
-        _weigh(columns, shares)
+        weigh(columns, shares)
         for i, variable in enumerate(arrivals.variables):
             if all(column[i] is None for column in columns):
                 continue
@@ -253,34 +277,6 @@ class Gradients:
         return group
 
 
-class Arrivals:
-    """The copies whose local gradients arrived in a pass, and what follows from that.
-
-    One pass is like the other, so this is computed once; ``are`` tells in 20 ns a copy.
-
-    Attributes:
-        variables: those of the copies, in the order of arrival.
-        copies, targets: per replica, of each variable, whether the replica has a gradient or not.
-        is_complex: whether a variable is, which communicators do not take.
-    """
-
-    __slots__ = ("_arrived", "copies", "is_complex", "targets", "variables")
-
-    def __init__(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> None:
-        self._arrived = tuple(map(tuple, arrived))
-        self.variables = list(dict.fromkeys(copy.variable for copy in chain(*arrived)))
-        self.copies = [[v.copies[r] for v in self.variables] for r in range(len(arrived))]
-        self.targets = [[v.targets[r] for v in self.variables] for r in range(len(arrived))]
-        self.is_complex = any(v.copies[0].is_complex() for v in self.variables)
-
-    def are(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> bool:
-        """Whether the same copies have arrived in the same order."""
-        return all(
-            len(mine) == len(copies) and all(map(is_, mine, copies))
-            for mine, copies in zip(self._arrived, arrived, strict=True)
-        )
-
-
 def _run_hooks(variables: list[Variable], lists: list[list[Tensor]]) -> None:
     for i, variable in enumerate(variables):
         if variable.hooks:
@@ -291,24 +287,6 @@ def _run_hooks(variables: list[Variable], lists: list[list[Tensor]]) -> None:
             lists[0][i] = grad
             for column in lists[1:]:
                 column[i] = grad.to(column[i].device, copy=True)
-
-
-def _weigh(columns: list[Column], shares: Mapping[int, float]) -> None:
-    for r, column in enumerate(columns):
-        share = shares.get(r, 0.0)
-        if share == 0.0:  # counts nothing, not even a NaN
-            column[:] = [None] * len(column)
-        present = [grad for grad in column if grad is not None]
-        if present and share != 1.0:
-            if any(grad.requires_grad or grad.is_sparse for grad in present):
-                column[:] = [None if grad is None else _scaled(grad, share) for grad in column]
-            else:
-                torch._foreach_mul_(present, share)
-
-
-def _scaled(grad: Tensor, share: float) -> Tensor:
-    with torch.set_grad_enabled(grad.requires_grad):  # keeps the graph of create_graph=True
-        return grad * share
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -322,11 +300,6 @@ def _present(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor
     if grad is None:
         return torch.zeros_like(variable.targets[replica_id])
     return grad
-
-
-def _are_usual(grads: Sequence[Tensor | None]) -> bool:
-    """Whether all are there, dense and without a graph."""
-    return all(g is not None and not (g.requires_grad or g.is_sparse) for g in grads)
 
 
 def _are_unusual(grads: Sequence[Tensor | None]) -> bool:
@@ -352,18 +325,3 @@ def _reduce_unusual(variable: Variable, grads: Sequence[Tensor | None], scale: f
         for r, target in enumerate(variable.targets):
             mine = total if r == 0 else total.clone().to(target.device)
             target.grad = mine if target.grad is None else target.grad + mine
-
-
-def _accumulate(targets: list[torch.nn.Parameter], reduced: list[Tensor]) -> None:
-    """Adds the reduced gradients to those already there."""
-    sums, summands = [], []
-    for target, grad in zip(targets, reduced, strict=True):
-        if target.grad is None:
-            target.grad = grad
-        elif target.grad.is_sparse or target.grad.requires_grad:
-            target.grad = target.grad + grad
-        else:
-            sums.append(target.grad)
-            summands.append(grad)
-    if sums:
-        torch._foreach_add_(sums, summands)

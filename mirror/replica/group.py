@@ -86,7 +86,7 @@ class ReplicaGroup:
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
         self.strategy = strategy  # strong: a model outlives the variable that held it
         self._schedule = schedule
-        self._bytes_per_pack = bytes_per_pack
+        self.bytes_per_pack = bytes_per_pack
         self._timeout_seconds = timeout_seconds
         self.locksteps: list[Lockstep] = []
         self._recorded: dict[int, weakref.ref[nn.Module]] = {}
@@ -241,7 +241,7 @@ class ReplicaGroup:
 
     def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
         """Sums lists of tensors over the replicas, in place, through the communicator."""
-        self.communicator.all_reduce_checked(lists, "sum", scale, self._bytes_per_pack)
+        self.communicator.all_reduce_checked(lists, "sum", scale, self.bytes_per_pack)
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters it owns, mirrored or the only replica's."""
@@ -389,4 +389,5 @@ class ReplicaGroup:
         for lockstep in self.locksteps:
             lockstep.close()
         self.locksteps = []
+        self.gradients.buckets.close()
         self.communicator.close()

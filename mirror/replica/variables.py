@@ -34,17 +34,14 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.replica.arrivals import local_grad, set_local_grad
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
-from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, raw_set_data, share_storage
+from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
 
 GradientHook = Callable[[Tensor], "Tensor | None"]
-
-# The C++ slot of a copy, where its local gradient is.
-local_grad = GRAD.__get__
-set_local_grad = GRAD.__set__
 
 
 class Variable:
@@ -146,7 +143,7 @@ class Variable:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
         here = self.here()
         gradients = self.group.gradients
-        if here is not None and not gradients.deferred:  # zero_grad of every parameter comes here
+        if here is not None and not gradients.are_elsewhere:  # zero_grad comes here often
             set_local_grad(self.copies[here], None)
             self.targets[here].grad = value
             return
@@ -158,7 +155,7 @@ class Variable:
                 target.grad = value
             else:
                 target.grad = value.detach().clone().to(target.device)
-        gradients.drop_deferred(self, replicas)
+        gradients.drop(self, replicas)
         if here is None:
             self.group.handed_out_grads.pop(self, None)
             if value is not None:
