@@ -143,7 +143,7 @@ class Variable:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
         here = self.here()
         gradients = self.group.gradients
-        if here is not None and not gradients.are_elsewhere:  # zero_grad comes here often
+        if here is not None and not gradients.awaited(here):  # zero_grad comes here often
             set_local_grad(self.copies[here], None)
             self.targets[here].grad = value
             return
