@@ -213,11 +213,13 @@ class OptimizerMirror:
         """Steps replicas 1 .. N-1 and lends to replica 0."""
         self.group.prepare()
         self.group.gradients.flush()
-        self._refresh()
-        if closure is not None or self._draws or has_hooks(args[0]):
+        is_whole = closure is not None or self._draws or has_hooks(args[0])
+        steps_once = self._steps_once(args[0])
+        self._refresh(only_first=is_whole or steps_once)
+        if is_whole:
             self._is_whole, self.step = True, step
             return
-        if self._steps_once(args[0]):
+        if steps_once:
             self._step_first(args[0])
             self._lend_nothing(step)
             return
@@ -258,7 +260,7 @@ class OptimizerMirror:
             for variable in self.parameters.variables:
                 variable.carry()
             self.states.shared.seen = True
-            self._refresh()
+            self._refresh(only_first=True)
             return
         replica: Any = current.replica
         if replica is not None and self in replica.lent:

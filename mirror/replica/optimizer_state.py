@@ -176,7 +176,8 @@ class ReplicaStates:
             return None
         variable = variable_of(key)
         mine = key if variable is None else variable.targets[replica.replica_id]
-        return self.of(replica.replica_id), mine
+        self.catch_up()  # the first one's, too, may be about to change
+        return self._by_replica[replica.replica_id], mine
 
     def _copy(self, source: int, others: Iterable[int]) -> None:
         for r in others:
