@@ -283,7 +283,7 @@ class ReplicaGroup:
             self._device_types, len(run.active) if self._schedule == "concurrent" else 1
         )
         # On the caller's thread its state holds already.
-        here = run.active[:1] if len(run.active) == 1 or lockstep.first_runs_here else ()
+        here = lockstep.in_callers_thread(run.active)
         tasks = {
             r: self._task(fn, context, None if r in here else state)
             for r, context in run.contexts.items()
@@ -334,6 +334,7 @@ class ReplicaGroup:
 
         def call() -> Any:
             enter(context.strategy, context)
+            timeline.use()  # by this thread, which may have the cross-replica context in a merge
             timeline.begin(replica_id, FORWARD)
             try:
                 return fn(replica_id)

@@ -30,7 +30,7 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from time import monotonic
 from types import FrameType
@@ -65,7 +65,7 @@ class Lockstep:
         self.names = names
         self.usable = True
         self.takes_turns = schedule == "lockstep"
-        self.first_runs_here = schedule == "lockstep" and timeout_seconds is None
+        self._first_runs_here = schedule == "lockstep" and timeout_seconds is None
         self._staggered = schedule == "staggered"
         self._is_concurrent = schedule == "concurrent"
         self._timeout_seconds = timeout_seconds
@@ -94,8 +94,6 @@ class Lockstep:
     def run(self, tasks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
         """Runs one task per replica id and returns their results by replica id.
 
-        A single task runs on the calling thread, the first one may.
-
         Raises:
             DivergenceError: the replicas did not all reach the same merge points.
             CollectiveTimeoutError: no replica moved for ``timeout_seconds``.
@@ -103,21 +101,20 @@ class Lockstep:
         """
         self._begin_run(tasks)
         if len(tasks) == 1:
-            return self._run_alone(*tasks.items())
+            return self._run_alone(*tasks.popitem())
         self._cpu = None if self._staggered or self._is_concurrent else current_cpu()
-        first, *others = tasks
-        if self.first_runs_here:
-            self._threads[first] = threading.current_thread()
-        else:
-            others = list(tasks)
-        for replica_id in others:
+        here = self.in_callers_thread(tasks)
+        for replica_id in here:
+            self._threads[replica_id] = threading.current_thread()
+        for replica_id in tasks:
             if replica_id not in self._threads:
                 self._start_thread(replica_id)
-        if self.first_runs_here:
-            self._run_here(first)
-            self._threads.pop(first, None)
-        else:
-            self._give_turns()
+        for replica_id in here:
+            self._run_here(replica_id)
+            self._threads.pop(replica_id, None)
+        if not here:
+            with self._mutex:  # the first ones may stop before all have been given their turn
+                self._give_turns()
             self._await()
         failure, failed_replica, results = self._failure, self._failed_replica, self._results
         self._begin_run({})  # keeps nothing of this run alive
@@ -129,6 +126,12 @@ class Lockstep:
             finally:
                 del failure
         return {replica_id: results[replica_id] for replica_id in tasks}
+
+    def in_callers_thread(self, replica_ids: Collection[int]) -> tuple[int, ...]:
+        """Returns who has no thread of its own: a lone one, replica 0 under ``"lockstep"``."""
+        if len(replica_ids) == 1:
+            return tuple(replica_ids)
+        return (0,) if self._first_runs_here and 0 in replica_ids else ()
 
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
@@ -304,8 +307,7 @@ class Lockstep:
         with self._mutex:
             self._runnable = deque(r for r in self._runnable if r not in self._unstarted)
 
-    def _run_alone(self, item: tuple[int, Callable[[], Any]]) -> dict[int, Any]:
-        replica_id, task = item
+    def _run_alone(self, replica_id: int, task: Callable[[], Any]) -> dict[int, Any]:
         try:
             return {replica_id: task()}
         except BaseException as error:
