@@ -272,7 +272,7 @@ def test_groups_and_options_changed_between_steps_are_used(strategy, way):
     steps()
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] = 0.01
-        optimizer.param_groups[1]["params"].pop()
+        del optimizer.state[optimizer.param_groups[1]["params"].pop()]
     steps()
 
 
