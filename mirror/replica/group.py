@@ -142,6 +142,7 @@ class ReplicaGroup:
 
     def mirror(self, module: nn.Module) -> None:
         """Mirrors a module in place; with one replica only moves it to the device."""
+        self.timeline.use()  # one replica may never have a run
         if self.num_replicas > 1:
             # What is made here outlives the caller's inference mode.
             with torch.inference_mode(False):
