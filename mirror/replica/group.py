@@ -280,9 +280,8 @@ class ReplicaGroup:
         run = Run(self, lockstep, tuple(active), weights, outer)
         if len(self._generators) > 1:
             separate_streams(self._generators)
-        state = ThreadState.capture(
-            self._device_types, len(run.active) if self._schedule == "concurrent" else 1
-        )
+        sharers = len(run.active) if self._schedule == "concurrent" else 1
+        state = ThreadState.capture(self._device_types, sharers)
         # On the caller's thread its state holds already.
         here = lockstep.in_callers_thread(run.active)
         tasks = {
@@ -297,12 +296,14 @@ class ReplicaGroup:
                 self.swaps.pop().refuse_swaps()
             run.finish()
         except BaseException:
-            self.running = outer
-            self.timeline.drop_open()
-            self.recover()
+            if self._is_going_on(run):
+                self.running = outer
+                self.timeline.drop_open()
+                self.recover()
             raise
         finally:
-            self.running = outer
+            if self._is_going_on(run):
+                self.running = outer
             state.restore()
             self.note_run(run.active)
         if self.num_replicas > 1:
@@ -311,6 +312,10 @@ class ReplicaGroup:
         if outer is None:
             self.timeline.note_run()
         return run
+
+    def _is_going_on(self, run: Run) -> bool:
+        """Whether nobody has left the run to itself: its caller's run was interrupted then."""
+        return self.running is not None and self.running.is_within(run)
 
     def recomputing(self, replica_id: int) -> ReplicaContext:
         """Returns a context for what is recomputed of one replica's part in a backward pass."""

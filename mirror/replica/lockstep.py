@@ -144,8 +144,9 @@ class Lockstep:
                 self._wait(replica_id)
         except BaseException:  # an interrupt: this replica will not take its turn
             self._interrupted = True
-            with self._mutex:
+            with self._mutex, suppress(ValueError):
                 self._waiting.pop(replica_id, None)
+                self._runnable.remove(replica_id)
             raise
         if self._failure is not None or not self.usable:
             raise Released
@@ -207,7 +208,7 @@ class Lockstep:
             if self._diverged():
                 self._failure = DivergenceError(self._tell_divergence())
             else:
-                self._act(dict(waiting))
+                self._act(last, dict(waiting))
         self._order = [last, *(r for r in reversed(self._order) if r != last)]
         self._runnable.extend(r for r in self._order if r in waiting)
         waiting.clear()
@@ -222,11 +223,12 @@ class Lockstep:
             for point in others
         )
 
-    def _act(self, points: dict[int, MergePoint]) -> None:
+    def _act(self, last: int, points: dict[int, MergePoint]) -> None:
         payloads = {r: points[r].payload for r in sorted(points)}
         action = points[min(points)].action
         # Everybody else stands still; the mutex is let go because the action may run user code
         # that starts a run of its own (merge_call) and the caller looks in on us.
+        self._running.add(last)  # whom an interrupt must reach
         self._mutex.release()
         self._acting = True
         try:
@@ -236,11 +238,14 @@ class Lockstep:
         finally:
             self._acting = False
             self._mutex.acquire()
+            self._running.discard(last)
 
     # The threads.
 
-    def _wait(self, replica_id: int) -> None:
+    def _wait(self, replica_id: int) -> bool:
+        """Waits for the turn; returns whether there are any: none after ``close``."""
         wait_near(self._turns[replica_id], self._cpu)
+        return self.usable
 
     def _run_here(self, replica_id: int) -> None:
         """Runs the first replica in the caller's thread, and waits for the others."""
@@ -268,12 +273,9 @@ class Lockstep:
 
     def _work(self, replica_id: int) -> None:
         try:
-            while True:
-                self._wait(replica_id)
-                if not self.usable:
-                    return
+            while self._wait(replica_id):
                 self._perform(replica_id)
-                if self._abandoned():
+                if not self.usable:
                     return
                 self._skip_the_unstarted()
                 self._stop(replica_id, None)
@@ -296,9 +298,6 @@ class Lockstep:
         if isinstance(self._failure, DivergenceError) and cause is not None:
             if self._failed_replica is None and not isinstance(cause, Released):
                 self._failure, self._failed_replica = cause, replica_id
-
-    def _abandoned(self) -> bool:
-        return not self.usable
 
     def _skip_the_unstarted(self) -> None:
         """Ends, in a run that has failed, those who have not begun."""

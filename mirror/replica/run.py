@@ -34,6 +34,7 @@ class Run:
         "is_default",
         "is_weighted",
         "lockstep",
+        "outer",
         "results",
     )
 
@@ -51,11 +52,16 @@ class Run:
         self.results: dict[int, Any] = {}
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
+        self.outer = outer
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.contexts = {
             r: ReplicaContext(self, r, 1.0 if weights is None else float(weights[r]))
             for r in active
         }
+
+    def is_within(self, other: Run) -> bool:
+        """Whether this run is the other, or was started by its merge_call."""
+        return self is other or (self.outer is not None and self.outer.is_within(other))
 
     def shares(self) -> dict[int, float]:
         """Returns what each replica's gradient counts for. See [Note: Shares]."""
