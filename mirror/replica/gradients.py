@@ -150,11 +150,6 @@ class Gradients:
             copies[:] = [copy for copy in copies if copy.variable is not variable]
         self.deferred.pop(variable, None)
 
-    @property
-    def are_elsewhere(self) -> bool:
-        """Whether there are gradients neither in a slot nor in ``.grad``."""
-        return bool(self.deferred or self.buckets.num_launched)
-
     def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
         """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
         self.buckets.drop(variable, replicas)

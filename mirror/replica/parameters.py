@@ -89,11 +89,14 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient of the current replica; waits for the reduction."""
-        variable = self._mirrored
-        replica = current.replica
+        variable, replica = self._mirrored, current.replica
         if replica is None or replica.group is not variable.group:
             return variable.first_grad()
-        return variable.grad_in(replica.replica_id)
+        here, gradients = replica.replica_id, variable.group.gradients
+        # What grad_in does where nothing is to be waited for, as in every zero_grad.
+        if gradients.pending[here] or gradients.deferring or gradients.deferred:
+            return variable.grad_in(here)
+        return variable.targets[here].grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

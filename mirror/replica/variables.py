@@ -141,12 +141,14 @@ class Variable:
 
     def set_grad(self, value: Tensor | None) -> None:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
-        here = self.here()
-        gradients = self.group.gradients
-        if here is not None and not gradients.are_elsewhere:  # zero_grad comes here often
-            set_local_grad(self.copies[here], None)
-            self.targets[here].grad = value
-            return
+        replica, gradients = current.replica, self.group.gradients
+        here = None
+        if replica is not None and replica.group is self.group:
+            here = replica.replica_id
+            if not (gradients.deferred or gradients.buckets.num_launched):  # in every zero_grad
+                set_local_grad(self.copies[here], None)
+                self.targets[here].grad = value
+                return
         replicas = range(len(self.copies)) if here is None else (here,)
         for r in replicas:
             set_local_grad(self.copies[r], None)
