@@ -14,6 +14,7 @@ import mirror.replica.overrides  # noqa: F401  registers what tensor functions d
 from mirror.comm.base import Communicator
 from mirror.context import current, enter, leave
 from mirror.devices import (
+    Stopwatch,
     backward_in_calling_thread,
     generators_of,
     is_simulated,
@@ -75,6 +76,7 @@ class ReplicaGroup:
         self.optimizers: weakref.WeakSet[OptimizerMirror] = weakref.WeakSet()
         self.running: Run | None = None
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
+        self.stopwatches: tuple[Stopwatch, ...] = ()  # see mirror/replica/measure.py
         self.lazy_lock = threading.Lock()
         # A single simulated device needs no moving of arguments and no splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
@@ -337,13 +339,12 @@ class ReplicaGroup:
     def _task(
         self, fn: Callable[[int], Any], context: ReplicaContext, variables: Any, state: ThreadState
     ) -> Callable[[], Any]:
-        device = context.device
-        strategy = context.strategy
+        device, strategy = context.device, context.strategy
 
         def call() -> Any:
             enter(strategy, context)
             try:
-                return fn(context.replica_id)
+                return context.measured(fn)
             finally:
                 leave()
                 context.release()
@@ -369,9 +370,8 @@ class ReplicaGroup:
         return self.locksteps[depth]
 
     def _new_lockstep(self) -> Lockstep:
-        return Lockstep(
-            self.names, staggered=self._staggered, timeout_seconds=self._timeout_seconds
-        )
+        timeout = self._timeout_seconds
+        return Lockstep(self.names, staggered=self._staggered, timeout_seconds=timeout)
 
     def check_usable(self) -> None:
         """Raises StrategyError after ``close``."""
