@@ -164,7 +164,7 @@ class DistributedDataset:
             position = self._saved.position
             self._source.reorder(position.order)
             with streams_at(position.order["streams"]):
-                batches = self._source.begin(position.num_consumed)
+                batches = self._source.begin(position.num_consumed, position.order)
             self._saved = None
         steps = Steps(batches, self._source, self._assembly, first_size=position.first_size)
         if self._options.prefetch == 0:

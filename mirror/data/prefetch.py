@@ -158,17 +158,23 @@ class Prefetcher:
         try:
             with caller.applied(), GlobalDraws(self._await_demand):
                 while self._await_turn():
-                    outcome = self._read()
-                    with self._changed:
-                        self._ready.append(outcome)
-                        if not isinstance(outcome, Step):
-                            self._is_over = isinstance(outcome, StopIteration)
-                            self._is_reading = False
-                        self._changed.notify_all()
-                    if not isinstance(outcome, Step):
+                    if not self._hand_over(self._read()):
                         return
+        except BaseException as error:  # our own: it must not leave the consumer waiting
+            self._hand_over(error)
         finally:
             self._let_go()
+
+    def _hand_over(self, outcome: Step | BaseException) -> bool:
+        """Gives the consumer what was read; returns whether to go on."""
+        with self._changed:
+            self._ready.append(outcome)
+            self._is_demanded = False  # here: the consumer may be slow to wake up
+            if not isinstance(outcome, Step):
+                self._is_over = isinstance(outcome, StopIteration)
+                self._is_reading = False
+            self._changed.notify_all()
+        return isinstance(outcome, Step)
 
     def _await_turn(self) -> bool:
         with self._changed:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from mirror.data.streams import capture_streams
+from mirror.data.streams import capture_streams, restore_streams
 
 
 class Pass:
@@ -51,8 +51,12 @@ class Source:
         self.dataset = dataset
         self.is_shared = isinstance(dataset, Iterator)
 
-    def begin(self, num_consumed: int) -> Pass:
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
         """Begins a pass after its first ``num_consumed`` batches.
+
+        Args:
+            order: of the pass to be replayed, to which the source and the global streams have
+                been set; ``None`` for a new pass.
 
         Raises:
             ValueError: there are not as many.
@@ -91,7 +95,7 @@ class StatefulSource(Source):
 
     kind = "stateful"
 
-    def begin(self, num_consumed: int) -> Pass:
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
         """Begins where the dataset's own state says."""
         return Pass(iter(self.dataset))
 
@@ -121,19 +125,27 @@ class LoaderSource(Source):
         self._loader = dataset
         self._idle: list[DataLoader[Any]] = []  # with persistent workers
 
-    def begin(self, num_consumed: int) -> Pass:
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
         loader = self._idle.pop() if self._idle else _copy_of(self._loader)
-        indices = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        skips = isinstance(indices, _Indices)
-        if isinstance(indices, _Indices):
-            indices.num_skipped = num_consumed
+        end = (lambda: self._idle.append(loader)) if _persists(loader) else None
+        indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        if not isinstance(indices, _Indices):
+            batches: Iterator[Any] = iter(loader)
+            _skip(batches, num_consumed)
+            return Pass(batches, end)
+        indices.num_skipped = num_consumed
+        if order is not None and order.get("reuses_workers") and loader._iterator is None:
+            indices.before_first = lambda: self._replay(order)
         # In the caller's thread: it draws the seeds from the global generator, and starts workers.
         batches = iter(loader)
-        if isinstance(indices, _Indices) and loader.num_workers == 0:
+        if loader.num_workers == 0:
             indices.prime()
-        if not skips:
-            _skip(batches, num_consumed)
-        return Pass(batches, (lambda: self._idle.append(loader)) if _persists(loader) else None)
+        return Pass(batches, end)
+
+    def _replay(self, order: Mapping[str, Any]) -> None:
+        """Forgets the seed of new workers, where the pass to be replayed had drawn none."""
+        restore_streams(order["streams"])
+        self.reorder(order)
 
     def order(self) -> dict[str, Any]:
         samplers, generators = _samplers_of(self._loader)
@@ -141,6 +153,7 @@ class LoaderSource(Source):
             **super().order(),
             "generators": [generator.get_state() for generator in generators],
             "samplers": [_sampler_state(sampler) for sampler in samplers],
+            "reuses_workers": bool(self._idle),
         }
 
     def check_order(self, order: Mapping[str, Any]) -> None:
@@ -155,9 +168,9 @@ class LoaderSource(Source):
 
     def reorder(self, order: Mapping[str, Any]) -> None:
         samplers, generators = _samplers_of(self._loader)
-        for generator, state in zip(generators, order["generators"], strict=True):
+        for generator, state in zip(generators, order.get("generators", ()), strict=True):
             generator.set_state(state)
-        for sampler, state in zip(samplers, order["samplers"], strict=True):
+        for sampler, state in zip(samplers, order.get("samplers", ()), strict=True):
             _set_sampler_state(sampler, state)
 
     def num_whole_batches(self) -> int | None:
@@ -195,6 +208,7 @@ class _Indices:
         self._iterator: Iterator[Any] = iter(())
         self._primed: list[Any] = []
         self.num_skipped = 0
+        self.before_first: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
@@ -206,6 +220,9 @@ class _Indices:
     def __next__(self) -> Any:
         if self._primed:
             return self._primed.pop()
+        before_first, self.before_first = self.before_first, None
+        if before_first is not None:
+            before_first()
         num_skipped, self.num_skipped = self.num_skipped, 0
         _skip(self._iterator, num_skipped)
         return next(self._iterator)

@@ -45,7 +45,7 @@ def capture_streams() -> dict[str, Any]:
     version, state, gauss = random.getstate()
     streams: dict[str, Any] = {
         "torch": random_state(_CPU),
-        "python": {"version": version, "state": torch.tensor(state), "gauss": gauss},
+        "python": {"version": version, "state": torch.tensor(state, device=_CPU), "gauss": gauss},
     }
     found = np.random.get_state(legacy=False)
     if isinstance(found, dict) and found["bit_generator"] == "MT19937":
