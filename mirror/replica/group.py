@@ -16,6 +16,7 @@ import mirror.replica.overrides  # noqa: F401  registers what tensor functions d
 from mirror.comm.base import Communicator
 from mirror.context import current, enter, leave
 from mirror.devices import (
+    Stopwatch,
     backward_in_calling_thread,
     generators_of,
     is_simulated,
@@ -79,6 +80,7 @@ class ReplicaGroup:
         self.optimizers: weakref.WeakSet[OptimizerMirror] = weakref.WeakSet()
         self.running: Run | None = None
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
+        self.stopwatches: tuple[Stopwatch, ...] = ()  # see mirror/replica/measure.py
         self.lazy_lock = threading.Lock()
         self.timeline = Timeline(self.names)
         # A single simulated device needs no moving of arguments and no splitting.
@@ -336,7 +338,7 @@ class ReplicaGroup:
             enter(context.strategy, context)
             timeline.begin(replica_id, FORWARD)
             try:
-                return fn(replica_id)
+                return context.measured(fn)
             finally:
                 timeline.end(replica_id, FORWARD)
                 leave()

@@ -102,12 +102,17 @@ class Run:
 
         point.action = act
         context.release()
+        watch = self.group.stopwatches[replica_id] if self.group.stopwatches else None
         timeline = self.group.timeline
         timeline.begin(replica_id, WAITING, point.operation)
+        if watch is not None:
+            watch.stop()
         try:
             return self.lockstep.merge(replica_id, point)
         finally:
             timeline.end(replica_id, WAITING)
+            if watch is not None:
+                watch.start()
 
     def finish(self) -> None:
         """Reduces, or defers, the gradients that nobody has looked at."""
@@ -245,6 +250,17 @@ class ReplicaContext:
         return self.run.merge(
             self.replica_id, MergePoint("merge_call", name, payload, action, detail=name)
         )
+
+    def measured(self, fn: Callable[[int], Any]) -> Any:
+        """Calls the replica's function; counts the time, if somebody measures."""
+        if not self.group.stopwatches:
+            return fn(self.replica_id)
+        watch = self.group.stopwatches[self.replica_id]
+        watch.start()
+        try:
+            return fn(self.replica_id)
+        finally:
+            watch.stop()
 
     def release(self) -> None:
         """Gives back the optimizers of a step that raised."""

@@ -1,0 +1,156 @@
+"""Steps: the batches of one pass, as they go to the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from mirror.data.join import examples_of, join_batches
+from mirror.data.options import InputOptions
+from mirror.data.reuse import Reuse
+from mirror.data.source import Pass, Source
+from mirror.data.split import batch_size, split_batch, split_sizes
+from mirror.devices import CopyStreams
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the replicas get for one step.
+
+    Attributes:
+        batch: with ``PerReplica`` leaves on the replicas' devices.
+        sizes: the replicas' numbers of examples.
+        num_batches: how many of the dataset's batches are in it.
+        own_state: the dataset's own state after them, if it has one.
+        events: what must happen before the batch may be used, see ``CopyStreams``.
+    """
+
+    batch: Any
+    sizes: tuple[int, ...]
+    num_batches: int
+    own_state: Any
+    events: tuple[Any, ...]
+
+
+class Assembly:
+    """How a dataset's batches become steps: global ones are split, replicas' own ones joined.
+
+    Args:
+        shares: gives the shares of unlike devices at the time, ``None`` for equal ones.
+        joins: whether each batch is for one replica.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        options: InputOptions,
+        shares: Callable[[], Sequence[float] | None],
+        *,
+        joins: bool,
+    ) -> None:
+        self.devices = tuple(devices)
+        self.options = options
+        self.batches_per_step = len(self.devices) if joins else 1
+        self.streams = CopyStreams(self.devices)
+        self._shares = shares
+        self._joins = joins
+
+    def assemble(self, batches: Sequence[Any]) -> tuple[Any, tuple[int, ...]]:
+        """Returns the distributed batch and its sizes."""
+        num_replicas = len(self.devices)
+        if self._joins:
+            sizes = (*map(examples_of, batches), *[0] * (num_replicas - len(batches)))
+            batch = join_batches(
+                batches,
+                self.devices,
+                sizes,
+                weight_of=self.options.weight_of,
+                copy=self.streams.copy,
+            )
+        else:
+            sizes = split_sizes(batch_size(batches[0]), num_replicas, self._shares())
+            batch = split_batch(
+                batches[0],
+                self.devices,
+                sizes=sizes,
+                weight_of=self.options.weight_of,
+                copy=self.streams.copy,
+            )
+        return batch, sizes
+
+
+class Steps:
+    """Reads, splits and copies the batches of a pass, one step at a time.
+
+    Calling ``next`` again after an error goes on with the next batch, where the dataset does.
+
+    Attributes:
+        first_size: the number of examples of the pass's first step, ``None`` before it.
+    """
+
+    def __init__(
+        self, batches: Pass, source: Source, assembly: Assembly, *, first_size: int | None
+    ) -> None:
+        self.first_size = first_size
+        self._pass = batches
+        self._source = source
+        self._assembly = assembly
+        self._reuse = Reuse(source.dataset, assembly.options.prefetch)
+        self._read: list[Any] = []  # for a step that is not complete
+        self._held: list[Step] = []
+        self._error: BaseException | None = None
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the next step may be read only when this one is done with."""
+        return self._reuse.must_wait
+
+    def __next__(self) -> Step:
+        if self._error is not None:
+            self._raise_held()
+        step = self._held.pop() if self._held else self._next()
+        size = sum(step.sizes)
+        if self.first_size is None:
+            self.first_size = size
+        elif self._assembly.options.drop_remainder and size < self.first_size:
+            self._look_beyond()
+        return step
+
+    def _look_beyond(self) -> None:
+        """Raises ``StopIteration`` if what was read last is the last."""
+        try:
+            self._held.append(self._next())
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._error = error  # belongs to the batch after
+
+    def _raise_held(self) -> NoReturn:
+        error, self._error = self._error, None
+        try:
+            assert error is not None
+            raise error
+        finally:
+            del error
+
+    def _next(self) -> Step:
+        while len(self._read) < self._assembly.batches_per_step:
+            try:
+                batch = next(self._pass)
+            except StopIteration:
+                if not self._read:
+                    raise
+                break
+            self._read.append(self._reuse.checked(batch))
+        batches, self._read = self._read, []
+        own_state = self._source.own_state()
+        batch, sizes = self._assembly.assemble(batches)
+        return Step(batch, sizes, len(batches), own_state, self._assembly.streams.departed())
+
+    def end(self) -> None:
+        """Lets go of the dataset."""
+        self._held.clear()
+        self._pass.end()
