@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 
@@ -84,6 +85,38 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done all work enqueued on it; the CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come that far; does not wait."""
+
+
+class _Past:
+    def query(self) -> bool:
+        return True
+
+
+_PAST = _Past()
+
+
+def record_event(device: torch.device) -> Event:
+    """Returns the point that the device's current stream now ends at; the CPU is there already."""
+    if device.type != "cuda":
+        return _PAST
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def stream_address(device: torch.device) -> int:
+    """Returns the device's current stream as C libraries take it; 0 for the CPU, which has none.
+
+    That 0 also is CUDA's default stream, so this is no question whether there is a stream.
+    """
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 @contextmanager

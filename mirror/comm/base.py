@@ -52,11 +52,13 @@ class Communicator(ABC):
             together, nor on the algorithm.
         waits: whether replicas wait for each other inside a collective; the constructor then takes
             ``timeout_seconds``.
+        needs_trial: whether a self-test on the very GPUs goes before the first use on them.
     """
 
     name: ClassVar[str]
     deterministic: ClassVar[bool] = False
     waits: ClassVar[bool] = False
+    needs_trial: ClassVar[bool] = False
     _closed = False
 
     def __init_subclass__(cls) -> None:
@@ -72,7 +74,10 @@ class Communicator(ABC):
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
-        """Returns why this backend cannot serve these devices; ``None`` when it can."""
+        """Returns why this backend cannot serve these devices; ``None`` when nothing is known.
+
+        Nothing is tried out: see ``needs_trial``.
+        """
         return None
 
     @abstractmethod
