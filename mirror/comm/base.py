@@ -26,6 +26,9 @@ DTYPES = (
     torch.uint8,
 )
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+# As long as torch.distributed waits by default: a device may have a lot of work before it comes
+# to the collective that the others wait in.
+DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 class Communicator(ABC):

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from mirror.comm import cuda_kernels, simulator
-from mirror.comm.base import OPS, Communicator
+from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.layout import MAX_REPLICAS, Arguments
 from mirror.devices import is_simulated
 from mirror.errors import BackendError, CollectiveTimeoutError
 
-# As long as torch.distributed waits by default: a device may have a lot of work before it comes
-# to the collective that the others wait in.
-DEFAULT_TIMEOUT_SECONDS = 600.0
 # How many calls back an error word can still be told which call it is about.
 _REMEMBERED_CALLS = 1024
 _CALL_NUMBERS = 1 << 23

@@ -44,7 +44,8 @@ SHARED_GPU = 23003
 
 _UNDEFINED = -(2**31)
 _MAGIC = 0xCAFEBEEF
-_FILE = re.compile(r"libnccl\.so(\.\d+)*")
+# One that was replaced on disk while in memory still counts; it cannot be loaded by its name.
+_FILE = re.compile(r"libnccl\.so(\.\d+)*( \(deleted\))?")
 _INSTALL = (
     "use a torch built for CUDA, which brings it, or install nvidia-nccl-cu12 or -cu13, as "
     "torch.version.cuda says"
@@ -87,7 +88,8 @@ def non_blocking() -> Config:
 
 
 _I, _N, _P = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
-# (restype, argtypes); a collective's last two are the communicator and the stream.
+# What they take; all return an ncclResult_t. The last two of a collective are the communicator and
+# the stream.
 _SIGNATURES: dict[str, list[type]] = {
     "ncclGetVersion": [ctypes.POINTER(_I)],
     "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],

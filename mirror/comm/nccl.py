@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from mirror.comm import libnccl
-from mirror.comm.base import HALF_DTYPES, Communicator, in_place
+from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
 from mirror.comm.choose import register
 from mirror.comm.clique import Call, Clique
-from mirror.comm.kernels import DEFAULT_TIMEOUT_SECONDS
 from mirror.comm.libnccl import DTYPES, OPS, NcclLibrary, version_name
 from mirror.devices import are_distinct, is_simulated
 from mirror.errors import BackendError

@@ -59,10 +59,15 @@ def three(request):
 
 
 def random_tensors(communicator, shape, dtype):
-    """Returns one tensor per replica; the values of floating ones do not add up exactly."""
+    """Returns one tensor per replica; the values of floating ones do not add up exactly.
+
+    But for NCCL on GPUs, whose order of summation nobody knows: there they do.
+    """
     tensors = []
     for device in communicator.devices:
         values = torch.randn(shape) * 3
+        if communicator.name == "nccl" and device.type == "cuda":
+            values = 2.0 ** values.clamp(-1, 1).round() * values.sign()
         if not dtype.is_floating_point:
             values = values.abs() * 30
         tensors.append(values.to(device, dtype))
@@ -197,9 +202,9 @@ def test_reduce_scatter_then_all_gather_is_all_reduce(communicator, dtype):
 def mixed_lists(communicator):
     """Returns lists of all dtypes in turn, with every kind of strides, sizes 0, 1, odd, large.
 
-    Sums are exact for the ring, where they would else depend on what is reduced together.
+    Sums are exact where they would else depend on what is reduced together.
     """
-    divisors = (1, 2, 4) if communicator.name == "ring" else (1, 2, 3)
+    divisors = (1, 2, 4) if communicator.name in ("ring", "nccl") else (1, 2, 3)
     columns = []
     for device in communicator.devices:
         column = []

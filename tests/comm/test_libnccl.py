@@ -90,6 +90,14 @@ def test_the_copy_in_memory_is_used_and_two_are_refused(tmp_path):
     assert lines[2].startswith(f"two copies of libnccl are loaded, {first} and {second}, ")
 
 
+@needs_compiler
+def test_a_copy_in_memory_whose_file_is_gone_is_refused(tmp_path):
+    path = tmp_path / "libnccl.so.2"
+    compile_fake(path)
+    program = IN_A_PROCESS.replace("CDLL(path)", "CDLL(path); import os; os.remove(path)")
+    assert in_a_process(program, path).startswith(f"{path} (deleted) does not load")
+
+
 def in_a_process(program, *arguments):
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
