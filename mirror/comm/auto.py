@@ -66,9 +66,9 @@ def preferences(facts: Facts) -> tuple[Choice, ...]:
 def _kernels(facts: Facts, why: str = "") -> tuple[Choice, ...]:
     """Returns mirror's own kernels, best first; which of them can serve is another question.
 
-    With links between all, everybody talks to everybody at once. Over PCIe that is the worst one
-    can do with more than two: there a ring has one stream into and one out of every GPU, or, with
-    islands, most of the bytes stay inside them.
+    With links between all, everybody talks to everybody at once. Over PCIe that is the worst that
+    more than two can do: in a ring every GPU has one stream in and one out. With islands, most of
+    the bytes stay inside them.
     """
     n = len(facts.devices)
     direct = Choice("direct", why or "all GPUs reach each other's memory")
@@ -77,7 +77,7 @@ def _kernels(facts: Facts, why: str = "") -> tuple[Choice, ...]:
         return (ring,)
     if 1 < len(facts.islands) < n:
         islands = Choice("hierarchical", f"{len(facts.islands)} islands of near GPUs")
-        return islands, direct, ring
+        return islands, ring, direct
     if n > 2 and not all(map(all, facts.links)):
         return ring, direct
     return direct, ring

@@ -77,9 +77,9 @@ class Communicator(ABC):
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
-        """Returns why this backend cannot serve these devices; ``None`` when nothing is known.
+        """Returns why this backend cannot serve these devices; ``None`` if nothing says so.
 
-        Nothing is tried out: see ``needs_trial``.
+        This only looks, and tries nothing out: for that there is ``needs_trial``.
         """
         return None
 

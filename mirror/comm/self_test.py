@@ -12,8 +12,8 @@ from mirror.comm.base import DTYPES, OPS, Communicator
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import BackendError
 
-# In one block and in many; none of them divides by the number of replicas, if that is even.
-SIZES = (3, 4_099, 262_147)
+# In one block of a kernel, and in many; in chunks of equal size, if replicas are 2, 4, 8, and not.
+SIZES = (3, 4_096, 262_147)
 # Long enough for a busy GPU, short enough for a person who waits.
 SECONDS = 20.0
 
@@ -90,7 +90,7 @@ def _values(size: int, n: int) -> list[Tensor]:
 
     So that a product stays exact, in a byte, too.
     """
-    owners = torch.arange(size) % n
+    owners = torch.arange(size, device="cpu") % n  # whatever the default device is
     return [1 + (owners == i).to(torch.uint8) for i in range(n)]
 
 

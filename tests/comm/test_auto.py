@@ -49,7 +49,7 @@ MACHINES = {
     "2 GPUs with a bridge": (machine([0, 1]), "nccl direct ring naive"),
     "2 islands of 4": (
         machine(EIGHT, links=HALVES),
-        "nccl hierarchical direct ring naive",
+        "nccl hierarchical ring direct naive",
     ),
     "8 GPUs on PCIe": (
         machine(EIGHT, links=NOWHERE, islands=[tuple(EIGHT)]),
@@ -57,7 +57,7 @@ MACHINES = {
     ),
     "8 GPUs on PCIe of 2 sockets": (
         machine(EIGHT, links=NOWHERE, islands=HALVES),
-        "nccl hierarchical direct ring naive",
+        "nccl hierarchical ring direct naive",
     ),
     "2 GPUs on PCIe": (
         machine([0, 1], links=[(0,), (1,)], islands=[(0, 1)]),
@@ -74,7 +74,7 @@ MACHINES = {
     "4 replicas on one GPU": (machine([0] * 4), "direct ring nccl naive"),
     "2 replicas on each of 2 GPUs": (
         machine([0, 0, 1, 1], links=[(0, 1), (2, 3)]),
-        "hierarchical direct ring nccl naive",
+        "hierarchical ring direct nccl naive",
     ),
     "one GPU": (machine([3]), "naive"),
     "the CPU": (facts_of([torch.device("cpu")] * 4), "host naive"),

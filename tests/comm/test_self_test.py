@@ -26,6 +26,11 @@ def test_nccl_passes(fake, n):
     communicator.close()
 
 
+def test_it_does_not_depend_on_the_default_device_nor_on_inference_mode():
+    with torch.device("meta"), torch.inference_mode():
+        self_test.examine(NaiveCommunicator(["cpu"] * 2))
+
+
 def test_sixteen_replicas_stay_exact():
     self_test.examine(NaiveCommunicator(["cpu"] * 16))
 
