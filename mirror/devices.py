@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -234,6 +234,38 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come that far; does not wait."""
+
+
+class _Past:
+    def query(self) -> bool:
+        return True
+
+
+_PAST = _Past()
+
+
+def record_event(device: torch.device) -> Event:
+    """Returns the point that the device's current stream now ends at; the CPU is there already."""
+    if device.type != "cuda":
+        return _PAST
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def stream_address(device: torch.device) -> int:
+    """Returns the device's current stream as C libraries take it; 0 for the CPU, which has none.
+
+    That 0 also is CUDA's default stream, so this is no question whether there is a stream.
+    """
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 @contextmanager

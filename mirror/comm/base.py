@@ -26,6 +26,9 @@ DTYPES = (
     torch.uint8,
 )
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+# As long as torch.distributed waits by default: a device may have a lot of work before it comes
+# to the collective that the others wait in.
+DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 class Communicator(ABC):
@@ -52,11 +55,13 @@ class Communicator(ABC):
             together, nor on the algorithm.
         waits: whether replicas wait for each other inside a collective; the constructor then takes
             ``timeout_seconds``.
+        needs_trial: whether a self-test on the very GPUs goes before the first use on them.
     """
 
     name: ClassVar[str]
     deterministic: ClassVar[bool] = False
     waits: ClassVar[bool] = False
+    needs_trial: ClassVar[bool] = False
     _closed = False
 
     def __init_subclass__(cls) -> None:
@@ -72,7 +77,10 @@ class Communicator(ABC):
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
-        """Returns why this backend cannot serve these devices; ``None`` when it can."""
+        """Returns why this backend cannot serve these devices; ``None`` if nothing says so.
+
+        This only looks, and tries nothing out: for that there is ``needs_trial``.
+        """
         return None
 
     @abstractmethod

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from mirror.comm.auto import choose
 from mirror.comm.base import Communicator
-from mirror.comm.choose import choose, create, known
+from mirror.comm.choose import create, known
 from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
@@ -409,16 +410,22 @@ def _communicator(
         return backend
     if not isinstance(backend, str):
         raise BackendError(f"backend must be a name or a Communicator, got {backend!r}")
-    name = choose(devices) if backend == "auto" else backend
-    kind = known(name)
+
+    def make(name: str) -> Communicator:
+        kind = known(name)
+        if kind is not None and kind.waits and options.timeout_seconds is not None:
+            return create(name, devices, timeout_seconds=options.timeout_seconds)
+        return create(name, devices)
+
+    if backend == "auto":
+        return choose(devices, make, deterministic=options.deterministic)[0]
+    kind = known(backend)
     if options.deterministic and kind is not None and not kind.deterministic:
         raise BackendError(
-            f"deterministic=True needs a backend that sums in replica order, and {name!r} sums in "
-            "an order of its own; pass 'direct', 'host' or 'naive'"
+            f"deterministic=True needs a backend that sums in replica order, and {backend!r} sums "
+            "in an order of its own; pass 'direct', 'host' or 'naive'"
         )
-    if kind is not None and kind.waits and options.timeout_seconds is not None:
-        return create(name, devices, timeout_seconds=options.timeout_seconds)
-    return create(name, devices)
+    return make(backend)
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
