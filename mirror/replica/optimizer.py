@@ -42,6 +42,7 @@ from torch.optim.optimizer import (
 from mirror.context import current
 from mirror.devices import random_state, set_random_state, using
 from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.replica.compiler import Hold, let_go, letting_go, not_compiled, take_hold
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.optimizer_groups import has_hooks, mirrored_group, of_replica
 from mirror.replica.optimizer_state import FindHere, SharedState
@@ -64,8 +65,11 @@ def watch_optimizer_steps() -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
+            # A step's pre- and post-hook must see one frame, which the compiler would break up.
+            not_compiled(Optimizer.profile_hook_step(lambda self: None))  # they share their code
 
 
+@letting_go
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     step = sys._getframe(1)
@@ -81,6 +85,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
     group.check_usable()
     replica: Any = current.replica
+    mirror.holds[threading.get_ident()] = let_go()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if replica is None or replica.group is not group:
         mirror.step_everywhere(step, args, kwargs, closure)
@@ -93,10 +98,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
+@letting_go
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and mirror.step is sys._getframe(1):
-        mirror.end_step()
+        try:
+            mirror.end_step()
+        finally:
+            take_hold(mirror.holds.pop(threading.get_ident(), None))
 
 
 class OptimizerMirror:
@@ -115,6 +124,9 @@ class OptimizerMirror:
         self._draws = False  # whether a step has been seen to draw random numbers
         self._random: Tensor | None = None  # the random state when a replica's step began
         self._alone = threading.Lock()  # held while lent
+        # By thread, what the compiler had on it when step was called. A step that raises does not
+        # give it back; the compiled function that called step does, when it ends.
+        self.holds: dict[int, Hold] = {}
         self.step: FrameType | None = None  # torch's call that the step in progress is
         group.optimizers.add(self)
 

@@ -12,6 +12,7 @@ import torch
 from mirror.context import current, enter, leave
 from mirror.errors import StrategyError
 from mirror.replica.collectives import all_gather, all_reduce
+from mirror.replica.compiler import opaque
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
@@ -154,6 +155,7 @@ class ReplicaContext:
         return self._weight
 
     @weight.setter
+    @opaque
     def weight(self, value: float) -> None:
         value = float(value)
         if not math.isfinite(value) or value < 0:
@@ -170,6 +172,7 @@ class ReplicaContext:
         self._weight = value
         self.run.is_weighted = True
 
+    @opaque
     def all_reduce(self, op: Any, value: Any) -> Any:
         """Reduces a structure of tensors over the replicas that take part, in one collective.
 
@@ -192,6 +195,7 @@ class ReplicaContext:
         """
         return all_reduce(self, op, value)
 
+    @opaque
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates each tensor of a structure over the replicas, in replica order.
 
@@ -204,6 +208,7 @@ class ReplicaContext:
         """
         return all_gather(self, value, axis)
 
+    @opaque
     def merge_call(
         self,
         fn: Callable[..., Any],

@@ -16,6 +16,7 @@ from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
 from mirror.devices import is_simulated, resolve
 from mirror.errors import BackendError, StrategyError, StructureError
+from mirror.replica.compiler import limits_for, opaque
 from mirror.replica.group import ReplicaGroup
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import recording
@@ -161,6 +162,7 @@ class MirroredStrategy:
 
     # Running
 
+    @opaque
     def run(
         self,
         fn: Callable[..., Any],
@@ -193,7 +195,8 @@ class MirroredStrategy:
             own = select(args, replica_id), select(kwargs, replica_id)
             return fn(*own[0], **own[1])
 
-        run = self._group.run(call, active, weights=weights)
+        with limits_for(self.num_replicas_in_sync):
+            run = self._group.run(call, active, weights=weights)
         return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
 
     def lone_context(self) -> ReplicaContext:
