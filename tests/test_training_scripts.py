@@ -1811,14 +1811,7 @@ def test_per_example_gradients_inside_run(same_run):
     same_run(script)
 
 
-NOT_TRACED = pytest.mark.xfail(
-    raises=RuntimeError,
-    strict=True,
-    reason="jit.trace takes the copies for constants; trace copy.deepcopy(model)",
-)
-
-
-@pytest.mark.parametrize("kind", ["export", pytest.param("trace", marks=NOT_TRACED)])
+@pytest.mark.parametrize("kind", ["export", "trace"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_model_is_exported_as_a_plain_one(kind, same_loop):
