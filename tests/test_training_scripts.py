@@ -1196,12 +1196,7 @@ class Counts(Net):
         return super().forward(x) * (1 + 0.1 * self.calls)
 
 
-REBOUND = pytest.mark.xfail(
-    strict=True, reason="an attribute that forward sets is shared by the replicas (README, Limits)"
-)
-
-
-@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=REBOUND)])
+@pytest.mark.parametrize("in_place", [True, False])
 def test_a_tensor_attribute_updated_in_forward_is_each_replicas_own(in_place, same):
     def script(place):
         model = place.put(Counts(in_place))

@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from mirror.context import current, entered
 from mirror.errors import StrategyError
+from mirror.replica.attributes import OwnValues, watch_attributes
 from mirror.replica.buffers import MirroredBuffer, mirror_buffer
 from mirror.replica.call import call_in_turn
 from mirror.replica.compiler import (
@@ -149,12 +150,13 @@ class OpaqueDict(ReplicaDict):
 class TransparentCall:
     """What calling a mirrored module does: splits the outermost call, else just runs."""
 
-    __slots__ = ("group", "is_checkpointed", "module", "renormalizes")
+    __slots__ = ("group", "is_checkpointed", "module", "own", "renormalizes")
 
     def __init__(self, module: nn.Module, group: ReplicaGroup) -> None:
         self.module = weakref.ref(module)
         self.group = group
         self.renormalizes = renormalizes(module)
+        self.own: dict[str, OwnValues] = {}  # see [Note: Own attributes]
         self.is_checkpointed = False  # whether a whole call may be recomputed in backward
 
     @not_compiled
@@ -294,6 +296,7 @@ def route_call(module: nn.Module, group: ReplicaGroup) -> None:
         routed = CompiledCall(module, group, call)
     module.__dict__["_compiled_call_impl"] = routed
     _watch_compile()
+    watch_attributes()
 
 
 def _watch_compile() -> None:

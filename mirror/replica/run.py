@@ -11,6 +11,7 @@ import torch
 
 from mirror.context import current, enter, leave
 from mirror.errors import StrategyError
+from mirror.replica.attributes import OwnValues
 from mirror.replica.collectives import all_gather, all_reduce
 from mirror.replica.compiler import opaque
 from mirror.replica.lockstep import Lockstep
@@ -28,6 +29,7 @@ class Run:
 
     __slots__ = (
         "active",
+        "attributes",
         "contexts",
         "depth",
         "group",
@@ -49,6 +51,7 @@ class Run:
         self.lockstep = lockstep
         self.active = active
         self.results: dict[int, Any] = {}
+        self.attributes: list[OwnValues] = []  # that its replicas have set or read
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
         self.depth: int = 0 if outer is None else outer.depth + 1
@@ -105,8 +108,10 @@ class Run:
         return self.lockstep.merge(replica_id, point)
 
     def finish(self) -> None:
-        """Reduces, or defers, the gradients that nobody has looked at."""
+        """Reduces, or defers, the gradients that nobody has looked at; joins attributes."""
         if self.group.num_replicas > 1:
+            while self.attributes:
+                self.attributes.pop().join(self)
             self.group.gradients.finish(self.shares())
             order.lift_this_thread()
 
