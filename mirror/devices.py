@@ -303,7 +303,8 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
 
     ``torch.manual_seed(s)`` gives every GPU the seed ``s``, so that all replicas would draw the
     same dropout masks. The first generator keeps its stream; the others get seeds derived from
-    its seed, so one seed still makes a run reproducible. What was seeded apart stays as it is.
+    its seed, so one seed still makes a run reproducible. What was seeded apart stays as it is,
+    streams restored by ``torch.cuda.set_rng_state_all`` too: a state carries its seed.
     """
     first = generators[0].initial_seed()
     for k, generator in enumerate(generators[1:], 1):

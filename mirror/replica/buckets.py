@@ -43,6 +43,7 @@ from mirror.replica.arrivals import (
     take,
     weigh,
 )
+from mirror.replica.compiler import opaque
 from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class Buckets:
         reductions, self._on_their_way, self.num_launched = self._on_their_way, [], 0
         return reductions
 
+    @opaque
     def _arrived(self, index: int, _: Tensor) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self._launching:

@@ -63,6 +63,7 @@ class ReplicaGroup:
         schedule: str,
         weighted: bool,
         bytes_per_pack: int,
+        wire_dtype: torch.dtype | None,
         timeout_seconds: float | None,
     ) -> None:
         self.devices = tuple(devices)
@@ -89,6 +90,7 @@ class ReplicaGroup:
         self.strategy = strategy  # strong: a model outlives the variable that held it
         self._schedule = schedule
         self.bytes_per_pack = bytes_per_pack
+        self._wire_dtype = wire_dtype
         self._timeout_seconds = timeout_seconds
         self.locksteps: list[Lockstep] = []
         self._recorded: dict[int, weakref.ref[nn.Module]] = {}
@@ -243,7 +245,9 @@ class ReplicaGroup:
 
     def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
         """Sums lists of tensors over the replicas, in place, through the communicator."""
-        self.communicator.all_reduce_checked(lists, "sum", scale, self.bytes_per_pack)
+        self.communicator.all_reduce_checked(
+            lists, "sum", scale, self.bytes_per_pack, self._wire_dtype
+        )
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters it owns, mirrored or the only replica's."""

@@ -51,8 +51,15 @@ from torch.optim.optimizer import (
 from mirror.context import current
 from mirror.devices import random_state, set_random_state, using
 from mirror.errors import StrategyError
+from mirror.replica.compiler import Hold, let_go, letting_go, not_compiled, take_hold
 from mirror.replica.merge_point import MergePoint
-from mirror.replica.optimizer_groups import Parameters, has_hooks, mirrored_group, of_replica
+from mirror.replica.optimizer_groups import (
+    Parameters,
+    has_hooks,
+    mirrored_group,
+    of_replica,
+    raw_step,
+)
 from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.parameters import MirroredParameter
 
@@ -74,8 +81,11 @@ def watch_optimizer_steps() -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
+            # A step's pre- and post-hook must see one frame, which the compiler would break up.
+            not_compiled(Optimizer.profile_hook_step(lambda self: None))  # they share their code
 
 
+@letting_go
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     step = sys._getframe(1)
@@ -91,6 +101,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     group = mirror.group
     group.check_usable()
     replica: Any = current.replica
+    mirror.holds[threading.get_ident()] = let_go()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if replica is None or replica.group is not group:
         mirror.step_everywhere(step, args, kwargs, closure)
@@ -113,10 +124,14 @@ def _mirror_of(optimizer: Optimizer, group: ReplicaGroup) -> OptimizerMirror:
         return mirror
 
 
+@letting_go
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and mirror.step is sys._getframe(1):
-        mirror.end_step()
+        try:
+            mirror.end_step()
+        finally:
+            take_hold(mirror.holds.pop(threading.get_ident(), None))
 
 
 class OptimizerMirror:
@@ -135,6 +150,9 @@ class OptimizerMirror:
         self._draws = False  # whether a step has been seen to draw random numbers
         self._random: Tensor | None = None  # the random state when a replica's step began
         self._alone = threading.Lock()  # held while lent
+        # By thread, what the compiler had on it when step was called. A step that raises does not
+        # give it back; the compiled function that called step does, when it ends.
+        self.holds: dict[int, Hold] = {}
         self.step: FrameType | None = None  # torch's call that the step in progress is
         group.optimizers.add(self)
 
@@ -179,7 +197,7 @@ class OptimizerMirror:
         self._lend(0, sys._getframe())
         try:
             with using(self.group.devices[0]):
-                _raw_step(optimizer)(optimizer)
+                raw_step(optimizer)(optimizer)
         finally:
             self.give_back()
             self._follow()
@@ -221,7 +239,7 @@ class OptimizerMirror:
             self._step_first(args[0])
             self._lend_nothing(step)
             return
-        function = _raw_step(args[0])
+        function = raw_step(args[0])
         for replica_id in range(1, self.group.num_replicas):
             self._lend(replica_id, step)
             try:
@@ -381,10 +399,3 @@ class _Once:
                 "forward spans all replicas"
             )
         return self._losses.pop()
-
-
-def _raw_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns the class's step without torch's hooks around it."""
-    function = type(optimizer).step
-    raw: Callable[..., Any] = getattr(function, "__wrapped__", function)
-    return raw

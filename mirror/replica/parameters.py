@@ -80,7 +80,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
 
     def _resolve(self, func: object = None) -> Tensor:
         variable = self._mirrored
-        return variable.copies[variable.here() or 0]
+        here = variable.here()
+        return variable.first() if here is None else variable.copies[here]
 
     def _hand_out(self, handle: Tensor | None) -> None:
         if self._mirrored.here() is None:

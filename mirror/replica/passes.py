@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from mirror.context import current
+from mirror.replica.compiler import opaque
 from mirror.timeline import BACKWARD, CROSS, OPTIMIZER, Timeline, latest
 
 _START = "_engine_run_backward"
@@ -46,6 +47,7 @@ def watch_passes(install_others: Callable[[], None]) -> None:
 
 
 def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
+    @opaque
     @functools.wraps(run)
     def noted(*args: Any, **kwargs: Any) -> Any:
         timeline, lane = _here()
@@ -60,12 +62,14 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+@opaque
 def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     timeline, lane = _here()
     if timeline is not None:
         timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
 
 
+@opaque
 def _step_ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     timeline, lane = _here()
     if timeline is not None:

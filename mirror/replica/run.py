@@ -11,7 +11,9 @@ import torch
 
 from mirror.context import current, enter, leave
 from mirror.errors import StrategyError
+from mirror.replica.attributes import OwnValues
 from mirror.replica.collectives import all_gather, all_reduce
+from mirror.replica.compiler import opaque
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
@@ -28,6 +30,7 @@ class Run:
 
     __slots__ = (
         "active",
+        "attributes",
         "contexts",
         "depth",
         "group",
@@ -49,6 +52,7 @@ class Run:
         self.lockstep = lockstep
         self.active = active
         self.results: dict[int, Any] = {}
+        self.attributes: list[OwnValues] = []  # that its replicas have set or read
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
         self.depth: int = 0 if outer is None else outer.depth + 1
@@ -115,8 +119,10 @@ class Run:
                 watch.start()
 
     def finish(self) -> None:
-        """Reduces, or defers, the gradients that nobody has looked at."""
+        """Reduces, or defers, the gradients that nobody has looked at; joins attributes."""
         if self.group.num_replicas > 1:
+            while self.attributes:
+                self.attributes.pop().join(self)
             self.group.gradients.finish(self.shares())
             order.lift_this_thread()
 
@@ -165,6 +171,7 @@ class ReplicaContext:
         return self._weight
 
     @weight.setter
+    @opaque
     def weight(self, value: float) -> None:
         value = float(value)
         if not math.isfinite(value) or value < 0:
@@ -181,6 +188,7 @@ class ReplicaContext:
         self._weight = value
         self.run.is_weighted = True
 
+    @opaque
     def all_reduce(self, op: Any, value: Any) -> Any:
         """Reduces a structure of tensors over the replicas that take part, in one collective.
 
@@ -203,6 +211,7 @@ class ReplicaContext:
         """
         return all_reduce(self, op, value)
 
+    @opaque
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates each tensor of a structure over the replicas, in replica order.
 
@@ -215,6 +224,7 @@ class ReplicaContext:
         """
         return all_gather(self, value, axis)
 
+    @opaque
     def merge_call(
         self,
         fn: Callable[..., Any],

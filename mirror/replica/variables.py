@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from mirror.context import current
 from mirror.errors import StrategyError
 from mirror.replica.arrivals import local_grad, set_local_grad
+from mirror.replica.compiler import opaque
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 
@@ -93,6 +94,14 @@ class Variable:
         """Returns the current replica of this variable's group, ``None`` outside."""
         replica = current.replica
         return replica.replica_id if replica is not None and replica.group is self.group else None
+
+    @opaque
+    def first(self) -> ReplicaParameter:
+        """Returns what stands for the parameter in the cross-replica context.
+
+        A compiler that follows a call of a mirrored module ends here, and the call is split.
+        """
+        return self.copies[0]
 
     # Gradients
 

@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mirror.comm.auto import choose
 from mirror.comm.base import Communicator
-from mirror.comm.choose import create, known
 from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
 from mirror.devices import is_simulated, resolve
-from mirror.errors import BackendError, StrategyError
+from mirror.errors import StrategyError
 from mirror.replica.comparison import compare_replicas
+from mirror.replica.compiler import limits_for, opaque
 from mirror.replica.group import ReplicaGroup
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.measure import measure
@@ -27,8 +26,9 @@ from mirror.replica.module import recording
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
 from mirror.strategy.arguments import taking_part
+from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
-from mirror.strategy.options import CommunicationOptions
+from mirror.strategy.options import CommunicationOptions, check_choice
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.value_context import ValueContext
 from mirror.values import (
@@ -89,11 +89,11 @@ class MirroredStrategy:
         gradient_reduction: str = "mean",
         schedule: str = "auto",
     ) -> None:
-        _check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
-        _check_choice("schedule", schedule, _SCHEDULES)
+        check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
+        check_choice("schedule", schedule, _SCHEDULES)
         options = communication_options or CommunicationOptions()
         self._devices = resolve(devices)
-        communicator = _communicator(backend, self._devices, options)
+        communicator = make_communicator(backend, self._devices, options)
         self._backend = communicator.name
         simulated = is_simulated(self._devices)
         if schedule == "auto":
@@ -108,6 +108,7 @@ class MirroredStrategy:
             schedule=schedule,
             weighted=gradient_reduction == "mean",
             bytes_per_pack=options.bytes_per_pack,
+            wire_dtype=options.wire_dtype,
             timeout_seconds=options.timeout_seconds,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
@@ -173,6 +174,7 @@ class MirroredStrategy:
 
     # Running
 
+    @opaque
     def run(
         self,
         fn: Callable[..., Any],
@@ -204,7 +206,8 @@ class MirroredStrategy:
         def call(replica_id: int) -> Any:
             return fn(*select(args, replica_id), **select(kwargs, replica_id))
 
-        run = self._group.run(call, active, weights=weights)
+        with limits_for(self.num_replicas_in_sync):
+            run = self._group.run(call, active, weights=weights)
         return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
 
     def lone_context(self) -> ReplicaContext:
@@ -347,10 +350,7 @@ class MirroredStrategy:
         return compare_replicas(self._group)
 
     def report(self) -> Report:
-        """Returns where the time of the last steps went, up to 1000 of them; printed, a table.
-
-        It is always measured, which costs some microseconds a step and replica.
-        """
+        """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""
         replicas = self.num_replicas_in_sync
         return report_of(self._group.timeline, replicas, takes_turns=self._takes_turns)
 
@@ -394,43 +394,6 @@ class MirroredStrategy:
                 f"strategy.{what} was called inside run; use the replica context there: "
                 "mirror.get_replica_context().all_reduce, all_gather or merge_call"
             )
-
-
-def _communicator(
-    backend: object, devices: tuple[torch.device, ...], options: CommunicationOptions
-) -> Communicator:
-    if options.wire_dtype is not None:
-        raise BackendError("no backend of this version can send gradients in another dtype")
-    if isinstance(backend, Communicator):
-        if tuple(backend.devices) != devices:
-            raise BackendError(
-                f"the communicator serves {[str(d) for d in backend.devices]}, the strategy has "
-                f"{[str(d) for d in devices]}; make it over the same devices, in the same order"
-            )
-        return backend
-    if not isinstance(backend, str):
-        raise BackendError(f"backend must be a name or a Communicator, got {backend!r}")
-
-    def make(name: str) -> Communicator:
-        kind = known(name)
-        if kind is not None and kind.waits and options.timeout_seconds is not None:
-            return create(name, devices, timeout_seconds=options.timeout_seconds)
-        return create(name, devices)
-
-    if backend == "auto":
-        return choose(devices, make, deterministic=options.deterministic)[0]
-    kind = known(backend)
-    if options.deterministic and kind is not None and not kind.deterministic:
-        raise BackendError(
-            f"deterministic=True needs a backend that sums in replica order, and {backend!r} sums "
-            "in an order of its own; pass 'direct', 'host' or 'naive'"
-        )
-    return make(backend)
-
-
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _end_threads(locksteps: list[Lockstep]) -> None:
