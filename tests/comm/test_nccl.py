@@ -465,7 +465,8 @@ def test_a_communicator_that_is_dropped_is_ended(fake):
     assert fake.calls("ncclCommDestroy") == 3
 
 
-def test_ctrl_c_aborts_and_stays_ctrl_c(fake, monkeypatch):
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_ctrl_c_aborts_and_stays_ctrl_c(fake, monkeypatch, goes_on):
     communicator = fake.communicator()
     fake.polls(5)
 
@@ -476,9 +477,10 @@ def test_ctrl_c_aborts_and_stays_ctrl_c(fake, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         communicator.all_reduce(tensors())
     fake.assert_nothing_is_left()
-    with pytest.raises(BackendError, match="a KeyboardInterrupt broke it off"):
-        communicator.all_reduce(tensors())
-    communicator.close()
+    if goes_on:
+        with pytest.raises(BackendError, match="a KeyboardInterrupt broke it off"):
+            communicator.all_reduce(tensors())
+    communicator.close()  # says nothing that would hide the interrupt
 
 
 def test_a_closed_communicator_has_no_thread(fake):
