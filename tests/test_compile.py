@@ -6,7 +6,6 @@ must get right is what the compiler is shown, not the code that a backend genera
 
 import copy
 import logging
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from mirror.context import current
 from tests.oracle import assert_same, assert_same_training
 
 # The compiler looks at .grad of whatever comes into a graph.
@@ -30,13 +30,14 @@ def fresh_compiler(monkeypatch):
 
 
 class Backend:
-    """The backend "eager" that notes in which thread it was called."""
+    """The backend "eager" that notes for which replica it was called, None outside run."""
 
     def __init__(self):
-        self.threads = []
+        self.replicas = []
 
     def __call__(self, graph, examples):
-        self.threads.append(threading.current_thread().name)
+        replica = current.replica
+        self.replicas.append(None if replica is None else replica.replica_id)
         return graph.forward
 
 
@@ -140,8 +141,7 @@ def test_compiled_training_is_that_of_one_device(way, compiled, mirrored, make, 
     assert_same_training(model, optimizer, plain, plain_optimizer)
     # torch compiles nothing of a Sequential's method: it begins with no code of its own.
     if compiled != "method" or make is Net:
-        in_replicas = [name for name in backend.threads if name.startswith("mirror replica")]
-        assert {name[:16] for name in in_replicas} == {"mirror replica 0", "mirror replica 1"}
+        assert set(backend.replicas) - {None} == {0, 1}
 
 
 @pytest.mark.parametrize("compiled", ["model", "method"])
@@ -163,7 +163,7 @@ def test_a_model_in_one_graph_compiles_once_per_replica(way, compiled, make_stra
     losses = train(way, strategy, model, optimizer, loss, step, batches((16, 16)))
     assert_same(losses, expected)
     assert_same_training(model, optimizer, plain, plain_optimizer)
-    assert sorted(backend.threads) == [f"mirror replica {r} of 8 (cpu)" for r in range(8)]
+    assert sorted(backend.replicas) == list(range(8))
 
 
 def test_the_recompile_limit_counts_for_every_replica(make_strategy):
@@ -174,7 +174,7 @@ def test_the_recompile_limit_counts_for_every_replica(make_strategy):
     for size in range(3, 15, 3):
         x = torch.ones(size, 6)
         assert_same(call(x), model(x))
-    assert len(backend.threads) == 12
+    assert len(backend.replicas) == 12
 
 
 def test_functions_in_run_compile_in_one_graph(make_strategy):
@@ -186,7 +186,7 @@ def test_functions_in_run_compile_in_one_graph(make_strategy):
     for _ in range(3):
         value = strategy.reduce("mean", strategy.run(loss, args=(batch,)))
         assert_same(value, F.cross_entropy(model(x), y))
-    assert len(backend.threads) == 2
+    assert len(backend.replicas) == 2
 
 
 def test_a_fullgraph_function_outside_run_is_refused_with_the_reason(make_strategy):
@@ -446,7 +446,7 @@ def test_the_compiler_is_reset_between_steps(make_strategy):
     x = torch.randn(4, 6)
     for step in range(1, 4):
         assert_same(call(x), model(x))
-        assert len(backend.threads) == 2 * step
+        assert len(backend.replicas) == 2 * step
         torch.compiler.reset()
 
 
@@ -456,7 +456,7 @@ def test_models_compiled_in_a_scope_and_copies_of_them(make_strategy):
         model = torch.compile(Net(), backend=backend, fullgraph=True)
     x = torch.randn(4, 6)
     out = model(x)
-    assert len(backend.threads) == 2
+    assert len(backend.replicas) == 2
     assert mirror.is_mirrored(model)
     copied = copy.deepcopy(model)
     assert not mirror.is_mirrored(copied)
@@ -472,7 +472,7 @@ def test_models_that_are_not_mirrored_compile_as_without_mirror(make_strategy):
     for network in (model, other):
         torch.compiler.reset()
         network(torch.ones(2, 6))
-    assert backend.threads == ["MainThread"] * 2
+    assert backend.replicas == [None] * 2
     assert nn.Module.compile.__name__ == "compile"
 
 
@@ -491,7 +491,7 @@ def test_one_replica_compiles_as_without_mirror():
         model.compile(backend=backend, fullgraph=True)
         (out,) = strategy.run(model, args=(torch.ones(2, 6),)).values
         assert_same(model(torch.ones(2, 6)), out)
-        assert len(backend.threads) == 1
+        assert len(backend.replicas) == 1
 
 
 @pytest.mark.parametrize("compiled", ["model", pytest.param("method", marks=pytest.mark.slow)])

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
 
-_NOBODY = -1  # to whom an optimizer is lent without parameters
+_NOBODY = -1  # who is lent groups without parameters
 _serials = itertools.count(1)
 _watching = threading.Lock()
 _hooks: list[Any] = []
@@ -81,7 +81,7 @@ def watch_optimizer_steps() -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
-            # A step's pre- and post-hook must see one frame, which the compiler would break up.
+            # Both hooks must see one frame, which the compiler would break up.
             not_compiled(Optimizer.profile_hook_step(lambda self: None))  # they share their code
 
 
@@ -150,8 +150,8 @@ class OptimizerMirror:
         self._draws = False  # whether a step has been seen to draw random numbers
         self._random: Tensor | None = None  # the random state when a replica's step began
         self._alone = threading.Lock()  # held while lent
-        # By thread, what the compiler had on it when step was called. A step that raises does not
-        # give it back; the compiled function that called step does, when it ends.
+        # By thread, what the compiler had on it when step was called. After a step that raises the
+        # compiled function that called it gives it back.
         self.holds: dict[int, Hold] = {}
         self.step: FrameType | None = None  # torch's call that the step in progress is
         group.optimizers.add(self)

@@ -351,8 +351,7 @@ class MirroredStrategy:
 
     def report(self) -> Report:
         """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""
-        replicas = self.num_replicas_in_sync
-        return report_of(self._group.timeline, replicas, takes_turns=self._takes_turns)
+        return report_of(self._group.timeline, takes_turns=self._takes_turns)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
