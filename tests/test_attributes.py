@@ -237,6 +237,37 @@ def test_a_run_that_fails_leaves_attributes_as_they_were(make_strategy):
     assert model.steps == 2
 
 
+def test_a_bool_says_that_something_shared_is_done(make_strategy):
+    class InstallsOnce(Base):
+        def forward(self, x):
+            if not getattr(self, "installed", False):
+                self.first.register_forward_hook(lambda module, args, out: out * 2)
+                self.installed = True
+            return self.first(x)
+
+    plain = InstallsOnce()
+    model = make_strategy(3).mirror(copy.deepcopy(plain))
+    x = torch.randn(6, 4)
+    assert_same([model(x), model(x)], [plain(x), plain(x)])
+    assert model.installed is True
+    assert len(model.first._forward_hooks) == 1
+
+
+def test_bools_that_differ_between_replicas_are_refused(make_strategy):
+    class Alternates(Base):
+        turn = False
+
+        def forward(self, x):
+            self.turn = not self.turn
+            return self.first(x)
+
+    strategy = make_strategy(2)
+    model = strategy.mirror(Alternates())
+    with pytest.raises(mirror.StrategyError, match="left attribute 'turn' different"):
+        model(torch.ones(4, 4))
+    assert strategy.run(lambda: 1).values == (1, 1)
+
+
 def test_copies_and_other_instances_are_ordinary(make_strategy):
     strategy = make_strategy(2)
     model = strategy.mirror(CountsInPython())

@@ -15,6 +15,9 @@ attribute, which is what the cross-replica context and copies of the module see:
     numbers or strings, all equal; one object     that
     anything else                                 PerReplica
 
+A bool is not each replica's own but says that something has been done, to what the replicas share
+(hooks registered, submodules made); if they leave it different, the run fails.
+
 In the next run every replica goes on with its own value, unless the cross-replica context has
 set another: of that each gets its part, if it is batched as the run's batch is, or a copy.
 """
@@ -42,21 +45,32 @@ if TYPE_CHECKING:
     from mirror.replica.run import ReplicaContext, Run
 
 _MISSING: Any = object()
-# What torch itself keeps on a module, ``training`` among it, says the same on every replica.
-_SHARED = frozenset(nn.Module().__dict__)
+# What torch itself keeps on a module, ``training`` among it, says the same on every replica; the
+# lists of their weights that RNNs keep are made anew by every call.
+_SHARED = frozenset((*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs"))
 _installing = threading.Lock()
 
 
 class OwnValues:
     """What the replicas have set of one attribute of one module."""
 
-    __slots__ = ("_is_batched", "_joined", "_module", "_name", "_run", "_settled", "_values")
+    __slots__ = (
+        "_flags",
+        "_is_batched",
+        "_joined",
+        "_module",
+        "_name",
+        "_run",
+        "_settled",
+        "_values",
+    )
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module.__dict__  # which lives as long as what holds this
         self._name = name
         self._run: Run | None = None  # the run that the values are of
         self._values: dict[int, Any] = {}
+        self._flags: dict[int, bool] = {}  # the bools that its replicas have set
         self._settled: dict[int, Any] = {}  # the values that the last run has left
         self._joined: tuple[Any, tuple[int, ...]] = (_MISSING, ())  # and their versions
         self._is_batched = False
@@ -65,18 +79,38 @@ class OwnValues:
         """Returns the replica's value, ``_MISSING`` if it has none."""
         values = self._of(replica.run)
         if replica.replica_id not in values:
-            values[replica.replica_id] = self._first(replica)
+            value = self._first(replica)
+            if type(value) is bool or value is _MISSING:
+                return value
+            values[replica.replica_id] = value
         return values[replica.replica_id]
 
     def write(self, replica: ReplicaContext, value: Any) -> None:
         """Sets the replica's value; ``_MISSING`` deletes it."""
-        self._of(replica.run)[replica.replica_id] = value
+        values = self._of(replica.run)
+        if type(value) is bool:
+            values.pop(replica.replica_id, None)
+            self._flags[replica.replica_id] = self._module[self._name] = value
+        else:
+            self._flags.pop(replica.replica_id, None)
+            values[replica.replica_id] = value
 
     def join(self, run: Run) -> None:
         """Makes what the replicas have set the module's attribute."""
         if self._run is not run:
             return
+        flags, self._flags = self._flags, {}
         values = {r: self._values[r] for r in run.active if r in self._values}
+        if flags:
+            if values or len(set(flags.values())) > 1:
+                raise StrategyError(
+                    f"the replicas have left attribute {self._name!r} different, {flags} by "
+                    "replica; a bool that forward sets is shared by all of them: keep what differs "
+                    "in a tensor or a number"
+                )
+        if flags or not values:
+            self._run, self._settled = None, {}
+            return
         present = {r: value for r, value in values.items() if value is not _MISSING}
         before = self._module.get(self._name, _MISSING)
         self._run, self._values, self._settled = None, {}, values
@@ -89,7 +123,7 @@ class OwnValues:
 
     def _of(self, run: Run) -> dict[int, Any]:
         if self._run is not run:
-            self._run, self._values = run, {}
+            self._run, self._values, self._flags = run, {}, {}
             run.attributes.append(self)
         return self._values
 
