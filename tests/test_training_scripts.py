@@ -740,6 +740,21 @@ def test_gradient_hooks_of_parameters_clamp_the_whole_gradient(same):
     same(script)
 
 
+def test_a_hooked_parameter_that_some_replicas_skip_in_run_is_refused(make_strategy):
+    """Its hook is to see the gradient of the whole backward pass, for which all must wait."""
+    strategy = make_strategy(2)
+    model = strategy.mirror(Net())
+    model.head.bias.register_hook(lambda grad: grad * 2)
+
+    def step():
+        first = mirror.get_replica_context().replica_id_in_sync_group == 0
+        out = model(torch.ones(2, 6))
+        (out.sum() if first else model.first.weight.sum()).backward()
+
+    with pytest.raises(mirror.DivergenceError, match="gradients"):
+        strategy.run(step)
+
+
 def test_a_post_accumulate_hook_says_that_it_would_see_a_part(make_strategy):
     model = make_strategy(2).mirror(Net())
     with pytest.raises(mirror.StrategyError, match="post-accumulate"):

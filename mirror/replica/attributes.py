@@ -105,8 +105,8 @@ class OwnValues:
             if values or len(set(flags.values())) > 1:
                 raise StrategyError(
                     f"the replicas have left attribute {self._name!r} different, {flags} by "
-                    "replica; a bool that forward sets is shared by all of them: keep what differs "
-                    "in a tensor or a number"
+                    "replica; a bool that forward sets is shared by all of them: keep what "
+                    "differs in a tensor or a number"
                 )
         if flags or not values:
             self._run, self._settled = None, {}

@@ -289,20 +289,27 @@ class OptimizerMirror:
         # Weak: the optimizer holds its state for longer than we should hold it.
         mirror = weakref.ref(self)
 
-        def find_here(key: Any) -> tuple[dict[Any, Any], Any] | None:
+        def find_here(key: Any) -> tuple[dict[Any, Any], Any, Any] | None:
             alive = mirror()
             return None if alive is None else alive.state_here(key)
 
         return find_here
 
-    def state_here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
-        """Returns, to code inside ``run``, its replica's state and that state's key."""
+    def state_here(self, key: Any) -> tuple[dict[Any, Any], Any, Any] | None:
+        """Returns where code inside ``run`` finds a state entry. See ``FindHere``."""
         replica: Any = current.replica
         if replica is None or replica.group is not self.group:
             return None
         variable = variable_of(key)
-        mine = key if variable is None else variable.targets[replica.replica_id]
-        return self._states[replica.replica_id], mine
+        if variable is None:
+            mine, owner = key, key
+        else:
+            mine, owner = variable.targets[replica.replica_id], variable.owner()
+        return (
+            self._states[replica.replica_id],
+            mine,
+            owner if replica.replica_id == 0 else None,
+        )
 
     def _lend(self, replica_id: int, step: FrameType) -> None:
         self._alone.acquire()

@@ -50,6 +50,21 @@ class MirroredTensor(Tensor):
         """Notes that raw storage left through ``handle``: a possible change."""
         raise NotImplementedError
 
+    def _set_data(self, data: Tensor) -> None:
+        """``tensor.data = data``."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Tensor:
+        """The current copy's data; in the cross-replica context it counts as a change."""
+        data = self._resolve().data
+        self._hand_out(data)
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._set_data(resolve(value))
+
     @classmethod
     def __torch_function__(
         cls,
