@@ -989,11 +989,7 @@ PARAMETRIZATIONS = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", PARAMETRIZATIONS)
-def test_parametrized_layers(kind, when, same, request):
-    if (kind, when) == ("weight_norm", "after"):
-        # It makes an nn.Parameter of the mirrored one, which torch refuses for tensor subclasses.
-        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True))
-
+def test_parametrized_layers(kind, when, same):
     def script(place):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
         if when == "after":
@@ -1009,6 +1005,18 @@ def test_parametrized_layers(kind, when, same, request):
             model.train()
         losses += place.train(model, optimizer)
         return losses, out, model, optimizer
+
+    same(script)
+
+
+def test_a_parameter_made_of_a_mirrored_one_is_mirrored(same):
+    def script(place):
+        model = place.put(Net())
+        model.head.weight = nn.Parameter(model.head.weight)
+        model.head.bias = nn.Parameter(model.head.bias, requires_grad=False)
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        return losses, [p.requires_grad for p in model.parameters()], model, optimizer
 
     same(script)
 

@@ -8,6 +8,10 @@ instance attribute are replaced:
     _modules                WatchedDict: notes a submodule put in later
     _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
                             ``Module.__call__`` looks at it first; copies and pickles drop it.
+
+Of torch itself two methods are wrapped when the first module is mirrored: ``Module.compile``,
+after which calls must still split, and ``Module.__setattr__``. See [Note: Compiled calls] and
+[Note: Own attributes].
 """
 
 from __future__ import annotations
