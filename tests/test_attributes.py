@@ -159,6 +159,27 @@ def test_forward_sets_attributes_as_on_one_device(kind, n, in_run, make_strategy
             assert_same(getattr(model, name), getattr(plain, name))
 
 
+@pytest.mark.parametrize("in_run", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_tensor_set_after_mirroring_is_each_replicas_own(n, in_run, make_strategy):
+    class CountsInPlace(Base):
+        def forward(self, x):
+            self.calls += 1
+            return self.last(torch.tanh(self.first(x))) / self.calls
+
+    plain = CountsInPlace()
+    model, strategy = copy.deepcopy(plain), make_strategy(n)
+    strategy.mirror(model)
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    for start in (0.0, 5.0):
+        for network in (model, plain):
+            network.calls = torch.tensor(start)
+        data = batches((7, 5, 2, 1))
+        expected = train(plain, plain_optimizer, data)
+        assert_same(train(model, optimizer, data, strategy if in_run else None), expected)
+        assert float(model.calls) == float(plain.calls) == start + 4
+
+
 def test_what_cannot_be_joined_reads_as_the_parts_and_is_refused_as_a_tensor(make_strategy):
     strategy = make_strategy(2)
     model = strategy.mirror(CarriesLSTMState())

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.context import current
 from mirror.errors import StrategyError, StructureError
 from mirror.replica.call import join_outputs
-from mirror.replica.compiler import opaque
+from mirror.replica.compiler import forget_compiled, group_of, opaque
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
@@ -227,12 +226,11 @@ def own_values(module: nn.Module, name: str) -> OwnValues | None:
     replica = current.replica
     if replica is None:
         return None
-    # Where the TransparentCall is: copies and pickles of a module leave it out.
-    call = module.__dict__.get("_compiled_call_impl")
-    group = getattr(call, "group", None)
+    group = group_of(module)
     if group is None or group is not replica.group or group.num_replicas == 1:
         return None
-    own: dict[str, OwnValues] = call.own  # type: ignore[union-attr]
+    # On the TransparentCall, because copies and pickles of a module leave that out.
+    own: dict[str, OwnValues] = module.__dict__["_compiled_call_impl"].own
     if name not in own:
         own[name] = OwnValues(module, name)
     return own[name]
@@ -246,19 +244,29 @@ def watch_attributes() -> None:
 
     @functools.wraps(original)
     def setattr_noticed(self: nn.Module, name: str, value: Any) -> None:
-        if current.replica is not None and name not in _SHARED:
-            _notice(self, name, value)
+        if "_compiled_call_impl" in self.__dict__ and name not in _SHARED:
+            if current.replica is not None:
+                _notice(self, name, value)
+            elif type(value) is Tensor and not torch.compiler.is_compiling():
+                group = group_of(self)
+                if group is not None:
+                    group.record(self)  # the replicas must not share it
         original(self, name, value)
 
     setattr_noticed._is_watched = True  # type: ignore[attr-defined]
     nn.Module.__setattr__ = setattr_noticed  # type: ignore[method-assign]
 
 
+def is_own(module: nn.Module, name: str) -> bool:
+    """Whether replicas have set an attribute of the module's class."""
+    return isinstance(inspect.getattr_static(type(module), name, None), ReplicaAttribute)
+
+
 @opaque
 def _notice(module: nn.Module, name: str, value: Any) -> None:
     """Installs the descriptor of an attribute that a replica is about to set."""
     attributes = module.__dict__
-    if "_compiled_call_impl" not in attributes or attributes.get(name, _MISSING) is value:
+    if attributes.get(name, _MISSING) is value:
         return
     if isinstance(value, (nn.Parameter, nn.Module)) or isinstance(module, LazyModuleMixin):
         return
@@ -269,9 +277,7 @@ def _notice(module: nn.Module, name: str, value: Any) -> None:
         return
     with _installing:
         setattr(type(module), name, ReplicaAttribute(name, existing))
-    if "torch._dynamo" in sys.modules:
-        # Code compiled before reads the instance.
-        torch._dynamo.reset_code_caches()
+    forget_compiled()  # that code reads the instance
 
 
 def _versions(value: Any) -> tuple[int, ...]:
