@@ -78,7 +78,7 @@ class MirroredTensor(Tensor):
             return special(*args, **(kwargs or {}))
         if func in _RAW_STORAGE and isinstance(args[0], MirroredTensor):
             args[0]._hand_out(None)
-        if torch._C._is_tracing():
+        if torch._C._get_tracing_state() is not None:  # the one of its like that compiles
             return _traced(func, args, kwargs or {})
         resolved = [resolve(arg, func) for arg in args]
         named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}
