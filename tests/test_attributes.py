@@ -1,7 +1,9 @@
 """Attributes that forward sets on a module: as on one device, in every context."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -220,6 +222,34 @@ def test_what_the_cross_replica_context_sets_goes_to_the_replicas(in_run, make_s
 
     for change in (reset, replace, change_in_place, delete):
         both(change)
+
+
+def test_features_of_a_larger_batch_are_joined_like_those_of_a_smaller_one(make_strategy):
+    """Two replicas' parts of a batch of 4 have the shape that the batch of 2 before had."""
+
+    class KeepsFeatures(Base):
+        def forward(self, x):
+            self.features = self.first(x)
+            return self.last(self.features)
+
+    strategy = make_strategy(2)
+    model = strategy.mirror(KeepsFeatures())
+    for n in (1, 2, 4, 1, 8, 3):
+        x = torch.randn(n, 4)
+        model(x)
+        assert_same(model.features, model.first(x))
+
+
+def test_a_module_with_own_attributes_is_freed_with_its_last_reference(make_strategy):
+    model = make_strategy(2).mirror(KeepsAuxiliaryLoss())
+    model(torch.ones(4, 4))
+    seen = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_a_replica_sees_its_own_value_until_the_run_ends(make_strategy):

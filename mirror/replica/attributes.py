@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,7 @@ class OwnValues:
     )
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module.__dict__  # which lives as long as what holds this
+        self._module = weakref.ref(module)
         self._name = name
         self._run: Run | None = None  # the run that the values are of
         self._values: dict[int, Any] = {}
@@ -89,7 +90,7 @@ class OwnValues:
         values = self._of(replica.run)
         if type(value) is bool:
             values.pop(replica.replica_id, None)
-            self._flags[replica.replica_id] = self._module[self._name] = value
+            self._flags[replica.replica_id] = self._attributes()[self._name] = value
         else:
             self._flags.pop(replica.replica_id, None)
             values[replica.replica_id] = value
@@ -111,14 +112,19 @@ class OwnValues:
             self._run, self._settled = None, {}
             return
         present = {r: value for r, value in values.items() if value is not _MISSING}
-        before = self._module.get(self._name, _MISSING)
+        attributes = self._attributes()
+        before = attributes.get(self._name, _MISSING)
         self._run, self._values, self._settled = None, {}, values
         if not present:
-            self._module.pop(self._name, None)
+            attributes.pop(self._name, None)
             joined = _MISSING
         else:
-            joined = self._module[self._name] = self._join(present, before, run)
+            joined = attributes[self._name] = self._join(present, before, run)
         self._joined = joined, _versions(joined)
+
+    def _attributes(self) -> dict[str, Any]:
+        module = self._module()
+        return {} if module is None else module.__dict__
 
     def _of(self, run: Run) -> dict[int, Any]:
         if self._run is not run:
@@ -128,7 +134,7 @@ class OwnValues:
 
     def _first(self, replica: ReplicaContext) -> Any:
         """Returns what the replica begins a run with."""
-        value = self._module.get(self._name, _MISSING)
+        value = self._attributes().get(self._name, _MISSING)
         joined, versions = self._joined
         if value is joined and versions == _versions(joined):
             if replica.replica_id in self._settled:
@@ -158,22 +164,22 @@ class OwnValues:
 
     def _join(self, values: dict[int, Any], before: Any, run: Run) -> Any:
         parts = list(values.values())
-        self._is_batched = False
-        if all(part is parts[0] for part in parts):
-            return parts[0]
         home = run.group.devices[0]
         weights = run.all_weights() or [1.0] * run.group.num_replicas
+        if len(parts) > 1 and all(part is parts[0] for part in parts):
+            return parts[0]
+        # What was batched is so again, also when the parts are now as large as all of it was.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
-        if tensors and all(part.shape == before.shape for part in parts):
+        if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
             return _mean([part.to(home) for part in parts], [weights[r] for r in values])
-        sizes = tuple(int(weight) for weight in weights)
+        self._is_batched = False
         try:
-            joined = join_outputs(values, sizes, home)
+            joined = join_outputs(values, weights, home)
         except StructureError:
             every = [values.get(r, ABSENT) for r in range(run.group.num_replicas)]
             return PerReplica(every)
         self._is_batched = any(
-            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sum(sizes)
+            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sum(weights)
             for leaf in leaves_of(joined)
         )
         return joined
