@@ -1,7 +1,9 @@
 """Attributes that forward sets on a module: as on one device, in every context."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -159,6 +161,27 @@ def test_forward_sets_attributes_as_on_one_device(kind, n, in_run, make_strategy
             assert_same(getattr(model, name), getattr(plain, name))
 
 
+@pytest.mark.parametrize("in_run", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_tensor_set_after_mirroring_is_each_replicas_own(n, in_run, make_strategy):
+    class CountsInPlace(Base):
+        def forward(self, x):
+            self.calls += 1
+            return self.last(torch.tanh(self.first(x))) / self.calls
+
+    plain = CountsInPlace()
+    model, strategy = copy.deepcopy(plain), make_strategy(n)
+    strategy.mirror(model)
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    for start in (0.0, 5.0):
+        for network in (model, plain):
+            network.calls = torch.tensor(start)
+        data = batches((7, 5, 2, 1))
+        expected = train(plain, plain_optimizer, data)
+        assert_same(train(model, optimizer, data, strategy if in_run else None), expected)
+        assert float(model.calls) == float(plain.calls) == start + 4
+
+
 def test_what_cannot_be_joined_reads_as_the_parts_and_is_refused_as_a_tensor(make_strategy):
     strategy = make_strategy(2)
     model = strategy.mirror(CarriesLSTMState())
@@ -201,6 +224,34 @@ def test_what_the_cross_replica_context_sets_goes_to_the_replicas(in_run, make_s
         both(change)
 
 
+def test_features_of_a_larger_batch_are_joined_like_those_of_a_smaller_one(make_strategy):
+    """Two replicas' parts of a batch of 4 have the shape that the batch of 2 before had."""
+
+    class KeepsFeatures(Base):
+        def forward(self, x):
+            self.features = self.first(x)
+            return self.last(self.features)
+
+    strategy = make_strategy(2)
+    model = strategy.mirror(KeepsFeatures())
+    for n in (1, 2, 4, 1, 8, 3):
+        x = torch.randn(n, 4)
+        model(x)
+        assert_same(model.features, model.first(x))
+
+
+def test_a_module_with_own_attributes_is_freed_with_its_last_reference(make_strategy):
+    model = make_strategy(2).mirror(KeepsAuxiliaryLoss())
+    model(torch.ones(4, 4))
+    seen = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 def test_a_replica_sees_its_own_value_until_the_run_ends(make_strategy):
     strategy = make_strategy(3)
     model = strategy.mirror(Base())
@@ -235,6 +286,37 @@ def test_a_run_that_fails_leaves_attributes_as_they_were(make_strategy):
     assert model.steps == 1
     model(torch.ones(4, 4))
     assert model.steps == 2
+
+
+def test_a_bool_says_that_something_shared_is_done(make_strategy):
+    class InstallsOnce(Base):
+        def forward(self, x):
+            if not getattr(self, "installed", False):
+                self.first.register_forward_hook(lambda module, args, out: out * 2)
+                self.installed = True
+            return self.first(x)
+
+    plain = InstallsOnce()
+    model = make_strategy(3).mirror(copy.deepcopy(plain))
+    x = torch.randn(6, 4)
+    assert_same([model(x), model(x)], [plain(x), plain(x)])
+    assert model.installed is True
+    assert len(model.first._forward_hooks) == 1
+
+
+def test_bools_that_differ_between_replicas_are_refused(make_strategy):
+    class Alternates(Base):
+        turn = False
+
+        def forward(self, x):
+            self.turn = not self.turn
+            return self.first(x)
+
+    strategy = make_strategy(2)
+    model = strategy.mirror(Alternates())
+    with pytest.raises(mirror.StrategyError, match="left attribute 'turn' different"):
+        model(torch.ones(4, 4))
+    assert strategy.run(lambda: 1).values == (1, 1)
 
 
 def test_copies_and_other_instances_are_ordinary(make_strategy):

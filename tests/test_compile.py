@@ -6,6 +6,8 @@ must get right is what the compiler is shown, not the code that a backend genera
 
 import copy
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -473,7 +475,19 @@ def test_models_that_are_not_mirrored_compile_as_without_mirror(make_strategy):
         torch.compiler.reset()
         network(torch.ones(2, 6))
     assert backend.replicas == [None] * 2
-    assert nn.Module.compile.__name__ == "compile"
+
+
+def test_methods_of_torch_are_wrapped_at_first_use_and_once(make_strategy):
+    program = "import torch, mirror; print(torch.nn.Module.compile.__module__)"
+    imported = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert imported.stdout.strip() == "torch.nn.modules.module"
+    for _ in range(2):
+        make_strategy(2).mirror(Net())
+    for method in (nn.Module.compile, nn.Module.__setattr__):
+        assert not hasattr(method.__wrapped__, "__wrapped__")
+        assert method.__doc__ == method.__wrapped__.__doc__
 
 
 def test_two_strategies_compile_the_same_class(make_strategy):

@@ -740,6 +740,21 @@ def test_gradient_hooks_of_parameters_clamp_the_whole_gradient(same):
     same(script)
 
 
+def test_a_hooked_parameter_that_some_replicas_skip_in_run_is_refused(make_strategy):
+    """Its hook is to see the gradient of the whole backward pass, for which all must wait."""
+    strategy = make_strategy(2)
+    model = strategy.mirror(Net())
+    model.head.bias.register_hook(lambda grad: grad * 2)
+
+    def step():
+        first = mirror.get_replica_context().replica_id_in_sync_group == 0
+        out = model(torch.ones(2, 6))
+        (out.sum() if first else model.first.weight.sum()).backward()
+
+    with pytest.raises(mirror.DivergenceError, match="gradients"):
+        strategy.run(step)
+
+
 def test_a_post_accumulate_hook_says_that_it_would_see_a_part(make_strategy):
     model = make_strategy(2).mirror(Net())
     with pytest.raises(mirror.StrategyError, match="post-accumulate"):
@@ -974,11 +989,7 @@ PARAMETRIZATIONS = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", PARAMETRIZATIONS)
-def test_parametrized_layers(kind, when, same, request):
-    if (kind, when) == ("weight_norm", "after"):
-        # It makes an nn.Parameter of the mirrored one, which torch refuses for tensor subclasses.
-        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True))
-
+def test_parametrized_layers(kind, when, same):
     def script(place):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
         if when == "after":
@@ -994,6 +1005,18 @@ def test_parametrized_layers(kind, when, same, request):
             model.train()
         losses += place.train(model, optimizer)
         return losses, out, model, optimizer
+
+    same(script)
+
+
+def test_a_parameter_made_of_a_mirrored_one_is_mirrored(same):
+    def script(place):
+        model = place.put(Net())
+        model.head.weight = nn.Parameter(model.head.weight)
+        model.head.bias = nn.Parameter(model.head.bias, requires_grad=False)
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        return losses, [p.requires_grad for p in model.parameters()], model, optimizer
 
     same(script)
 

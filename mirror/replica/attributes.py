@@ -15,6 +15,9 @@ attribute, which is what the cross-replica context and copies of the module see:
     numbers or strings, all equal; one object     that
     anything else                                 PerReplica
 
+A bool is not each replica's own but says that something has been done, to what the replicas share
+(hooks registered, submodules made); if they leave it different, the run fails.
+
 In the next run every replica goes on with its own value, unless the cross-replica context has
 set another: of that each gets its part, if it is batched as the run's batch is, or a copy.
 """
@@ -23,8 +26,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +37,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.context import current
 from mirror.errors import StrategyError, StructureError
 from mirror.replica.call import join_outputs
-from mirror.replica.compiler import opaque
+from mirror.replica.compiler import forget_compiled, group_of, opaque
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
@@ -42,21 +45,32 @@ if TYPE_CHECKING:
     from mirror.replica.run import ReplicaContext, Run
 
 _MISSING: Any = object()
-# What torch itself keeps on a module, ``training`` among it, says the same on every replica.
-_SHARED = frozenset(nn.Module().__dict__)
+# What torch itself keeps on a module, ``training`` among it, says the same on every replica; the
+# lists of their weights that RNNs keep are made anew by every call.
+_SHARED = frozenset((*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs"))
 _installing = threading.Lock()
 
 
 class OwnValues:
     """What the replicas have set of one attribute of one module."""
 
-    __slots__ = ("_is_batched", "_joined", "_module", "_name", "_run", "_settled", "_values")
+    __slots__ = (
+        "_flags",
+        "_is_batched",
+        "_joined",
+        "_module",
+        "_name",
+        "_run",
+        "_settled",
+        "_values",
+    )
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module.__dict__  # which lives as long as what holds this
+        self._module = weakref.ref(module)
         self._name = name
         self._run: Run | None = None  # the run that the values are of
         self._values: dict[int, Any] = {}
+        self._flags: dict[int, bool] = {}  # the bools that its replicas have set
         self._settled: dict[int, Any] = {}  # the values that the last run has left
         self._joined: tuple[Any, tuple[int, ...]] = (_MISSING, ())  # and their versions
         self._is_batched = False
@@ -65,37 +79,62 @@ class OwnValues:
         """Returns the replica's value, ``_MISSING`` if it has none."""
         values = self._of(replica.run)
         if replica.replica_id not in values:
-            values[replica.replica_id] = self._first(replica)
+            value = self._first(replica)
+            if type(value) is bool or value is _MISSING:
+                return value
+            values[replica.replica_id] = value
         return values[replica.replica_id]
 
     def write(self, replica: ReplicaContext, value: Any) -> None:
         """Sets the replica's value; ``_MISSING`` deletes it."""
-        self._of(replica.run)[replica.replica_id] = value
+        values = self._of(replica.run)
+        if type(value) is bool:
+            values.pop(replica.replica_id, None)
+            self._flags[replica.replica_id] = self._attributes()[self._name] = value
+        else:
+            self._flags.pop(replica.replica_id, None)
+            values[replica.replica_id] = value
 
     def join(self, run: Run) -> None:
         """Makes what the replicas have set the module's attribute."""
         if self._run is not run:
             return
+        flags, self._flags = self._flags, {}
         values = {r: self._values[r] for r in run.active if r in self._values}
+        if flags:
+            if values or len(set(flags.values())) > 1:
+                raise StrategyError(
+                    f"the replicas have left attribute {self._name!r} different, {flags} by "
+                    "replica; a bool that forward sets is shared by all of them: keep what "
+                    "differs in a tensor or a number"
+                )
+        if flags or not values:
+            self._run, self._settled = None, {}
+            return
         present = {r: value for r, value in values.items() if value is not _MISSING}
-        before = self._module.get(self._name, _MISSING)
+        attributes = self._attributes()
+        before = attributes.get(self._name, _MISSING)
         self._run, self._values, self._settled = None, {}, values
         if not present:
-            self._module.pop(self._name, None)
+            attributes.pop(self._name, None)
             joined = _MISSING
         else:
-            joined = self._module[self._name] = self._join(present, before, run)
+            joined = attributes[self._name] = self._join(present, before, run)
         self._joined = joined, _versions(joined)
+
+    def _attributes(self) -> dict[str, Any]:
+        module = self._module()
+        return {} if module is None else module.__dict__
 
     def _of(self, run: Run) -> dict[int, Any]:
         if self._run is not run:
-            self._run, self._values = run, {}
+            self._run, self._values, self._flags = run, {}, {}
             run.attributes.append(self)
         return self._values
 
     def _first(self, replica: ReplicaContext) -> Any:
         """Returns what the replica begins a run with."""
-        value = self._module.get(self._name, _MISSING)
+        value = self._attributes().get(self._name, _MISSING)
         joined, versions = self._joined
         if value is joined and versions == _versions(joined):
             if replica.replica_id in self._settled:
@@ -125,22 +164,22 @@ class OwnValues:
 
     def _join(self, values: dict[int, Any], before: Any, run: Run) -> Any:
         parts = list(values.values())
-        self._is_batched = False
-        if all(part is parts[0] for part in parts):
-            return parts[0]
         home = run.group.devices[0]
         weights = run.all_weights() or [1.0] * run.group.num_replicas
+        if len(parts) > 1 and all(part is parts[0] for part in parts):
+            return parts[0]
+        # What was batched is so again, also when the parts are now as large as all of it was.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
-        if tensors and all(part.shape == before.shape for part in parts):
+        if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
             return _mean([part.to(home) for part in parts], [weights[r] for r in values])
-        sizes = tuple(int(weight) for weight in weights)
+        self._is_batched = False
         try:
-            joined = join_outputs(values, sizes, home)
+            joined = join_outputs(values, weights, home)
         except StructureError:
             every = [values.get(r, ABSENT) for r in range(run.group.num_replicas)]
             return PerReplica(every)
         self._is_batched = any(
-            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sum(sizes)
+            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sum(weights)
             for leaf in leaves_of(joined)
         )
         return joined
@@ -193,12 +232,11 @@ def own_values(module: nn.Module, name: str) -> OwnValues | None:
     replica = current.replica
     if replica is None:
         return None
-    # Where the TransparentCall is: copies and pickles of a module leave it out.
-    call = module.__dict__.get("_compiled_call_impl")
-    group = getattr(call, "group", None)
+    group = group_of(module)
     if group is None or group is not replica.group or group.num_replicas == 1:
         return None
-    own: dict[str, OwnValues] = call.own  # type: ignore[union-attr]
+    # On the TransparentCall, because copies and pickles of a module leave that out.
+    own: dict[str, OwnValues] = module.__dict__["_compiled_call_impl"].own
     if name not in own:
         own[name] = OwnValues(module, name)
     return own[name]
@@ -212,19 +250,29 @@ def watch_attributes() -> None:
 
     @functools.wraps(original)
     def setattr_noticed(self: nn.Module, name: str, value: Any) -> None:
-        if current.replica is not None and name not in _SHARED:
-            _notice(self, name, value)
+        if "_compiled_call_impl" in self.__dict__ and name not in _SHARED:
+            if current.replica is not None:
+                _notice(self, name, value)
+            elif type(value) is Tensor and not torch.compiler.is_compiling():
+                group = group_of(self)
+                if group is not None:
+                    group.record(self)  # the replicas must not share it
         original(self, name, value)
 
     setattr_noticed._is_watched = True  # type: ignore[attr-defined]
     nn.Module.__setattr__ = setattr_noticed  # type: ignore[method-assign]
 
 
+def is_own(module: nn.Module, name: str) -> bool:
+    """Whether replicas have set an attribute of the module's class."""
+    return isinstance(inspect.getattr_static(type(module), name, None), ReplicaAttribute)
+
+
 @opaque
 def _notice(module: nn.Module, name: str, value: Any) -> None:
     """Installs the descriptor of an attribute that a replica is about to set."""
     attributes = module.__dict__
-    if "_compiled_call_impl" not in attributes or attributes.get(name, _MISSING) is value:
+    if attributes.get(name, _MISSING) is value:
         return
     if isinstance(value, (nn.Parameter, nn.Module)) or isinstance(module, LazyModuleMixin):
         return
@@ -235,9 +283,7 @@ def _notice(module: nn.Module, name: str, value: Any) -> None:
         return
     with _installing:
         setattr(type(module), name, ReplicaAttribute(name, existing))
-    if "torch._dynamo" in sys.modules:
-        # Code compiled before reads the instance.
-        torch._dynamo.reset_code_caches()
+    forget_compiled()  # that code reads the instance
 
 
 def _versions(value: Any) -> tuple[int, ...]:

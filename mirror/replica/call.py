@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ def call_in_turn(
     return join_outputs(run.results, sizes, group.devices[0])
 
 
-def join_outputs(results: dict[int, Any], sizes: tuple[int, ...], home: torch.device) -> Any:
+def join_outputs(results: dict[int, Any], sizes: Sequence[float], home: torch.device) -> Any:
     """Joins the replicas' outputs into what one device would have returned.
 
     Tensors whose first dimension is the replica's number of examples are concatenated, 0-d
@@ -198,7 +198,7 @@ def _refuse_packed(tree: Any) -> None:
             _refuse_packed(item)
 
 
-def _is_batched(parts: tuple[Tensor, ...], counts: list[int]) -> bool:
+def _is_batched(parts: tuple[Tensor, ...], counts: list[float]) -> bool:
     return all(
         part.dim() > 0 and part.shape[0] == count and part.shape[1:] == parts[0].shape[1:]
         for part, count in zip(parts, counts, strict=True)

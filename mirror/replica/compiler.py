@@ -20,15 +20,20 @@ them. The names used of torch._C are not public: without them calls of compiled 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from mirror.errors import StrategyError
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
 
 try:
     from torch._C._dynamo.eval_frame import (
@@ -103,8 +108,7 @@ def call_held(hold: Hold, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def limits_for(num_replicas: int) -> AbstractContextManager[Any]:
     """Lets every replica compile a function as often as one device may."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None or not frames.always_optimize_code_objects.values:  # nothing is compiled
+    if not _is_used():
         return _UNLIMITED
     config = sys.modules["torch._dynamo.config"]
     limits: AbstractContextManager[Any] = config.patch(
@@ -114,10 +118,50 @@ def limits_for(num_replicas: int) -> AbstractContextManager[Any]:
     return limits
 
 
+def forget_compiled() -> None:
+    """Has all that is compiled compiled anew, when it is next called."""
+    if _is_used():
+        torch._dynamo.reset_code_caches()
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile(module)`` returned."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def group_of(module: nn.Module | None) -> ReplicaGroup | None:
+    """Returns the group that calls of a module are routed through."""
+    call = None if module is None else module.__dict__.get("_compiled_call_impl")
+    group: ReplicaGroup | None = getattr(call, "group", None)
+    return group
+
+
+def watch_compile(route: Callable[[nn.Module, ReplicaGroup], None]) -> None:
+    """Keeps calls of mirrored modules split when they are compiled; once, for good.
+
+    Args:
+        route: routes the calls of a module through a group.
+    """
+    original = nn.Module.compile
+    if hasattr(original, "_is_watched"):
+        return
+
+    @functools.wraps(original)
+    def compile_routed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        group = group_of(module)
+        original(module, *args, **kwargs)
+        if group is not None:
+            route(module, group)
+
+    def route_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        group = group_of(submodule)
+        if group is not None and is_compiled(module):  # torch.compile(submodule) is making it
+            group.record(module)
+
+    compile_routed._is_watched = True  # type: ignore[attr-defined]
+    nn.Module.compile = compile_routed  # type: ignore[method-assign, assignment]
+    register_module_module_registration_hook(route_compiled)
 
 
 def refuse_unknown_compiler() -> None:
@@ -127,6 +171,12 @@ def refuse_unknown_compiler() -> None:
             f"torch {torch.__version__} lacks the functions by which mirror keeps torch.compile "
             "out of split calls; use one of 2.7 to 2.13, or leave the model uncompiled"
         )
+
+
+def _is_used() -> bool:
+    """Whether anything in this process has been given to torch.compile."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and bool(frames.always_optimize_code_objects.values)
 
 
 def _mark(function: Any) -> None:

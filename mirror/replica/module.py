@@ -8,11 +8,14 @@ instance attribute are replaced:
     _modules                WatchedDict: notes a submodule put in later
     _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
                             ``Module.__call__`` looks at it first; copies and pickles drop it.
+
+Of torch itself two methods are wrapped when the first module is mirrored: ``Module.compile``,
+after which calls must still split, and ``Module.__setattr__``. See [Note: Compiled calls] and
+[Note: Own attributes].
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from mirror.context import current, entered
 from mirror.errors import StrategyError
-from mirror.replica.attributes import OwnValues, watch_attributes
+from mirror.replica.attributes import OwnValues, is_own, watch_attributes
 from mirror.replica.buffers import MirroredBuffer, mirror_buffer
 from mirror.replica.call import call_in_turn
 from mirror.replica.compiler import (
@@ -39,6 +42,7 @@ from mirror.replica.compiler import (
     opaque,
     refuse_unknown_compiler,
     take_hold,
+    watch_compile,
 )
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
@@ -256,7 +260,8 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
             if isinstance(buffers, ReplicaDict) and name in buffers.aggregations:
                 record.aggregation = buffers.aggregations[name]
     for name, value in attributes.items():
-        if _is_plain_state(value, group) and _is_new(value, group, name):
+        is_state = _is_plain_state(value, group) and not is_own(module, name)
+        if is_state and _is_new(value, group, name):
             mirror_buffer(value, group, f"{path}.{name}".lstrip("."), module)
     if group.num_replicas > 1:
         for key, kind in (
@@ -295,33 +300,8 @@ def route_call(module: nn.Module, group: ReplicaGroup) -> None:
     else:
         routed = CompiledCall(module, group, call)
     module.__dict__["_compiled_call_impl"] = routed
-    _watch_compile()
+    watch_compile(route_call)
     watch_attributes()
-
-
-def _watch_compile() -> None:
-    """Keeps calls of mirrored modules split when they are compiled; once, for good."""
-    if hasattr(nn.Module.compile, "_routes_calls"):
-        return
-    original = nn.Module.compile
-
-    @functools.wraps(original)
-    def compile_routed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        before = module.__dict__.get("_compiled_call_impl")
-        original(module, *args, **kwargs)
-        if isinstance(before, TransparentCall):
-            route_call(module, before.group)
-
-    compile_routed._routes_calls = True  # type: ignore[attr-defined]
-    nn.Module.compile = compile_routed  # type: ignore[method-assign, assignment]
-    torch_module.register_module_module_registration_hook(_route_compiled)
-
-
-def _route_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Splits calls of what ``torch.compile(submodule)`` is about to return."""
-    call = None if submodule is None else submodule.__dict__.get("_compiled_call_impl")
-    if isinstance(call, TransparentCall) and is_compiled(module):
-        call.group.record(module)
 
 
 def _is_plain_state(value: Any, group: ReplicaGroup) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor, resolve
+from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor
 
 if TYPE_CHECKING:
     from mirror.replica.variables import Variable
@@ -107,16 +107,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
     def grad(self) -> None:
         self._mirrored.set_grad(None)
 
-    @property
-    def data(self) -> Tensor:
-        """The current copy's data; in the cross-replica context it counts as a change."""
-        data = self._resolve().data
-        self._hand_out(data)
-        return data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self._mirrored.set_data(resolve(value))
+    def _set_data(self, data: Tensor) -> None:
+        self._mirrored.set_data(data)
 
     @property
     def requires_grad(self) -> bool:
