@@ -381,6 +381,28 @@ def test_the_resumed_iteration_leaves_the_global_stream_to_the_step():
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_batch_that_failed_counts_as_consumed(prefetch):
+    class Faulty(Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            if index == 1:
+                raise OSError("unreadable")
+            return index
+
+    dataset = distributed(DataLoader(Faulty(), batch_size=1), prefetch)
+    iterator = iter(dataset)
+    next(iterator)
+    with pytest.raises(OSError, match="unreadable"):
+        next(iterator)
+    next(iterator)
+    fresh = distributed(DataLoader(Faulty(), batch_size=1), prefetch)
+    fresh.load_state_dict(dataset.state_dict())
+    assert [contents(batch) for batch in fresh] == [[3], [4]]
+
+
 def test_loading_ends_the_iterations_going_on():
     dataset = distributed(loader())
     iterator = iter(dataset)
