@@ -16,11 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from mirror.data import DistributedDataset
 from mirror.data.options import InputOptions
 from mirror.errors import BatchError
+
+# From Python 3.12 on, about every fork of workers while there are threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 TWO = [torch.device("cpu")] * 2
 SECONDS = 30  # of waiting for what comes in milliseconds, before a test fails
@@ -606,6 +609,69 @@ def test_a_loader_that_draws_nothing_is_read_ahead_of_steps_that_draw():
     for i, _ in enumerate(distributed(gate)):
         torch.rand(3)
         gate.await_read(min(i + 3, 4))
+
+
+class Awaited(Dataset):
+    """Tells when an example has been read."""
+
+    def __init__(self):
+        self.read = 0
+        self.arrived = threading.Condition()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        with self.arrived:
+            self.read += 1
+            self.arrived.notify_all()
+        return index
+
+
+@pytest.mark.parametrize("sampler", [None, WeightedRandomSampler([1.0] * 8, 8)])
+def test_a_loader_that_only_shuffles_is_read_ahead(sampler):
+    examples = Awaited()
+    loader = DataLoader(examples, batch_size=2, sampler=sampler, shuffle=sampler is None)
+    iterator = iter(distributed(loader))
+    next(iterator)
+    with examples.arrived:
+        assert examples.arrived.wait_for(lambda: examples.read == 6, timeout=SECONDS)
+
+
+def test_a_draw_in_the_middle_waits_until_it_is_asked_for():
+    begun = threading.Event()
+
+    def batches():
+        yield torch.zeros(2)
+        begun.set()
+        yield torch.rand(2, generator=torch.default_generator)
+
+    torch.manual_seed(6)
+    expected = torch.rand(3), torch.rand(2)
+    torch.manual_seed(6)
+    iterator = iter(distributed(batches()))
+    next(iterator)
+    assert begun.wait(SECONDS)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert torch.equal(whole(next(iterator)), expected[1])
+
+
+def test_a_draw_that_nobody_asks_for_is_not_made():
+    begun = threading.Event()
+
+    class Late:
+        def __iter__(self):
+            yield torch.zeros(2)
+            begun.set()
+            yield torch.rand(2)
+
+    before = torch.get_rng_state()
+    iterator = iter(distributed(Late()))
+    next(iterator)
+    assert begun.wait(SECONDS)
+    del iterator
+    assert torch.equal(torch.get_rng_state(), before)
+    assert threads() == []
 
 
 # The caller's state

@@ -25,6 +25,9 @@ from mirror.data import DistributedDataset, from_arrays
 from mirror.data.options import InputOptions
 from mirror.values import PerReplica, leaves_of, map_structure
 
+# From Python 3.12 on, about every fork of workers while there are threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 TWO = [torch.device("cpu")] * 2
 NUM_BATCHES = 4
 EXAMPLES = TensorDataset(torch.arange(11))  # the last batch has two
