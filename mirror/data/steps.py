@@ -133,7 +133,7 @@ class Steps:
         self._pass = batches
         self._source = source
         self._assembly = assembly
-        self._reuse = Reuse(source.dataset, assembly.options.prefetch)
+        self._reuse = Reuse(source.dataset, assembly.options.prefetch, assembly.batches_per_step)
         self._read: list[Any] = []  # for a step that is not complete
         self._held: list[Step] = []
         self._error: BaseException | None = None

@@ -489,6 +489,19 @@ def test_a_buffer_that_is_filled_again_is_copied():
                 assert whole(batch["x"]).tolist() == [i, i]
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 20])
+def test_the_batches_of_one_step_do_not_share_a_buffer(num_buffers, prefetch):
+    def batches():
+        buffers = [torch.zeros(2) for _ in range(num_buffers)]
+        for i in range(24):
+            yield buffers[i % num_buffers].fill_(i)
+
+    dataset = DistributedDataset(batches(), TWO, InputOptions(prefetch=prefetch), joins=True)
+    found = [part[0].item() for batch in dataset for part in batch.values]
+    assert found == list(range(24))
+
+
 def test_a_large_buffer_that_is_filled_again_is_not_overwritten_in_use():
     def batches():
         buffer = torch.zeros(2, 5 * 2**20 // 4)
