@@ -422,11 +422,13 @@ def test_ctrl_c_in_the_loop_leaves_nothing_behind(workers):
                     os.kill(os.getpid(), signal.SIGINT)
         except KeyboardInterrupt:
             pass
-        print([t.name for t in threading.enumerate()], multiprocessing.active_children())
+        # Of multiprocessing's own threads one may still be about to end.
+        left = [t.name for t in threading.enumerate() if t.name.startswith("mirror")]
+        print(left, multiprocessing.active_children())
         """
     )
     done = python(program)
-    assert (done.returncode, done.stdout) == (0, "['MainThread'] []\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[] []\n"), done.stderr
 
 
 def test_ctrl_c_while_waiting_for_a_batch_arrives_and_one_can_go_on():
