@@ -1,22 +1,20 @@
 """Gloo's all-reduce, one process per replica: what ``all_reduce.py`` compares with.
 
-A worker is this file as a program. Commands come to its standard input and answers go to its
-standard output, a line of JSON each, so that the one process that measures can take turns.
+A worker is this file as a program; see ``resident.py``.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from resident import Residents, serve
 from timing import seconds_of
 
 
@@ -26,35 +24,19 @@ class Gloo:
     def __init__(self, n: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        self._workers = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(n), store],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            )
-            for rank in range(n)
-        ]
+        self._workers = Residents(
+            [[sys.executable, __file__, str(rank), str(n), store] for rank in range(n)],
+            env={"GLOO_SOCKET_IFNAME": "lo"},
+        )
 
     def prepare(self, count: int, dtype: torch.dtype) -> float:
         """Makes tensors of that many elements in all processes; returns the error of a sum."""
-        return self._ask({"count": count, "dtype": str(dtype).removeprefix("torch.")})
+        name = str(dtype).removeprefix("torch.")
+        return float(self._workers.ask(count=count, dtype=name)[0])
 
     def all_reduce(self, repeats: int) -> float:
         """Returns the seconds that the first process needed for that many all-reduces."""
-        return self._ask({"repeats": repeats})
-
-    def _ask(self, command: dict[str, object]) -> float:
-        for worker in self._workers:
-            assert worker.stdin is not None
-            worker.stdin.write(json.dumps(command) + "\n")
-            worker.stdin.flush()
-        answers = []
-        for worker in self._workers:
-            assert worker.stdout is not None
-            answers.append(json.loads(worker.stdout.readline()))
-        return float(answers[0])
+        return float(self._workers.ask(repeats=repeats)[0])
 
     def __enter__(self) -> Gloo:
         return self
@@ -65,8 +47,7 @@ class Gloo:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for worker in self._workers:
-            worker.communicate()  # the end of its input ends it
+        self._workers.close()
         self._folder.cleanup()
 
 
@@ -90,18 +71,20 @@ def _work(rank: int, n: int, store: str) -> None:
     torch.set_num_threads(1)  # gloo adds up in threads of its own
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
     tensor = torch.zeros(0)
-    for line in sys.stdin:
-        command = json.loads(line)
-        if "count" in command:
-            tensors = inputs(n, command["count"], getattr(torch, command["dtype"]))
-            tensor = tensors[rank].clone()
-            dist.all_reduce(tensor)
-            answer = max_error(tensor, tensors)
-            tensor.zero_()
-        else:
+
+    def answer(command: dict[str, Any]) -> float:
+        nonlocal tensor
+        if "repeats" in command:
             dist.barrier()
-            answer = seconds_of(partial(_repeat, tensor, command["repeats"]))
-        print(json.dumps(answer), flush=True)
+            return seconds_of(partial(_repeat, tensor, command["repeats"]))
+        tensors = inputs(n, command["count"], getattr(torch, command["dtype"]))
+        tensor = tensors[rank].clone()
+        dist.all_reduce(tensor)
+        error = max_error(tensor, tensors)
+        tensor.zero_()
+        return error
+
+    serve(answer)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``mirror demo``, ``mirror bench all-reduce``.
+"""The command line: ``mirror doctor``, ``mirror demo``, ``mirror bench train``.
 
 A command is a function that adds its parser, and one that runs it and imports what it needs.
 """
@@ -17,6 +17,9 @@ from mirror.errors import MirrorError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+_BENCHMARKS = {"all-reduce": "all_reduce.py", "overhead": "overhead.py", "train": "train_step.py"}
+_DEVICES_HELP = "one replica on each, for example cuda:0,cuda:1; repeat one to simulate: cpu,cpu"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,22 +62,44 @@ def _parser() -> argparse.ArgumentParser:
         prog="mirror", description="MirroredStrategy for PyTorch: one process, all local GPUs."
     )
     commands = parser.add_subparsers(metavar="command", required=True)
+    _add_doctor(commands)
     _add_demo(commands)
     _add_bench(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at devices and backends, and test them",
+        description="Shows devices, topology, peer access and libnccl, which backends can serve "
+        "and why the others cannot, and runs a data-integrity test of each that can. Exits with 1 "
+        "if one of these fails.",
+    )
+    parser.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from mirror.comm.doctor import diagnose
+
+    found = diagnose(args.devices)
+    print(found.to_json() if args.json else found.to_text())
+    return 0 if found.healthy else 1
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench", help="measure on this machine", description="Runs one of the benchmarks."
     )
-    parser.add_argument("what", choices=["all-reduce", "overhead"])
+    parser.add_argument("what", choices=sorted(_BENCHMARKS))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own")
     parser.set_defaults(command=_bench)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    name = args.what.replace("-", "_") + ".py"
+    name = _BENCHMARKS[args.what]
     script = Path(__file__).resolve().parents[1] / "benchmarks" / name
     if not script.exists():
         raise MirrorError(f"benchmarks/{name} comes with the source, not with an installed wheel")
@@ -89,12 +114,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "where there is none, then the same on one plain device, and compares the results.",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--devices",
-        type=lambda text: tuple(text.split(",")),
-        metavar="A,B,...",
-        help="one replica on each, for example cuda:0,cuda:1; repeat one to simulate: cpu,cpu",
-    )
+    where.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
     where.add_argument(
         "--replicas",
         type=_positive,
@@ -130,6 +150,10 @@ def _demo(args: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _positive(text: str) -> int:

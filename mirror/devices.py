@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -87,6 +88,53 @@ def synchronize(device: torch.device) -> None:
     """Waits until the device has done all work enqueued on it; the CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Side:
+    """Where work goes that is done beside what the devices do: streams, or a thread.
+
+    Args:
+        devices: those of the work; on GPUs it is enqueued on a stream of each one's own, on CPU
+            devices a thread does it.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(dict.fromkeys(devices))
+        self._streams: list[torch.cuda.Stream] = []
+        self._thread: ThreadPoolExecutor | None = None
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Starts work after what is enqueued now; returns what waits for it.
+
+        On GPUs that makes the calling thread's current streams wait, not the host. What the work
+        writes must be kept until then. Work is done in the order in which it is started.
+        """
+        if is_simulated(self._devices):
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror side")
+            done = self._thread.submit(work)
+            return lambda: done.result()
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(device) for device in self._devices]
+        with ExitStack() as stack:
+            for device, stream in zip(self._devices, self._streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream(device))
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            work()
+        events = [stream.record_event() for stream in self._streams]
+
+        def wait() -> None:
+            for device, event in zip(self._devices, events, strict=True):
+                torch.cuda.current_stream(device).wait_event(event)
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the thread, if there is one; idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
 
 class CopyStreams:
@@ -188,6 +236,38 @@ class Stopwatch:
         return event
 
 
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come that far; does not wait."""
+
+
+class _Past:
+    def query(self) -> bool:
+        return True
+
+
+_PAST = _Past()
+
+
+def record_event(device: torch.device) -> Event:
+    """Returns the point that the device's current stream now ends at; the CPU is there already."""
+    if device.type != "cuda":
+        return _PAST
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def stream_address(device: torch.device) -> int:
+    """Returns the device's current stream as C libraries take it; 0 for the CPU, which has none.
+
+    That 0 also is CUDA's default stream, so this is no question whether there is a stream.
+    """
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 @contextmanager
 def backward_in_calling_thread(devices: Sequence[torch.device]) -> Iterator[None]:
     """Makes backward passes of the calling thread run in it, rather than in autograd's threads.
@@ -223,7 +303,8 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
 
     ``torch.manual_seed(s)`` gives every GPU the seed ``s``, so that all replicas would draw the
     same dropout masks. The first generator keeps its stream; the others get seeds derived from
-    its seed, so one seed still makes a run reproducible. What was seeded apart stays as it is.
+    its seed, so one seed still makes a run reproducible. What was seeded apart stays as it is,
+    streams restored by ``torch.cuda.set_rng_state_all`` too: a state carries its seed.
     """
     first = generators[0].initial_seed()
     for k, generator in enumerate(generators[1:], 1):

@@ -11,6 +11,7 @@ MirrorError
     CollectiveTimeoutError(TimeoutError)  a collective or a replica took too long
     ReplicaMismatchError(RuntimeError)    variables that must be equal have different bits
     CheckpointError(RuntimeError)         a checkpoint is missing, damaged or foreign
+    RecordError(ValueError)               a record is damaged, or does not hold what it should
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "DeviceError",
     "DivergenceError",
     "MirrorError",
+    "RecordError",
     "ReplicaMismatchError",
     "ShapeError",
     "StrategyError",
@@ -72,3 +74,25 @@ class ReplicaMismatchError(MirrorError, RuntimeError):
 
 class CheckpointError(MirrorError, RuntimeError):
     """A checkpoint is missing, damaged, or was written for something else."""
+
+
+class RecordError(MirrorError, ValueError):
+    """A record of a data file is damaged, or does not hold what it should.
+
+    Attributes:
+        path: the file, ``None`` for a record that came from none.
+        record: the record's number in the file, from 0.
+        offset: bytes from the start of the (decompressed) file to the start of the record.
+    """
+
+    path: str | None = None
+    record: int | None = None
+    offset: int | None = None
+
+    @classmethod
+    def at(cls, path: str, record: int, offset: int, what: str) -> RecordError:
+        """Returns the error that says ``what`` is wrong with which record."""
+        # Not arguments of the constructor: a DataLoader rebuilds errors from the text alone.
+        error = cls(f"{path}, record {record} at byte {offset}: {what}")
+        error.path, error.record, error.offset = path, record, offset
+        return error

@@ -115,6 +115,10 @@ for _name in (
     setattr(PerReplica, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
+# The usual ones, seen at once: every step walks its arguments and results.
+_LEAVES = frozenset({torch.Tensor, PerReplica, type(None), bool, int, float, str})
+
+
 def is_number(value: object) -> bool:
     """Whether ``value`` is a Python or numpy number or a numpy array."""
     return isinstance(value, (numbers.Number, np.generic, np.ndarray))
@@ -129,9 +133,18 @@ def map_structure(fn: Callable[..., object], tree: Any, *others: Any) -> Any:
     Raises:
         StructureError: the trees differ in type, length, keys or fields.
     """
-    if isinstance(tree, (torch.Tensor, PerReplica)) or tree is None:
+    kind = type(tree)
+    if kind in _LEAVES:
         return fn(tree, *others)
-    children = children_of(tree)
+    if kind is tuple or kind is list:
+        if not others:
+            return kind([map_structure(fn, child) for child in tree])
+        if all(type(other) is kind and len(other) == len(tree) for other in others):
+            rows = zip(tree, *others, strict=True)
+            return kind([map_structure(fn, *children) for children in rows])
+    elif kind is dict and not others:
+        return {key: map_structure(fn, child) for key, child in tree.items()}
+    children = None if isinstance(tree, (torch.Tensor, PerReplica)) else children_of(tree)
     if children is None:
         return fn(tree, *others)
     for other in others:

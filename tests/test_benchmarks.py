@@ -1,24 +1,41 @@
 """benchmarks/: the programs run and say what they promise; their numbers are not judged here."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from mirror.cli import main
+
 ROOT = Path(__file__).parents[1]
+
+
+def run(program, *options):
+    return subprocess.run(
+        [sys.executable, f"benchmarks/{program}", *map(str, options)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module of the benchmarks, which find each other as programs do."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
 
 
 def test_all_reduce_compares_the_backends_with_gloo_and_a_copy(tmp_path):
     # 4 KiB, for which no target is set: a busy machine must not fail this.
     found = tmp_path / "found.json"
     options = "--replicas 2 --sizes 4096 --rounds 2 --gloo 2 --backends host naive --json".split()
-    result = subprocess.run(
-        [sys.executable, "benchmarks/all_reduce.py", *options, str(found)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    result = run("all_reduce.py", *options, found)
     assert result.returncode == 0, result.stderr
     rows = {row["name"]: row for row in json.loads(found.read_text())["rows"]}
     assert list(rows) == ["torch", "host", "naive", "gloo", "copy", "copy-nt"]
@@ -30,17 +47,278 @@ def test_all_reduce_compares_the_backends_with_gloo_and_a_copy(tmp_path):
             assert row["max_error"] < 1e-4
 
 
-def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):
-    # Small, so that nothing is learnt of speed; the exit code tells of targets missed.
+def test_train_step_gives_everybody_turns_and_judges_the_ratios(tmp_path):
+    found, picture = tmp_path / "found.json", tmp_path / "found.png"
+    # One thread: teams of threads suffer from other work on the machine.
+    options = "--quick --threads 1 --json".split()
+    result = run("train_step.py", *options, found, "--plot", picture)
+    assert result.returncode in (0, 1), result.stderr  # 1: a target was missed
+    assert picture.stat().st_size > 1000
+    written = json.loads(found.read_text())
+    rows = {row["name"]: row for row in written["rows"]}
+    assert list(rows) == [
+        "plain 1",
+        "mirrored 1 step lockstep",
+        "plain beside mirrored 1 step lockstep",
+        "mirrored 2 step lockstep",
+        "DDP 2",
+    ]
+    for row in rows.values():
+        assert len(row["seconds"]) == 2
+        assert min(row["seconds"]) > 0
+        assert row["samples_per_second"] == pytest.approx(64e3 / row["ms"][0])
+    targets = {target["what"]: target for target in written["targets"]}
+    ratio = targets["small-mlp: N = 2 / DDP 2; way 3, step in run; lockstep"]["ratio"]
+    assert ratio == rows["mirrored 2 step lockstep"]["ms"][0] / rows["DDP 2"]["ms"][0]
+    assert result.returncode == any(target["missed"] for target in targets.values())
+    one, two = written["host"]["ways"]["step"]
+    assert (one["n"], two["n"], written["host"]["parameters"]) == (1, 2, 161)
+    assert two["plain_passes_ms"] > one["plain_passes_ms"]
+    if sys.version_info < (3, 12):
+        assert sum(two["split"].values()) == pytest.approx(1)
+        assert two["split"]["launches"] > two["split"]["lockstep"]
+    (memory,) = written["memory"]
+    assert memory["ratio"] == memory["mirrored_mib"] / (2 * memory["one_mib"])
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "overhead", "train"])
+def test_mirror_bench_runs_the_program_with_its_options(monkeypatch, name):
+    asked = []
+
+    def start(command):
+        asked.extend(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr("mirror.cli.subprocess.run", start)
+    assert main(["bench", name, "--rounds", "5"]) == 3
+    assert asked[0] == sys.executable
+    assert Path(asked[1]).is_file()
+    assert Path(asked[1]).parent == ROOT / "benchmarks"
+    assert asked[2:] == ["--rounds", "5"]
+
+
+def test_a_contestant_with_another_loss_is_not_timed(load):
+    train_step, cases = load("train_step"), load("cases").CASES
+    (plain, *_) = load("contestants").Field(["cpu"], [1], [], [], [], 1).contestants()
+    train_step._check_loss(cases["cnn"], plain, 2.3, 2.301)
+    with pytest.raises(RuntimeError, match="do not do the same work"):
+        train_step._check_loss(cases["cnn"], plain, 2.3, 2.31)
+    with pytest.raises(RuntimeError, match="do not do the same work"):
+        train_step._check_loss(cases["resnet50"], plain, float("nan"), 2.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--devices cuda:99", "takes cpu, or some of the GPUs"),
+        ("--devices cpu cuda:0", "takes cpu, or some of the GPUs"),
+        ("--tensorflow /no/such/python", "/no/such/python is no program"),
+        ("--tensorflow false", "has no TensorFlow"),
+        ("--json /no/such/folder/found.json", "the folder of /no/such/folder/found.json"),
+        ("--rounds 1", "--rounds must be at least 2"),
+        ("--replicas 2 0", "at least one replica"),
+    ],
+)
+def test_what_cannot_end_well_does_not_begin(load, capsys, options, complaint):
+    with pytest.raises(SystemExit):
+        load("train_step")._arguments(options.split())
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_ratio_is_of_medians_and_of_the_better_schedule(load):
+    report, timing = load("train_report"), load("timing")
+    field = load("contestants").Field(["cpu"], [2], ["step"], ["lockstep", "staggered"], [], 2)
+    case = load("cases").CASES["cnn"]
+    seconds = {"plain": (0.01, 0.02, 0.03), "lockstep": (0.9, 0.9, 0.9), "staggered": (0.03,) * 3}
+    rows = [
+        report.Row(case, c.name, c, timing.Samples(seconds[c.schedule or c.kind]))
+        for c in field.contestants()
+    ]
+    (target,) = report.targets_of(rows)
+    assert target.what == "cnn: N = 2 / plain loop; way 3, step in run; staggered"
+    assert target.ratio == 0.03 / 0.02
+    assert target.missed
+    assert target.spread == (1.25, 2.25)  # of 3, 1.5 and 1
+
+
+def test_ddp_gets_the_threads_of_one_process_and_as_many_gpus_as_replicas(load):
+    field = load("contestants").Field
+    (ddp,) = [c for c in field(["cpu"], [2], [], [], ["DDP"], 4).contestants() if c.n == 2]
+    assert [worker["threads"] for worker in ddp.workers] == [2, 2]
+    simulated = field(["cuda:0"], [2], [], [], ["DDP", "DataParallel"], 4)
+    assert [c.name for c in simulated.contestants()] == ["plain 1"]
+    assert "DDP and DataParallel with 2: they need as many GPUs" in list(simulated.left_out())
+    two = field(["cuda:0", "cuda:1"], [2], [], [], ["DDP", "DataParallel"], 4)
+    assert [c.name for c in two.contestants()] == ["plain 1", "DDP 2", "DataParallel 2"]
+
+
+def test_a_worker_that_fails_tells_why(load):
+    residents = load("resident").Residents
+    command = [sys.executable, "-c", "import sys; sys.exit('no such case')"]
+    with residents([command]) as workers, pytest.raises(RuntimeError, match="no such case"):
+        workers.ask(case="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("small-mlp", 16), ("cnn", 8), ("wide-mlp", 12), ("transformer", 54), ("resnet50", 161)],
+)
+def test_the_models_have_their_parameters_and_learn_from_their_batch(load, name, parameters):
+    models, case = load("models"), load("cases").CASES[name]
+    model = models.build(case)
+    assert len(list(model.parameters())) == parameters
+    x, y = models.batch_of(case, examples=4)
+    loss = models.loss_of(model(x), y)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    guess = torch.tensor(float(case.sizes.get("vocabulary") or model(x).shape[-1])).log()
+    assert loss.item() == pytest.approx(guess.item(), rel=0.3)
+
+
+class TestMultiGpu:
+    """The script for a machine with GPUs, over programs that only say what they were asked."""
+
+    SMI = """#!/bin/sh
+case "$*" in *query-compute-apps*) ;; *query-gpu*) echo "GPU H" ;; *) echo "smi $*" ;; esac
+"""
+    PYTHON = f"""#!{sys.executable}
+import os, pathlib, sys
+asked = " ".join(sys.argv[1:])
+if "device_count()))))" in asked:
+    print("0 1 2 3")
+elif "device_count" in asked:
+    print(os.environ["GPUS"])
+elif "parents[1]" in asked:
+    print(os.getcwd())
+elif "--json" in asked:
+    print("visible", os.environ.get("CUDA_VISIBLE_DEVICES"), "asked", asked)
+    if "one_gpu.json" in asked:
+        sys.exit("out of memory")
+    pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text("{{}}")
+    sys.exit(1)  # a target was missed
+"""
+
+    @pytest.fixture
+    def machine(self, tmp_path):
+        def run_on(gpus, *options, smi=self.SMI):
+            programs = tmp_path / "programs"
+            programs.mkdir()
+            for name, text in (("nvidia-smi", smi), ("python", self.PYTHON)):
+                (programs / name).write_text(text)
+                (programs / name).chmod(0o755)
+            return subprocess.run(
+                ["bash", ROOT / "benchmarks/multi_gpu.sh", *options],
+                env={
+                    "PATH": f"{programs}:/usr/bin:/bin",
+                    "PYTHON": str(programs / "python"),
+                    "GPUS": str(gpus),
+                },
+                capture_output=True,
+                text=True,
+            )
+
+        return run_on
+
+    def test_runs_every_part_and_tells_which_failed(self, machine, tmp_path):
+        folder = tmp_path / "results"
+        result = machine(4, "--quick", folder)
+        assert result.returncode == 1
+        assert "these parts failed, see their .txt: one_gpu\n" in result.stdout
+        assert "4 GPUs: the rows of more stay empty" in result.stderr
+        assert {path.stem for path in folder.glob("*.json")} == {
+            "all_reduce_2_float32",
+            "all_reduce_2_bfloat16",
+            "all_reduce_4_float32",
+            "all_reduce_4_bfloat16",
+            "train",
+            "train_read_loss",
+            "train_resnet50",
+            "one_gpu_read_loss",
+        }
+        assert "out of memory" in (folder / "one_gpu.txt").read_text()
+        assert (folder / "doctor.txt").exists()
+        assert "smi topo -m" in (folder / "environment.txt").read_text()
+        summary = (folder / "summary.md").read_text()
+        assert "4 x GPU H" in summary
+        assert "visible 0,1 asked benchmarks/all_reduce.py --device all" in summary
+        assert "train_step.py --quick --devices all --replicas 1 2 4" in summary
+        assert "Failed: one_gpu\n" in summary
+
+    @pytest.mark.parametrize(
+        ("gpus", "complaint"), [(0, "this torch sees no GPU"), (1, "torch sees one GPU")]
+    )
+    def test_needs_two_gpus(self, machine, tmp_path, gpus, complaint):
+        result = machine(gpus, tmp_path / "results")
+        assert result.returncode == 2
+        assert complaint in result.stderr
+        assert not (tmp_path / "results").exists()
+
+    def test_needs_a_driver(self, machine, tmp_path):
+        result = machine(8, tmp_path / "results", smi="#!/bin/sh\nexit 9\n")
+        assert result.returncode == 2
+        assert "the driver does not answer" in result.stderr
+
+    def test_keeps_older_results(self, machine, tmp_path):
+        older = tmp_path / "results" / "summary.md"
+        older.parent.mkdir()
+        older.write_text("older")
+        result = machine(2, older.parent)
+        assert result.returncode == 2
+        assert "is not empty" in result.stderr
+        assert older.read_text() == "older"
+
+
+def test_tfrecord_compares_the_ways_to_read_with_plain_reads(tmp_path):
     found = tmp_path / "found.json"
-    options = "--rounds 3 --megabytes 1 --batches 2 --slow-batches 2 --json".split()
+    options = "--record-bytes 300 --file-bytes 3000 --rounds 2 --json".split()
     result = subprocess.run(
-        [sys.executable, "benchmarks/input.py", *options, str(found)],
+        [sys.executable, "benchmarks/tfrecord.py", *options, str(found)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(found.read_text())
+    assert rows[0]["over_plain"] == [1, 1, 1]
+    names = ["plain read", "in order", "in order, parsed", "by number, shuffled", "index"]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        assert f"| 300 B | {row['name']} |" in result.stdout
+        assert 0 < row["mb_per_second"][1] <= row["mb_per_second"][0] <= row["mb_per_second"][2]
+
+
+def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
+    found = tmp_path / "found.json"
+    options = f"--device cpu --elements 1000 --json {found}".split()
+    result = run("gpu_check.py", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(found.read_text())
+    states = {check["name"]: check["state"] for check in report["checks"]}
+    assert {name for name, state in states.items() if state == "skipped"} == {
+        "nccl, one rank",
+        "nccl, one rank, late streams",
+        "nccl, one rank, time-out",
+    }
+    assert states["direct, 8 on one, late streams"] == "passed"
+    assert set(states.values()) == {"passed", "skipped"}
+    assert report["doctor"]["healthy"] is True
+    assert "auto and training, 4 on one device" in result.stdout
+    assert "chose host" in result.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_check_of_a_gpu_needs_one():
+    result = run("gpu_check.py")
+    assert result.returncode == 2
+    assert "there is no GPU; --device cpu" in result.stderr
+
+
+def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):
+    # Small, so that nothing is learnt of speed; the exit code tells of targets missed.
+    found = tmp_path / "found.json"
+    options = "--rounds 3 --megabytes 1 --batches 2 --slow-batches 2 --json".split()
+    result = run("input.py", *options, found)
     assert result.returncode in (0, 1), result.stderr
     assert result.stderr == ""
     rows = json.loads(found.read_text())

@@ -129,6 +129,23 @@ def test_using_a_gpu_makes_it_current():
     assert devices.describe(last) == torch.cuda.get_device_name(last)
 
 
+def test_the_cpu_has_no_stream_and_has_done_all_its_work():
+    assert devices.record_event(CPU).query()
+    assert devices.stream_address(CPU) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_event_of_a_gpu_comes_after_the_work_of_its_current_stream():
+    (device,) = cuda(0)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        torch.cuda._sleep(200_000_000)
+        event = devices.record_event(device)
+        assert not event.query()
+        assert devices.stream_address(device) == torch.cuda.current_stream(device).cuda_stream != 0
+    devices.synchronize(device)
+    assert event.query()
+
+
 def test_backward_stays_in_the_calling_thread_on_gpus_only():
     assert torch._C._is_multithreading_enabled()
     with devices.backward_in_calling_thread([CPU]):

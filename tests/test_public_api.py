@@ -49,7 +49,8 @@ NOT_YET = {
 }
 
 OPTIONAL = (
-    "cupy keras matplotlib ray sklearn tensorboard tensorflow torchmetrics transformers".split()
+    *"cupy google_crc32c keras matplotlib ray sklearn tensorboard tensorflow".split(),
+    *"torchmetrics transformers".split(),
 )
 SECONDS = 0.3
 

@@ -1196,12 +1196,7 @@ class Counts(Net):
         return super().forward(x) * (1 + 0.1 * self.calls)
 
 
-REBOUND = pytest.mark.xfail(
-    strict=True, reason="an attribute that forward sets is shared by the replicas (README, Limits)"
-)
-
-
-@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=REBOUND)])
+@pytest.mark.parametrize("in_place", [True, False])
 def test_a_tensor_attribute_updated_in_forward_is_each_replicas_own(in_place, same):
     def script(place):
         model = place.put(Counts(in_place))
@@ -1811,14 +1806,7 @@ def test_per_example_gradients_inside_run(same_run):
     same_run(script)
 
 
-NOT_TRACED = pytest.mark.xfail(
-    raises=RuntimeError,
-    strict=True,
-    reason="jit.trace takes the copies for constants; trace copy.deepcopy(model)",
-)
-
-
-@pytest.mark.parametrize("kind", ["export", pytest.param("trace", marks=NOT_TRACED)])
+@pytest.mark.parametrize("kind", ["export", "trace"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_model_is_exported_as_a_plain_one(kind, same_loop):

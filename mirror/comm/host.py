@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 from mirror.comm.base import Communicator, in_place, refuse_shared_memory
 from mirror.comm.choose import register
 from mirror.comm.host_library import missing_reason, require
-from mirror.comm.packing import plan_packs
 from mirror.devices import is_simulated
 
 
@@ -48,44 +47,60 @@ class HostCommunicator(Communicator):
         )
         increment_version(tensors)
 
-    def all_reduce_lists(
+    def all_reduce_checked(
         self,
-        lists: Sequence[Sequence[Tensor]],
-        op: str = "sum",
-        scale: float = 1.0,
-        bytes_per_pack: int = 25 * 2**20,
+        columns: Sequence[Sequence[Tensor]],
+        op: str,
+        scale: float,
+        bytes_per_pack: int,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
-        """Reduces all the lists at once; nothing is packed, and ``bytes_per_pack`` only checked.
+        """Reduces all the lists at once; nothing is packed, but for another ``wire_dtype``.
 
         Packing would copy every byte twice, and saves only what the CPU does not have: launches.
         Tensors whose elements lie gapless in memory, in one order on all replicas, are reduced
         where they are, whatever that order is; others through a contiguous copy.
         """
-        columns = self.check_lists(lists, op, scale)
-        plan_packs((), (), bytes_per_pack)
-        rows = list(zip(*columns, strict=True))
-        copied = {i: _copies(row) for i, row in enumerate(rows) if not _lie_alike(row)}
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i, row in enumerate(rows):
-            by_dtype.setdefault(row[0].dtype, []).append(i)
-        addresses = [_addresses(copied.get(i, row)) for i, row in enumerate(rows)]
-        if rows and self._library.overlap(
-            list(chain(*addresses)), [row[0].nbytes for row in rows]
-        ):
-            refuse_shared_memory()
-        for dtype, indices in by_dtype.items():
+        if wire_dtype is not None:
+            super().all_reduce_checked(columns, op, scale, bytes_per_pack, wire_dtype)
+            return
+        copied: dict[int, list[Tensor]] = {}
+        if not all(tensor.is_contiguous() for tensor in chain(*columns)):
+            rows = list(zip(*columns, strict=True))
+            copied = {i: _copies(row) for i, row in enumerate(rows) if not _lie_alike(row)}
+            for i, copies in copied.items():
+                rows[i] = tuple(copies)
+            reduced: Sequence[Sequence[Tensor]] = list(zip(*rows, strict=True))
+        else:
+            reduced = columns
+        first = reduced[0]
+        for dtype in {tensor.dtype for tensor in first}:
+            which = [i for i, tensor in enumerate(first) if tensor.dtype is dtype]
+            addresses = [[column[i].data_ptr() for i in which] for column in reduced]
             self._library.all_reduce(
-                list(chain(*[addresses[i] for i in indices])),
-                [rows[i][0].numel() for i in indices],
+                list(chain(*zip(*addresses, strict=True))),
+                [first[i].numel() for i in which],
                 dtype,
                 op,
                 float(scale),
             )
-        with in_place(chain(*[rows[i] for i in copied])):
-            for i, copies in copied.items():
-                for tensor, copy in zip(rows[i], copies, strict=True):
-                    tensor.copy_(copy)
+        if copied:
+            with in_place([column[i] for column in columns for i in copied]):
+                for i, copies in copied.items():
+                    for column, copy in zip(columns, copies, strict=True):
+                        column[i].copy_(copy)
         increment_version(chain(*columns))
+
+    def check_lists(
+        self, lists: Sequence[Sequence[Tensor]], op: str = "sum", scale: float = 1.0
+    ) -> list[list[Tensor]]:
+        columns = super().check_lists(lists, op, scale)
+        # Tensors with gaps may lie in each other's gaps, and are reduced through copies.
+        rows = [row for row in zip(*columns, strict=True) if _lie_alike(row)]
+        addresses = list(chain(*[_addresses(row) for row in rows]))
+        if rows and self._library.overlap(addresses, [row[0].nbytes for row in rows]):
+            refuse_shared_memory()
+        return columns
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.check_tensors(tensors, root=root)

@@ -2,5 +2,22 @@
 
 from mirror.data.arrays import from_arrays
 from mirror.data.distribute import DistributedDataset
+from mirror.data.example import parse_example, parse_sequence_example, serialize_example
+from mirror.data.features import FixedLenFeature, VarLenFeature
+from mirror.data.tfrecord_dataset import TFRecordDataset, TFRecordStream
+from mirror.data.tfrecord_writer import TFRecordWriter
+from mirror.errors import RecordError
 
-__all__ = ["DistributedDataset", "from_arrays"]
+__all__ = [
+    "DistributedDataset",
+    "FixedLenFeature",
+    "RecordError",
+    "TFRecordDataset",
+    "TFRecordStream",
+    "TFRecordWriter",
+    "VarLenFeature",
+    "from_arrays",
+    "parse_example",
+    "parse_sequence_example",
+    "serialize_example",
+]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.replica.compiler import opaque
 from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Buffer:
         self._aggregation = how
         self._distribute()
 
+    @opaque
     def read(self) -> Tensor:
         """Returns the value in the cross-replica context, brought up to date."""
         if self._aggregation == "none":

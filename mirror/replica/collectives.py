@@ -12,6 +12,7 @@ from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import Common, Joint, not_differentiable
 from mirror.replica.reduction import check_reducible, reduce_op, summed
 from mirror.replica.tensors import resolve
+from mirror.timeline import CROSS, REDUCTION
 from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
 
 if TYPE_CHECKING:
@@ -105,8 +106,10 @@ def fused_all_reduce(group: ReplicaGroup, op: str, payloads: Payloads) -> Payloa
             if t.dtype == dtype and not t.is_sparse and not t.is_complex()
         ]
         if which:
+            group.timeline.begin(CROSS, REDUCTION, f"all_reduce({op})")
             buffers = [torch.cat([outputs[r][i].reshape(-1) for i in which]) for r in ids]
             _reduce_buffers(group, buffers, ids, sum_or_op)
+            group.timeline.end(CROSS, REDUCTION)
             for r, buffer in zip(ids, buffers, strict=True):
                 pieces = buffer.split([outputs[r][i].numel() for i in which])
                 for i, piece in zip(which, pieces, strict=True):

@@ -33,9 +33,22 @@ from torch import Tensor
 
 from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.replica.arrivals import (
+    Arrivals,
+    Column,
+    accumulate,
+    are_usual,
+    common_scale,
+    local_grad,
+    set_local_grad,
+    take,
+    weigh,
+)
+from mirror.replica.buckets import Buckets
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
-from mirror.replica.variables import Variable, local_grad, set_local_grad
+from mirror.replica.variables import Variable
+from mirror.timeline import CROSS, REDUCTION
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -55,6 +68,8 @@ class Gradients:
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in group.devices)
         self.deferred: dict[Variable, list[Tensor | None]] = {}
         self.deferring = False
+        self.buckets = Buckets(group)
+        self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
 
     def watch(self, copy: ReplicaParameter) -> None:
@@ -120,6 +135,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Drops what is not reduced."""
+        self.buckets.discard()
         for copies in self.pending:
             for copy in copies:
                 set_local_grad(copy, None)
@@ -127,12 +143,16 @@ class Gradients:
 
     def forget(self, variable: Variable) -> None:
         """Drops what is pending of a variable that is gone."""
+        self._arrivals = None
+        self.buckets.forget()
+        self.drop(variable, range(len(self.pending)))
         for copies in self.pending:
             copies[:] = [copy for copy in copies if copy.variable is not variable]
         self.deferred.pop(variable, None)
 
-    def drop_deferred(self, variable: Variable, replicas: Iterable[int]) -> None:
-        """Forgets what replicas have gathered under ``no_sync`` for a variable."""
+    def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
+        """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
+        self.buckets.drop(variable, replicas)
         summands = self.deferred.get(variable)
         if summands is not None:
             for r in replicas:
@@ -163,58 +183,77 @@ class Gradients:
         keeps its gradient, or none.
         """
         group = self._the_group()
-        variables, columns = self._take()
-        scale = 1.0
-        if len(set(shares.values())) == 1 and not self.deferred:
-            scale = next(iter(shares.values()))
-        else:
-            _weigh(columns, shares)
-        self._add_deferred(variables, columns)
-        unusual = [_is_unusual([column[i] for column in columns]) for i in range(len(variables))]
-        for i, odd in enumerate(unusual):
-            if odd:
-                _reduce_unusual(variables[i], [column[i] for column in columns], scale)
-        usual = [i for i, odd in enumerate(unusual) if not odd]
-        lists = [
+        self._collect()
+        arrivals, columns = self._take()
+        variables, targets = arrivals.variables, arrivals.targets
+        scale = None if self.deferred else common_scale(shares)
+        if scale is None:
+            scale = 1.0
+            weigh(columns, shares)
+        if self.deferred or not all(map(are_usual, columns)) or arrivals.is_complex:
+            variables, columns = self._without_unusual(variables, columns, scale)
+            targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
+        if variables:
+            group.timeline.begin(CROSS, REDUCTION, f"gradients of {len(variables)} parameters")
+            group.all_reduce_lists(columns, scale)
+            group.timeline.end(CROSS, REDUCTION)
+            _run_hooks(variables, columns)
+        for mine, reduced in zip(targets, columns, strict=True):
+            accumulate(mine, reduced)
+
+    def _collect(self) -> None:
+        """Accumulates what was reduced beside the backward pass. See [Note: Buckets]."""
+        if self.buckets.num_launched:
+            for copies in self.pending:
+                del copies[: self.buckets.num_launched]
+            self.buckets.collect()
+
+    def _without_unusual(
+        self, variables: list[Variable], columns: list[Column], scale: float
+    ) -> tuple[list[Variable], list[Column]]:
+        """Reduces what no list of dense tensors can hold; fills in the zeros of the rest."""
+        variables, columns = self._with_deferred(variables, columns)
+        usual = []
+        for i, variable in enumerate(variables):
+            grads = [column[i] for column in columns]
+            if all(grad is None for grad in grads):
+                continue
+            if _are_unusual(grads):
+                _reduce_unusual(variable, grads, scale)
+            else:
+                usual.append(i)
+        filled: list[Column] = [
             [_present(column[i], variables[i], r) for i in usual]
             for r, column in enumerate(columns)
         ]
-        if usual:
-            group.all_reduce_lists(lists, scale)
-            _run_hooks([variables[i] for i in usual], lists)
-        for r, reduced in enumerate(lists):
-            _accumulate([variables[i].targets[r] for i in usual], reduced)
+        return [variables[i] for i in usual], filled
 
-    def _take(self) -> tuple[list[Variable], list[list[Tensor | None]]]:
+    def _take(self) -> tuple[Arrivals, list[Column]]:
         """Takes the local gradients out of their slots: the variables, one list per replica."""
-        variables = list(
-            dict.fromkeys(copy.variable for copies in self.pending for copy in copies)
-        )
-        columns: list[list[Tensor | None]] = []
-        for r, copies in enumerate(self.pending):
-            column = []
-            for variable in variables:
-                copy = variable.copies[r]
-                column.append(local_grad(copy))
-                set_local_grad(copy, None)
-            columns.append(column)
+        known = self._arrivals is not None and self._arrivals.are(self.pending)
+        if not known:
+            self._arrivals = Arrivals(self.pending)
+        assert self._arrivals is not None
+        self.buckets.learn(self._arrivals, again=known)
+        for copies in self.pending:
             copies.clear()
-        kept = [i for i in range(len(variables)) if any(c[i] is not None for c in columns)]
-        if len(kept) < len(variables):
-            variables = [variables[i] for i in kept]
-            columns = [[column[i] for i in kept] for column in columns]
-        return variables, columns
+        return self._arrivals, take(self._arrivals.copies)
 
     @torch.no_grad()
     def _defer(self, shares: Mapping[int, float]) -> None:
-        variables, columns = self._take()
-        _weigh(columns, shares)
-        for i, variable in enumerate(variables):
+        arrivals, columns = self._take()
+        weigh(columns, shares)
+        for i, variable in enumerate(arrivals.variables):
+            if all(column[i] is None for column in columns):
+                continue
             sums = self.deferred.setdefault(variable, [None] * len(columns))
             for r, column in enumerate(columns):
                 sums[r] = _plus(sums[r], column[i])
 
-    def _add_deferred(self, variables: list[Variable], columns: list[list[Tensor | None]]) -> None:
+    def _with_deferred(
+        self, variables: list[Variable], columns: list[Column]
+    ) -> tuple[list[Variable], list[Column]]:
+        variables, columns = list(variables), [list(column) for column in columns]
         deferred, self.deferred = self.deferred, {}
         position = {variable: i for i, variable in enumerate(variables)}
         for variable, summands in deferred.items():
@@ -225,6 +264,7 @@ class Gradients:
                     column.append(None)
             for column, summand in zip(columns, summands, strict=True):
                 column[position[variable]] = _plus(column[position[variable]], summand)
+        return variables, columns
 
     def _the_group(self) -> ReplicaGroup:
         group = self._group()
@@ -244,24 +284,6 @@ def _run_hooks(variables: list[Variable], lists: list[list[Tensor]]) -> None:
                 column[i] = grad.to(column[i].device, copy=True)
 
 
-def _weigh(columns: list[list[Tensor | None]], shares: Mapping[int, float]) -> None:
-    for r, column in enumerate(columns):
-        share = shares.get(r, 0.0)
-        if share == 0.0:  # counts nothing, not even a NaN
-            column[:] = [None] * len(column)
-        present = [grad for grad in column if grad is not None]
-        if present and share != 1.0:
-            if any(grad.requires_grad or grad.is_sparse for grad in present):
-                column[:] = [None if grad is None else _scaled(grad, share) for grad in column]
-            else:
-                torch._foreach_mul_(present, share)
-
-
-def _scaled(grad: Tensor, share: float) -> Tensor:
-    with torch.set_grad_enabled(grad.requires_grad):  # keeps the graph of create_graph=True
-        return grad * share
-
-
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
@@ -275,7 +297,7 @@ def _present(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor
     return grad
 
 
-def _is_unusual(grads: Sequence[Tensor | None]) -> bool:
+def _are_unusual(grads: Sequence[Tensor | None]) -> bool:
     return any(g is not None and (g.is_sparse or g.requires_grad or g.is_complex()) for g in grads)
 
 
@@ -298,18 +320,3 @@ def _reduce_unusual(variable: Variable, grads: Sequence[Tensor | None], scale: f
         for r, target in enumerate(variable.targets):
             mine = total if r == 0 else total.clone().to(target.device)
             target.grad = mine if target.grad is None else target.grad + mine
-
-
-def _accumulate(targets: list[torch.nn.Parameter], reduced: list[Tensor]) -> None:
-    """Adds the reduced gradients to those already there."""
-    sums, summands = [], []
-    for target, grad in zip(targets, reduced, strict=True):
-        if target.grad is None:
-            target.grad = grad
-        elif target.grad.is_sparse or target.grad.requires_grad:
-            target.grad = target.grad + grad
-        else:
-            sums.append(target.grad)
-            summands.append(grad)
-    if sums:
-        torch._foreach_add_(sums, summands)

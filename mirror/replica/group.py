@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -21,16 +23,18 @@ from mirror.devices import (
     separate_streams,
     using,
 )
-from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.errors import StrategyError
 from mirror.replica.buffers import Buffer
 from mirror.replica.gradients import Gradients
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import ReplicaDict, is_watched, mirror_module, route_call
 from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
+from mirror.replica.passes import watch_passes
 from mirror.replica.recompute import NoMerges
 from mirror.replica.run import ReplicaContext, Run
 from mirror.replica.thread_state import ThreadState
-from mirror.replica.variables import Variable, same_bits
+from mirror.replica.variables import Variable
+from mirror.timeline import FORWARD, Timeline
 
 _groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 
@@ -56,9 +60,10 @@ class ReplicaGroup:
         communicator: Communicator,
         *,
         strategy: object,
-        staggered: bool,
+        schedule: str,
         weighted: bool,
         bytes_per_pack: int,
+        wire_dtype: torch.dtype | None,
         timeout_seconds: float | None,
     ) -> None:
         self.devices = tuple(devices)
@@ -78,11 +83,14 @@ class ReplicaGroup:
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
         self.stopwatches: tuple[Stopwatch, ...] = ()  # see mirror/replica/measure.py
         self.lazy_lock = threading.Lock()
+        self.timeline = Timeline(self.names)
         # A single simulated device needs no moving of arguments and no splitting.
+        self.is_one_device = len(set(self.devices)) == 1
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
         self.strategy = strategy  # strong: a model outlives the variable that held it
-        self._staggered = staggered
-        self._bytes_per_pack = bytes_per_pack
+        self._schedule = schedule
+        self.bytes_per_pack = bytes_per_pack
+        self._wire_dtype = wire_dtype
         self._timeout_seconds = timeout_seconds
         self.locksteps: list[Lockstep] = []
         self._recorded: dict[int, weakref.ref[nn.Module]] = {}
@@ -93,8 +101,7 @@ class ReplicaGroup:
         self._generators = generators_of(self.devices)
         self._closed = False
         _groups.add(self)
-        if self.num_replicas > 1:
-            watch_optimizer_steps()
+        watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
 
     # What is mirrored
 
@@ -214,7 +221,7 @@ class ReplicaGroup:
             self.swaps.pop().swapped.clear()
         for optimizer in list(self.optimizers):
             optimizer.give_back()
-            optimizer.take_over(0, range(1, self.num_replicas))
+            optimizer.states.follow_first()
         for variable in self.variables.values():
             variable.carry()
             variable.carry_grad()
@@ -232,40 +239,20 @@ class ReplicaGroup:
             variable.carry(active[0], idle)
             variable.carry_grad(active[0], idle)
         for optimizer in self.optimizers:
-            optimizer.take_over(active[0], idle)
+            optimizer.states.take_over(active[0], idle)
         for buffer in self.buffers.values():
             buffer.bring_along(idle)
 
     def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
         """Sums lists of tensors over the replicas, in place, through the communicator."""
-        self.communicator.all_reduce_lists(
-            lists, "sum", scale=scale, bytes_per_pack=self._bytes_per_pack
+        self.communicator.all_reduce_checked(
+            lists, "sum", scale, self.bytes_per_pack, self._wire_dtype
         )
 
-    def check(self) -> int:
-        """Compares all replicas bit for bit; returns the number of parameters.
-
-        Raises:
-            ReplicaMismatchError: naming the first variable and replica that differ.
-        """
-        self.prepare()
-        with torch.inference_mode(False), torch.no_grad():
-            self._compare()
-        parameters = (tensor() for tensor in self._owned.values())
-        return sum(isinstance(parameter, nn.Parameter) for parameter in parameters)
-
-    def _compare(self) -> None:
-        for variable in self.variables.values():
-            first = variable.targets[0]
-            for r, target in enumerate(variable.targets):
-                if not same_bits(first, target):
-                    raise ReplicaMismatchError(
-                        f"parameter {variable.name!r} differs on {self.names[r]} from "
-                        f"{self.names[0]}; replicas must hold the same bits: look for a write "
-                        "inside run that is not the same on all replicas"
-                    )
-        for optimizer in self.optimizers:
-            optimizer.check(self.names)
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters it owns, mirrored or the only replica's."""
+        tensors = (reference() for reference in self._owned.values())
+        return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
     # Running
 
@@ -298,12 +285,17 @@ class ReplicaGroup:
         run = Run(self, lockstep, tuple(active), weights, outer)
         if len(self._generators) > 1:
             separate_streams(self._generators)
-        state = ThreadState.capture(self._device_types)
+        state = ThreadState.capture(
+            self._device_types, len(run.active) if self._schedule == "concurrent" else 1
+        )
+        # On the caller's thread its state holds already.
+        here = run.active[:1] if len(run.active) == 1 or lockstep.first_runs_here else ()
         tasks = {
-            r: self._task(fn, context, state.variables.copy(), state)
+            r: self._task(fn, context, None if r in here else state)
             for r, context in run.contexts.items()
         }
         self.running = run
+        self.timeline.use()
         try:
             run.results = lockstep.run(tasks)
             while self.swaps:
@@ -311,14 +303,18 @@ class ReplicaGroup:
             run.finish()
         except BaseException:
             self.running = outer
+            self.timeline.drop_open()
             self.recover()
             raise
         finally:
             self.running = outer
+            state.restore()
             self.note_run(run.active)
         if self.num_replicas > 1:
             self.bring_along(run.active)
             self.settle()
+        if outer is None:
+            self.timeline.note_run()
         return run
 
     def recomputing(self, replica_id: int) -> ReplicaContext:
@@ -337,26 +333,29 @@ class ReplicaGroup:
         return any(frame.group is self for frame in frames)
 
     def _task(
-        self, fn: Callable[[int], Any], context: ReplicaContext, variables: Any, state: ThreadState
+        self, fn: Callable[[int], Any], context: ReplicaContext, state: ThreadState | None
     ) -> Callable[[], Any]:
-        device, strategy = context.device, context.strategy
+        device, replica_id = context.device, context.replica_id
+        variables, timeline = copy_context(), self.timeline
 
         def call() -> Any:
-            enter(strategy, context)
+            enter(context.strategy, context)
+            timeline.begin(replica_id, FORWARD)
             try:
                 return context.measured(fn)
             finally:
+                timeline.end(replica_id, FORWARD)
                 leave()
                 context.release()
 
         def task() -> Any:
-            if len(context.run.active) == 1:  # on the caller's thread, whose state already holds
+            if len(context.run.active) == 1:
                 with using(device):
                     return call()
             with (
                 using(device),
                 backward_in_calling_thread((device,)),
-                state.applied(device),
+                nullcontext() if state is None else state.applied(device),
             ):
                 return variables.run(call)
 
@@ -370,8 +369,7 @@ class ReplicaGroup:
         return self.locksteps[depth]
 
     def _new_lockstep(self) -> Lockstep:
-        timeout = self._timeout_seconds
-        return Lockstep(self.names, staggered=self._staggered, timeout_seconds=timeout)
+        return Lockstep(self.names, schedule=self._schedule, timeout_seconds=self._timeout_seconds)
 
     def check_usable(self) -> None:
         """Raises StrategyError after ``close``."""
@@ -397,4 +395,5 @@ class ReplicaGroup:
         for lockstep in self.locksteps:
             lockstep.close()
         self.locksteps = []
+        self.gradients.buckets.close()
         self.communicator.close()

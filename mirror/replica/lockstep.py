@@ -6,17 +6,19 @@ gets the turn. When all stand at the same merge point, the last one to arrive ru
 for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per merge:
 
     turn      0    1    2 | merge | 2    1    0 | merge | 0    1    2 | all returned
-    thread    r0 > r1 > r2          r2 > r1 > r0          r0 > r1 > r2 > caller
+    thread    r0 > r1 > r2          r2 > r1 > r0          r0 > r1 > r2
 
-Under ``schedule="staggered"`` the caller, which has nothing else to do, also starts the next
-replica when the ones that have the turn stand still: they are blocked on their device or compute
-without the GIL. So nothing but the determinism of the simulation may rest on "only one runs".
+    schedule     who is given the turn              the first replica runs in
+    lockstep     the next one, when one stops       the caller's thread, saving two hand-overs;
+                                                    with a timeout, which the caller watches, in
+                                                    a thread of its own
+    staggered    also when those that have it       a thread of its own: the caller starts the next
+                 stand still on their device        one when nobody has moved
+    concurrent   all at once: what "staggered" is   a thread of its own
+                 on simulated devices, whose work
+                 never leaves the cores to others
 
-[Note: Waking up]
-A sleeping thread is woken on an idle CPU, which takes 20 us and more to get going, and finds cold
-caches there. Taking turns needs one CPU only, so under ``"lockstep"`` a replica waits with its
-affinity set to the caller's CPU and gets its own back when it is woken: a turn costs 6 us instead
-of 27. What it computes, and the workers it starts, may use every CPU as before.
+So nothing but the determinism of the simulation may rest on "only one runs".
 
 Because everybody's state is known here, divergence is seen, not suffered: when all have stopped
 and they do not stand at one point, the run fails with the line where each stands.
@@ -25,20 +27,19 @@ and they do not stand at one point, the run fails with the line where each stand
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
-from mirror.replica.merge_point import MergePoint, Released
-from mirror.replica.stack import frame_of, user_line
+from mirror.replica.merge_point import MergePoint, Raised, Released
+from mirror.replica.stack import add_note, frame_of, user_line
+from mirror.replica.wake import closed_gate, current_cpu, wait_near
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
 BLOCKED_AFTER_SECONDS = 0.0003
@@ -54,20 +55,23 @@ class Lockstep:
 
     Args:
         names: how messages call the replicas, ``"replica 2 of 4 (cuda:2)"``.
-        staggered: whether the next replica also starts when the current one stands still.
+        schedule: ``"lockstep"``, ``"staggered"`` or ``"concurrent"``, see [Note: Turns].
         timeout_seconds: how long no replica may move before the run fails; ``None``: for ever.
     """
 
     def __init__(
-        self, names: tuple[str, ...], *, staggered: bool, timeout_seconds: float | None
+        self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
         self.names = names
         self.usable = True
-        self._staggered = staggered
+        self.takes_turns = schedule == "lockstep"
+        self.first_runs_here = schedule == "lockstep" and timeout_seconds is None
+        self._staggered = schedule == "staggered"
+        self._is_concurrent = schedule == "concurrent"
         self._timeout_seconds = timeout_seconds
         self._mutex = threading.Lock()
-        self._finished = threading.Semaphore(0)
-        self._turns = [_closed_gate() for _ in names]
+        self._finished = closed_gate()
+        self._turns = [closed_gate() for _ in names]
         self._threads: dict[int, threading.Thread] = {}
         self._cpu: int | None = None
         self._begin_run({})
@@ -84,12 +88,13 @@ class Lockstep:
         self._failure: BaseException | None = None
         self._failed_replica: int | None = None
         self._acting = False  # whether a merge's action runs, for which no deadline holds
+        self._interrupted = False  # whether one who waited was
         self._moves = 0  # counts turns, so that the caller sees progress
 
     def run(self, tasks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
         """Runs one task per replica id and returns their results by replica id.
 
-        A single task runs on the calling thread.
+        A single task runs on the calling thread, the first one may.
 
         Raises:
             DivergenceError: the replicas did not all reach the same merge points.
@@ -99,16 +104,26 @@ class Lockstep:
         self._begin_run(tasks)
         if len(tasks) == 1:
             return self._run_alone(*tasks.items())
-        self._cpu = None if self._staggered else current_cpu()
-        for replica_id in tasks:
+        self._cpu = None if self._staggered or self._is_concurrent else current_cpu()
+        first, *others = tasks
+        if self.first_runs_here:
+            self._threads[first] = threading.current_thread()
+        else:
+            others = list(tasks)
+        for replica_id in others:
             if replica_id not in self._threads:
                 self._start_thread(replica_id)
-        self._turns[self._next()].release()
-        self._await()
+        if self.first_runs_here:
+            self._run_here(first)
+            self._threads.pop(first, None)
+        else:
+            self._give_turns()
+            self._await()
         failure, failed_replica, results = self._failure, self._failed_replica, self._results
         self._begin_run({})  # keeps nothing of this run alive
         if failure is not None:
-            self._annotate(failure, failed_replica)
+            if failed_replica is not None:
+                add_note(failure, f"in {self.names[failed_replica]}")
             try:
                 raise failure
             finally:
@@ -121,12 +136,18 @@ class Lockstep:
             return point.action({replica_id: point.payload})[replica_id]
         if self._failure is not None or not self.usable:
             raise Released
-        if not self._stop(replica_id, point):
-            self._wait(replica_id)
+        try:
+            if not self._stop(replica_id, point):
+                self._wait(replica_id)
+        except BaseException:  # an interrupt: this replica will not take its turn
+            self._interrupted = True
+            with self._mutex:
+                self._waiting.pop(replica_id, None)
+            raise
         if self._failure is not None or not self.usable:
             raise Released
         outcome = self._results.pop(replica_id)
-        if isinstance(outcome, _Raised):
+        if isinstance(outcome, Raised):
             raise outcome.error
         return outcome
 
@@ -154,11 +175,20 @@ class Lockstep:
             if not self._runnable:
                 self._finished.release()
                 return False
+            return self._give_turns(replica_id)
+
+    def _give_turns(self, mine: int | None = None) -> bool:
+        """Gives the turn to whom it is due; returns whether to ``mine``, who need not be woken."""
+        came_back = False
+        while self._runnable:
             successor = self._next()
-        if successor == replica_id:
-            return True
-        self._turns[successor].release()
-        return False
+            if successor == mine:
+                came_back = True
+            else:
+                self._turns[successor].release()
+            if not self._is_concurrent:
+                break
+        return came_back
 
     def _next(self) -> int:
         successor = self._runnable.popleft()
@@ -199,7 +229,7 @@ class Lockstep:
         try:
             self._results.update(action(payloads))
         except BaseException as error:
-            self._results.update(dict.fromkeys(payloads, _Raised(error)))
+            self._results.update(dict.fromkeys(payloads, Raised(error)))
         finally:
             self._acting = False
             self._mutex.acquire()
@@ -207,16 +237,23 @@ class Lockstep:
     # The threads.
 
     def _wait(self, replica_id: int) -> None:
-        """Waits for the turn. See [Note: Waking up]."""
-        if self._cpu is None:
-            self._turns[replica_id].acquire()
-            return
-        allowed = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {self._cpu} & allowed or allowed)
+        wait_near(self._turns[replica_id], self._cpu)
+
+    def _run_here(self, replica_id: int) -> None:
+        """Runs the first replica in the caller's thread, and waits for the others."""
         try:
-            self._turns[replica_id].acquire()
-        finally:
-            os.sched_setaffinity(0, allowed)
+            self._next()
+            self._perform(replica_id)
+            self._skip_the_unstarted()
+            self._stop(replica_id, None)
+        except BaseException as interrupt:  # struck our own code
+            self._running.discard(replica_id)
+            self._abandon(interrupt)
+            return
+        if self._interrupted and self._failure is not None:
+            self._abandon(self._failure)  # while another had the turn
+        else:
+            self._await()
 
     def _start_thread(self, replica_id: int) -> None:
         thread = threading.Thread(
@@ -272,27 +309,17 @@ class Lockstep:
         try:
             return {replica_id: task()}
         except BaseException as error:
-            self._annotate(error, replica_id)
+            add_note(error, f"in {self.names[replica_id]}")
             raise
-
-    def _annotate(self, failure: BaseException, replica_id: int | None) -> None:
-        if replica_id is not None:
-            note = f"in {self.names[replica_id]}"
-            notes = getattr(failure, "__notes__", [])
-            if note not in notes:
-                # Not add_note: Python 3.10 lacks it.
-                failure.__notes__ = [*notes, note]  # type: ignore[attr-defined]
 
     # The caller.
 
     def _await(self) -> None:
         """Waits until all replicas have ended; starts the next one, watches the clock."""
         if not self._staggered and self._timeout_seconds is None:
-            wait = None
-        elif self._staggered:
-            wait = BLOCKED_AFTER_SECONDS
+            wait = -1.0  # for ever
         else:
-            wait = self._timeout_seconds
+            wait = BLOCKED_AFTER_SECONDS if self._staggered else self._timeout_seconds or 0.0
         try:
             seen: object = None
             deadline = self._deadline()
@@ -334,7 +361,8 @@ class Lockstep:
                 )
         timed_out = isinstance(failure, CollectiveTimeoutError)
         try:
-            self._finished.acquire(timeout=0.2 if timed_out else DRAIN_SECONDS)
+            if self._running:
+                self._finished.acquire(timeout=0.2 if timed_out else DRAIN_SECONDS)
         finally:
             # An asynchronous exception may have struck our own code: never reuse these threads.
             self.close()
@@ -368,30 +396,3 @@ class Lockstep:
                 what = "waits for its turn" if replica_id in self._runnable else "has returned"
             lines.append(f"  {self.names[replica_id]}: {what}")
         return "\n".join(lines)
-
-
-@dataclass(slots=True)
-class _Raised:
-    """The result of a merge whose action raised."""
-
-    error: BaseException
-
-
-def _closed_gate() -> threading.Lock:
-    gate = threading.Lock()
-    gate.acquire()
-    return gate
-
-
-def _cpu_finder() -> Callable[[], int | None]:
-    """Returns libc's ``sched_getcpu``; where there is none, nothing is known."""
-    if not hasattr(os, "sched_setaffinity"):
-        return lambda: None
-    try:
-        find: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
-    except (AttributeError, OSError):
-        return lambda: None
-    return find
-
-
-current_cpu = _cpu_finder()

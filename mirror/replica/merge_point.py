@@ -29,5 +29,12 @@ class MergePoint:
         return f"{self.operation} of {self.detail}" if self.detail else self.operation
 
 
+@dataclass(slots=True)
+class Raised:
+    """The result of a merge whose action raised."""
+
+    error: BaseException
+
+
 class Released(BaseException):
     """Unwinds a replica whose run has failed elsewhere; never reaches the user."""

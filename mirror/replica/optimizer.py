@@ -8,7 +8,9 @@ this replica alone. A step that raises is given back at the replica's next merge
 when its next step begins.
 
     context        what happens at optimizer.step()
-    run            a merge: the gradients are reduced. Then each replica steps, in its turn
+    run            a merge: the gradients are reduced. Then each replica steps, in its turn; under
+                   a schedule without turns none goes on before all have stepped, because what it
+                   would find in ``param_groups`` may be lent to another
     cross-replica  the pre-hook steps replicas 1 .. N-1, then lends to replica 0, whose step is
                    the one that was called: hooks and schedulers see one step
     whole          with a closure (its forward spans all replicas), with hooks of the user's, or
@@ -17,17 +19,24 @@ when its next step begins.
 
 Options in ``param_groups`` are shared: every replica gets a copy before the step, and what the
 first one's step writes into its copy is kept. The first replica's state is the optimizer's own.
+
+[Note: One device, one step]
+Replicas that share a device, the simulated ones above all, need not compute the same update N
+times over: replica 0 steps, in the merge, or in the pre-hook outside ``run``; the others copy its
+values, which takes a fifth of the time and keeps one state instead of N. The steps that were
+called then go over groups without parameters. Torch's optimizers cope with that, others may not:
+those step on every replica. The state of replicas 1 .. N-1 is copied from the first one's when
+their code looks at it.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -41,18 +50,26 @@ from torch.optim.optimizer import (
 
 from mirror.context import current
 from mirror.devices import random_state, set_random_state, using
-from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.errors import StrategyError
+from mirror.replica.compiler import Hold, let_go, letting_go, not_compiled, take_hold
 from mirror.replica.merge_point import MergePoint
-from mirror.replica.optimizer_groups import has_hooks, mirrored_group, of_replica
-from mirror.replica.optimizer_state import FindHere, SharedState
+from mirror.replica.optimizer_groups import (
+    Parameters,
+    has_hooks,
+    mirrored_group,
+    of_replica,
+    raw_step,
+)
+from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.parameters import MirroredParameter
-from mirror.replica.variables import Variable, same_bits, variable_of
-from mirror.values import map_structure
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
     from mirror.replica.run import ReplicaContext
 
+Action = Callable[[dict[int, Any]], dict[int, Any]]
+
+_NOBODY = -1  # who is lent groups without parameters
 _serials = itertools.count(1)
 _watching = threading.Lock()
 _hooks: list[Any] = []
@@ -64,8 +81,11 @@ def watch_optimizer_steps() -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
+            # Both hooks must see one frame, which the compiler would break up.
+            not_compiled(Optimizer.profile_hook_step(lambda self: None))  # they share their code
 
 
+@letting_go
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     step = sys._getframe(1)
@@ -73,14 +93,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if mirror.is_within_step(step):
             return None  # a subclass's step has called its base's
         mirror.reclaim()
-    group = mirrored_group(optimizer)
-    if group is None:
-        return None
-    if mirror is None or mirror.group is not group:
-        # On the optimizer, so that the two go together; its copies and pickles leave it out.
-        mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
+    if mirror is None or not mirror.parameters.are_in(optimizer.param_groups):
+        group = mirrored_group(optimizer)
+        if group is None:
+            return None
+        mirror = _mirror_of(optimizer, group)
+    group = mirror.group
     group.check_usable()
     replica: Any = current.replica
+    mirror.holds[threading.get_ident()] = let_go()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if replica is None or replica.group is not group:
         mirror.step_everywhere(step, args, kwargs, closure)
@@ -89,14 +110,28 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         with torch.enable_grad():
             once = _Once(closure())
         args, kwargs = (args[0], once, *args[2:]), {k: kwargs[k] for k in kwargs if k != "closure"}
-    mirror.step_here(step, replica)
+    mirror.step_here(step, replica, closure is not None)
     return args, kwargs
 
 
+def _mirror_of(optimizer: Optimizer, group: ReplicaGroup) -> OptimizerMirror:
+    with _watching:  # replicas that run at once come here at once
+        mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
+        if mirror is None or mirror.group is not group:
+            # On the optimizer, so that the two go together; its copies and pickles leave it out.
+            mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
+        mirror.parameters = Parameters(optimizer.param_groups)
+        return mirror
+
+
+@letting_go
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and mirror.step is sys._getframe(1):
-        mirror.end_step()
+        try:
+            mirror.end_step()
+        finally:
+            take_hold(mirror.holds.pop(threading.get_ident(), None))
 
 
 class OptimizerMirror:
@@ -106,8 +141,8 @@ class OptimizerMirror:
         self.group = group
         self._optimizer = weakref.ref(optimizer)
         self._serial = next(_serials)
-        self._states: list[dict[Any, Any]] = [defaultdict(dict) for _ in group.devices]
-        self._state = SharedState(self._find_here(), {})  # what optimizer.state is between steps
+        self.parameters = Parameters(())
+        self.states = ReplicaStates(group)
         self._groups: list[dict[str, Any]] = optimizer.param_groups
         self._lent_groups: list[list[dict[str, Any]]] = [[] for _ in group.devices]
         self._lent_to: int | None = None
@@ -115,25 +150,70 @@ class OptimizerMirror:
         self._draws = False  # whether a step has been seen to draw random numbers
         self._random: Tensor | None = None  # the random state when a replica's step began
         self._alone = threading.Lock()  # held while lent
+        # By thread, what the compiler had on it when step was called. After a step that raises the
+        # compiled function that called it gives it back.
+        self.holds: dict[int, Hold] = {}
         self.step: FrameType | None = None  # torch's call that the step in progress is
         group.optimizers.add(self)
 
     # Steps
 
-    def step_here(self, step: FrameType, context: ReplicaContext) -> None:
+    def step_here(self, step: FrameType, context: ReplicaContext, has_closure: bool) -> None:
         """Merges the replicas before their steps, and lends to the calling one."""
-        self._refuse_what_is_not_mirrored()
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if not self.parameters.are_mirrored:
+            self._refuse_what_is_not_mirrored()
+        steps_once = self._steps_once(optimizer) and not has_closure
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
-            run = context.run
-            self.group.gradients.settle(run.shares())
-            self._refresh()
+            self.group.gradients.settle(context.run.shares())
+            self._refresh(only_first=steps_once)
+            if steps_once:
+                self._step_first(optimizer)
             return payloads
 
-        name = f"{type(self._optimizer()).__name__} #{self._serial}"
-        context.run.merge(context.replica_id, MergePoint("optimizer.step", (name,), None, action))
-        self._lend(context.replica_id, step)
+        self._merge(context, "optimizer.step", action)
+        if steps_once:
+            self._lend_nothing(step)
+        else:
+            self._lend(context.replica_id, step)
         context.lent.append(self)
+
+    def _steps_once(self, optimizer: Optimizer) -> bool:
+        """Whether one replica's step does for all. See [Note: One device, one step]."""
+        return (
+            self.group.is_one_device
+            and not has_hooks(optimizer)
+            and type(optimizer).__module__.startswith("torch.optim.")
+        )
+
+    def _merge(self, context: ReplicaContext, what: str, action: Action) -> None:
+        name = f"{type(self._optimizer()).__name__} #{self._serial}"
+        context.run.merge(context.replica_id, MergePoint(what, (name,), None, action))
+
+    def _step_first(self, optimizer: Optimizer) -> None:
+        """Steps the first replica, and has the others take over. See [Note: One device...]."""
+        self._lend(0, sys._getframe())
+        try:
+            with using(self.group.devices[0]):
+                raw_step(optimizer)(optimizer)
+        finally:
+            self.give_back()
+            self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Gives the other replicas, on the same device, what a step of the first one wrote."""
+        variables = self.parameters.variables
+        moved = [v for v in variables if v.targets[0].grad is not None or v.changed()]
+        first: list[Tensor] = [variable.targets[0] for variable in moved]
+        for r in range(1, self.group.num_replicas if moved else 0):
+            others: list[Tensor] = [variable.targets[r] for variable in moved]
+            torch._foreach_copy_(others, first)
+        for variable in moved:
+            variable.version = variable.copies[0]._version
+        self.states.follow_first()
 
     def _refuse_what_is_not_mirrored(self) -> None:
         optimizer = self._optimizer()
@@ -155,8 +235,11 @@ class OptimizerMirror:
         if closure is not None or self._draws or has_hooks(args[0]):
             self._is_whole, self.step = True, step
             return
-        function = type(args[0]).step
-        function = getattr(function, "__wrapped__", function)
+        if self._steps_once(args[0]):
+            self._step_first(args[0])
+            self._lend_nothing(step)
+            return
+        function = raw_step(args[0])
         for replica_id in range(1, self.group.num_replicas):
             self._lend(replica_id, step)
             try:
@@ -181,16 +264,18 @@ class OptimizerMirror:
         self.step = step
 
     def _has_drawn(self, replica_id: int) -> bool:
-        assert self._random is not None
-        return not torch.equal(random_state(self.group.devices[replica_id]), self._random)
+        before = self._random
+        return before is not None and not torch.equal(
+            random_state(self.group.devices[replica_id]), before
+        )
 
     def end_step(self) -> None:
         """Gives back after a step; outside ``run`` all replicas are now equal again."""
         if self._is_whole:
             self._is_whole, self.step = False, None
-            for variable in self._variables():
+            for variable in self.parameters.variables:
                 variable.carry()
-            self._state.seen = True
+            self.states.shared.seen = True
             self._refresh()
             return
         replica: Any = current.replica
@@ -198,16 +283,19 @@ class OptimizerMirror:
             replica.lent.remove(self)
             drawn = self._has_drawn(replica.replica_id)
             self.give_back()
+            if not replica.run.lockstep.takes_turns:
+                self._merge(replica, "the end of optimizer.step", lambda payloads: payloads)
             if drawn:
                 raise StrategyError(
                     "this optimizer's step draws random numbers, of which every replica would "
                     "draw its own; call step outside strategy.run"
                 )
             return
-        if self._lent_to is not None:
-            for variable in self._variables():
-                variable.version = variable.copies[0]._version
+        was_lent = self._lent_to is not None
         self.give_back()
+        if was_lent:
+            for variable in self.parameters.variables:
+                variable.version = variable.copies[0]._version
 
     def is_within_step(self, frame: FrameType) -> bool:
         """Whether ``frame`` was called by the step in progress."""
@@ -218,14 +306,20 @@ class OptimizerMirror:
 
     def reclaim(self) -> None:
         """Takes back from a step of the same replica, or of the cross context, that raised."""
-        self._is_whole, self.step = False, None
         replica: Any = current.replica
         if replica is not None and replica.group is self.group:
             if self in replica.lent:
                 replica.lent.remove(self)
                 self.give_back()
-        elif self.group.running is None and self.is_lent:
+            return
+        self._is_whole, self.step = False, None
+        if self.group.running is None and self.is_lent:
             self.group.recover()
+
+    def check(self, names: tuple[str, ...]) -> None:
+        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
+        self._refresh(only_first=True)
+        self.states.check(self.parameters.variables, names)
 
     @property
     def is_lent(self) -> bool:
@@ -242,116 +336,53 @@ class OptimizerMirror:
         if replica_id == 0:
             self._keep_what_the_first_wrote()
         optimizer.param_groups = self._groups
-        optimizer.state = self._state
+        optimizer.state = self.states.shared
         self._alone.release()
 
-    # State
-
-    def take_over(self, source: int, others: Iterable[int]) -> None:
-        """Gives one replica's state to others."""
-        for r in others:
-            state: dict[Any, Any] = defaultdict(dict)
-            for key, value in self._states[source].items():
-                variable = variable_of(key)
-                mine = key if variable is None else variable.targets[r]
-                state[mine] = self._copied(value, source, r)
-            self._states[r] = state
-            if r == 0:
-                self._publish_first()
-
-    def check(self, names: tuple[str, ...]) -> None:
-        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
-        self._refresh()
-        for variable in self._variables():
-            first = self._states[0].get(variable.targets[0], {})
-            for r in range(1, self.group.num_replicas):
-                other = self._states[r].get(variable.targets[r], {})
-                for key in first.keys() | other.keys():
-                    if not _same(first.get(key), other.get(key)):
-                        raise ReplicaMismatchError(
-                            f"optimizer state {key!r} of parameter {variable.name!r} differs on "
-                            f"{names[r]} from {names[0]}; replicas must hold the same bits"
-                        )
-
-    def _find_here(self) -> FindHere:
-        # Weak: the optimizer holds its state for longer than we should hold it.
-        mirror = weakref.ref(self)
-
-        def find_here(key: Any) -> tuple[dict[Any, Any], Any] | None:
-            alive = mirror()
-            return None if alive is None else alive.state_here(key)
-
-        return find_here
-
-    def state_here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
-        """Returns, to code inside ``run``, its replica's state and that state's key."""
-        replica: Any = current.replica
-        if replica is None or replica.group is not self.group:
-            return None
-        variable = variable_of(key)
-        mine = key if variable is None else variable.targets[replica.replica_id]
-        return self._states[replica.replica_id], mine
-
     def _lend(self, replica_id: int, step: FrameType) -> None:
+        self._lend_out(replica_id, self._lent_groups[replica_id], self.states.of(replica_id), step)
+        self._random = random_state(self.group.devices[replica_id])
+
+    def _lend_nothing(self, step: FrameType) -> None:
+        """Lends groups without parameters, for the steps of those who have been stepped."""
+        nothing: list[dict[str, Any]] = [{**options, "params": []} for options in self._groups]
+        self._lend_out(_NOBODY, nothing, defaultdict(dict), step)
+        self._random = None
+
+    def _lend_out(
+        self,
+        replica_id: int,
+        groups: list[dict[str, Any]],
+        state: dict[Any, Any],
+        step: FrameType,
+    ) -> None:
         self._alone.acquire()
         optimizer = self._optimizer()
         assert optimizer is not None
         self.step = step
-        self._random = random_state(self.group.devices[replica_id])
         self._lent_to = replica_id
-        optimizer.param_groups = self._lent_groups[replica_id]
-        optimizer.state = self._states[replica_id]  # type: ignore[assignment]
+        optimizer.param_groups = groups
+        optimizer.state = state  # type: ignore[assignment]
 
-    def _refresh(self) -> None:
-        """Brings every replica's groups and state in line with the optimizer's own."""
+    def _refresh(self, *, only_first: bool = False) -> None:
+        """Brings the replicas' groups and state in line with the optimizer's own."""
         optimizer = self._optimizer()
         assert optimizer is not None
         self._groups = optimizer.param_groups
-        for r, lent in enumerate(self._lent_groups):
-            lent[:] = [
+        for r in range(1 if only_first else self.group.num_replicas):
+            self._lent_groups[r] = [
                 {**options, "params": of_replica(options["params"], r)} for options in self._groups
             ]
-        if optimizer.state is not self._state:
-            self._state = SharedState(self._find_here(), optimizer.state)
-            optimizer.state = self._state
-        if self._state.seen:
-            self._state.seen = False
-            self._states[0] = defaultdict(dict)
-            for key, value in self._state.raw_items():
-                variable = variable_of(key)
-                self._states[0][key if variable is None else variable.targets[0]] = value
-            self.take_over(0, range(1, self.group.num_replicas))
+        self.states.read(optimizer)
+        if not only_first:
+            self.states.catch_up()  # before the first one steps
 
     def _keep_what_the_first_wrote(self) -> None:
         for options, lent in zip(self._groups, self._lent_groups[0], strict=True):
             for key, value in lent.items():
                 if key != "params" and options.get(key, options) is not value:
                     options[key] = value
-        self._publish_first()
-
-    def _publish_first(self) -> None:
-        """Enters the first replica's state, which is the optimizer's own, under the parameters."""
-        for key, value in self._states[0].items():
-            variable = variable_of(key)
-            self._state.put(key if variable is None else variable.owner(), value)
-
-    def _copied(self, value: Any, source: int, destination: int) -> Any:
-        home, device = self.group.devices[source], self.group.devices[destination]
-
-        def copied(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
-            return copy.deepcopy(leaf)
-
-        return map_structure(copied, value)
-
-    def _variables(self) -> list[Variable]:
-        return [
-            parameter._mirrored
-            for options in self._groups
-            for parameter in options["params"]
-            if isinstance(parameter, MirroredParameter)
-        ]
+        self.states.publish_first()
 
 
 class _Once:
@@ -368,9 +399,3 @@ class _Once:
                 "forward spans all replicas"
             )
         return self._losses.pop()
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return same_bits(a, b)
-    return type(a) is type(b) and (not isinstance(a, (int, float, str, bool)) or a == b)

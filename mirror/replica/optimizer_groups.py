@@ -1,9 +1,10 @@
-"""What an optimizer's parameter groups hold, and what of it is one replica's."""
+"""What an optimizer's parameter groups hold, what of it is one replica's, and its bare step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,6 +14,36 @@ from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
+    from mirror.replica.variables import Variable
+
+
+class Parameters:
+    """What an optimizer's groups held when last looked at: one step is like the other.
+
+    Attributes:
+        variables: of all groups' mirrored parameters, in order.
+        are_mirrored: whether there are no other parameters.
+    """
+
+    __slots__ = ("_lists", "are_mirrored", "variables")
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._lists = [tuple(options["params"]) for options in groups]
+        held = [parameter for parameters in self._lists for parameter in parameters]
+        mirrored = [p for p in held if isinstance(p, MirroredParameter)]
+        self.variables: list[Variable] = [parameter._mirrored for parameter in mirrored]
+        self.are_mirrored = len(mirrored) == len(held)
+
+    def are_in(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the groups hold the same mirrored parameters, and no others, in 20 ns each."""
+        return (
+            self.are_mirrored
+            and len(groups) == len(self._lists)
+            and all(
+                len(options["params"]) == len(known) and all(map(is_, options["params"], known))
+                for options, known in zip(groups, self._lists, strict=True)
+            )
+        )
 
 
 def mirrored_group(optimizer: Optimizer) -> ReplicaGroup | None:
@@ -50,3 +81,10 @@ def of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
         for p in parameters
         if replica_id == 0 or isinstance(p, MirroredParameter)
     ]
+
+
+def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Returns the class's step without torch's hooks around it."""
+    function = type(optimizer).step
+    raw: Callable[..., Any] = getattr(function, "__wrapped__", function)
+    return raw

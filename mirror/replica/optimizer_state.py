@@ -1,11 +1,25 @@
-"""SharedState: what ``optimizer.state`` is while no replica steps."""
+"""An optimizer's state: every replica's, and what ``optimizer.state`` is while none steps."""
 
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mirror.context import current
+from mirror.errors import ReplicaMismatchError
+from mirror.replica.variables import Variable, same_bits, variable_of
+from mirror.values import map_structure
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
 
 FindHere = Callable[[Any], "tuple[dict[Any, Any], Any] | None"]
 
@@ -67,3 +81,126 @@ def _noting(name: str) -> Callable[..., Any]:
 
 for _name in "items values pop popitem setdefault update clear __setitem__ __delitem__".split():
     setattr(SharedState, _name, _noting(_name))
+
+
+class ReplicaStates:
+    """The state of one optimizer on every replica, under the replica's own parameters.
+
+    The first replica's entries are the very objects that ``optimizer.state`` has. The others' may
+    be behind: they are copied when somebody uses them, see [Note: One device, one step].
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self.group = group
+        self.shared = SharedState(self._find_here(), {})  # what optimizer.state is between steps
+        self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in group.devices]
+        self._are_behind = False
+        self._copying = threading.Lock()
+        self._published: list[Any] = []  # entries of the first one's that the shared state has
+
+    def of(self, replica_id: int) -> dict[Any, Any]:
+        """Returns one replica's state, up to date."""
+        if replica_id > 0:
+            self.catch_up()
+        return self._by_replica[replica_id]
+
+    def catch_up(self) -> None:
+        """Copies the first replica's state to those that are behind."""
+        if self._are_behind:
+            with self._copying:
+                if self._are_behind:
+                    self._copy(0, range(1, self.group.num_replicas))
+                    self._are_behind = False
+
+    def read(self, optimizer: Optimizer) -> None:
+        """Takes in what the cross-replica context may have changed."""
+        if optimizer.state is not self.shared:
+            self.shared = SharedState(self._find_here(), optimizer.state)
+            optimizer.state = self.shared
+        if self.shared.seen:
+            self.shared.seen = False
+            self._by_replica[0] = defaultdict(dict)
+            for key, value in self.shared.raw_items():
+                variable = variable_of(key)
+                self._by_replica[0][key if variable is None else variable.targets[0]] = value
+            self._are_behind = True
+
+    def follow_first(self) -> None:
+        """Makes the first replica's state that of all."""
+        self._are_behind = True
+
+    def take_over(self, source: int, others: Iterable[int]) -> None:
+        """Gives one replica's state to others."""
+        if not self._are_behind:  # else those who look get the first one's
+            self._copy(source, others)
+
+    def publish_first(self) -> None:
+        """Enters the first replica's state, which is the optimizer's own, under the parameters."""
+        entries = list(self._by_replica[0].values())
+        if len(entries) == len(self._published) and all(map(is_, entries, self._published)):
+            return
+        self._published = entries
+        for key, value in self._by_replica[0].items():
+            variable = variable_of(key)
+            self.shared.put(key if variable is None else variable.owner(), value)
+
+    def check(self, variables: Sequence[Variable], names: tuple[str, ...]) -> None:
+        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
+        if self._are_behind:
+            return
+        for variable in variables:
+            first = self._by_replica[0].get(variable.targets[0], {})
+            for r in range(1, self.group.num_replicas):
+                other = self._by_replica[r].get(variable.targets[r], {})
+                for key in first.keys() | other.keys():
+                    if not _same(first.get(key), other.get(key)):
+                        raise ReplicaMismatchError(
+                            f"optimizer state {key!r} of parameter {variable.name!r} differs on "
+                            f"{names[r]} from {names[0]}; replicas must hold the same bits"
+                        )
+
+    def _find_here(self) -> FindHere:
+        # Weak: the optimizer holds its state for longer than we should hold it.
+        states = weakref.ref(self)
+
+        def find_here(key: Any) -> tuple[dict[Any, Any], Any] | None:
+            alive = states()
+            return None if alive is None else alive._here(key)
+
+        return find_here
+
+    def _here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
+        """Returns, to code inside ``run``, its replica's state and that state's key."""
+        replica: Any = current.replica
+        if replica is None or replica.group is not self.group:
+            return None
+        variable = variable_of(key)
+        mine = key if variable is None else variable.targets[replica.replica_id]
+        return self.of(replica.replica_id), mine
+
+    def _copy(self, source: int, others: Iterable[int]) -> None:
+        for r in others:
+            state: dict[Any, Any] = defaultdict(dict)
+            for key, value in self._by_replica[source].items():
+                variable = variable_of(key)
+                mine = key if variable is None else variable.targets[r]
+                state[mine] = self._copied(value, source, r)
+            self._by_replica[r] = state
+            if r == 0:
+                self.publish_first()
+
+    def _copied(self, value: Any, source: int, destination: int) -> Any:
+        home, device = self.group.devices[source], self.group.devices[destination]
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
+            return copy.deepcopy(leaf)
+
+        return map_structure(copied, value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same_bits(a, b)
+    return type(a) is type(b) and (not isinstance(a, (int, float, str, bool)) or a == b)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mirror.context import current
 from mirror.errors import StrategyError
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor, resolve
 
@@ -79,7 +80,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
 
     def _resolve(self, func: object = None) -> Tensor:
         variable = self._mirrored
-        return variable.copies[variable.here() or 0]
+        here = variable.here()
+        return variable.first() if here is None else variable.copies[here]
 
     def _hand_out(self, handle: Tensor | None) -> None:
         if self._mirrored.here() is None:
@@ -88,9 +90,14 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient of the current replica; waits for the reduction."""
-        variable = self._mirrored
-        here = variable.here()
-        return variable.first_grad() if here is None else variable.grad_in(here)
+        variable, replica = self._mirrored, current.replica
+        if replica is None or replica.group is not variable.group:
+            return variable.first_grad()
+        here, gradients = replica.replica_id, variable.group.gradients
+        # What grad_in does where nothing is to be waited for, as in every zero_grad.
+        if gradients.pending[here] or gradients.deferring or gradients.deferred:
+            return variable.grad_in(here)
+        return variable.targets[here].grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -48,6 +48,8 @@ def saves_are_hooked() -> bool:
 class NoMerges:
     """Stands for the lockstep where one thread computes for all replicas."""
 
+    takes_turns = True
+
     def merge(self, replica_id: int, point: object) -> Any:
         """Refuses: nobody can wait here."""
         raise StrategyError(

@@ -11,11 +11,14 @@ import torch
 
 from mirror.context import current, enter, leave
 from mirror.errors import StrategyError
+from mirror.replica.attributes import OwnValues
 from mirror.replica.collectives import all_gather, all_reduce
+from mirror.replica.compiler import opaque
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
 from mirror.replica.recompute import NoMerges
+from mirror.timeline import WAITING
 from mirror.values import regroup, select
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ class Run:
 
     __slots__ = (
         "active",
+        "attributes",
         "contexts",
         "depth",
         "group",
@@ -48,6 +52,7 @@ class Run:
         self.lockstep = lockstep
         self.active = active
         self.results: dict[int, Any] = {}
+        self.attributes: list[OwnValues] = []  # that its replicas have set or read
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
         self.depth: int = 0 if outer is None else outer.depth + 1
@@ -101,18 +106,23 @@ class Run:
 
         point.action = act
         context.release()
-        if not self.group.stopwatches:
-            return self.lockstep.merge(replica_id, point)
-        watch = self.group.stopwatches[replica_id]
-        watch.stop()
+        watch = self.group.stopwatches[replica_id] if self.group.stopwatches else None
+        timeline = self.group.timeline
+        timeline.begin(replica_id, WAITING, point.operation)
+        if watch is not None:
+            watch.stop()
         try:
             return self.lockstep.merge(replica_id, point)
         finally:
-            watch.start()
+            timeline.end(replica_id, WAITING)
+            if watch is not None:
+                watch.start()
 
     def finish(self) -> None:
-        """Reduces, or defers, the gradients that nobody has looked at."""
+        """Reduces, or defers, the gradients that nobody has looked at; joins attributes."""
         if self.group.num_replicas > 1:
+            while self.attributes:
+                self.attributes.pop().join(self)
             self.group.gradients.finish(self.shares())
             order.lift_this_thread()
 
@@ -161,6 +171,7 @@ class ReplicaContext:
         return self._weight
 
     @weight.setter
+    @opaque
     def weight(self, value: float) -> None:
         value = float(value)
         if not math.isfinite(value) or value < 0:
@@ -177,6 +188,7 @@ class ReplicaContext:
         self._weight = value
         self.run.is_weighted = True
 
+    @opaque
     def all_reduce(self, op: Any, value: Any) -> Any:
         """Reduces a structure of tensors over the replicas that take part, in one collective.
 
@@ -199,6 +211,7 @@ class ReplicaContext:
         """
         return all_reduce(self, op, value)
 
+    @opaque
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates each tensor of a structure over the replicas, in replica order.
 
@@ -211,6 +224,7 @@ class ReplicaContext:
         """
         return all_gather(self, value, axis)
 
+    @opaque
     def merge_call(
         self,
         fn: Callable[..., Any],

@@ -42,3 +42,10 @@ def user_line(frame: FrameType | None) -> str:
                 return f"{filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "<unknown line>"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to an exception, once; ``BaseException.add_note``, which Python 3.10 lacks."""
+    notes = getattr(error, "__notes__", [])
+    if note not in notes:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,15 @@ import torch
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ThreadState:
     """What holds in the caller's thread and not by itself in others.
 
     The default dtype, the deterministic flags and anomaly mode are global and need no carrying.
+
+    Attributes:
+        num_threads: intra-op threads of the caller.
+        sharers: how many replicas compute at once and share them.
     """
 
     grad: bool
@@ -26,10 +29,12 @@ class ThreadState:
     autocast_cache: bool
     default_device: torch.device
     saved_tensors_hooks: Any
-    variables: contextvars.Context
+    num_threads: int
+    sharers: int
+    _has_set_threads: bool = False
 
     @classmethod
-    def capture(cls, device_types: tuple[str, ...]) -> ThreadState:
+    def capture(cls, device_types: tuple[str, ...], sharers: int) -> ThreadState:
         """Returns the state of the calling thread."""
         return cls(
             grad=torch.is_grad_enabled(),
@@ -42,12 +47,17 @@ class ThreadState:
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
             saved_tensors_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
-            variables=contextvars.copy_context(),
+            num_threads=torch.get_num_threads(),
+            sharers=sharers,
         )
 
     @contextmanager
     def applied(self, device: torch.device) -> Iterator[None]:
         """Makes the state hold in a replica's thread; a default GPU becomes the replica's own."""
+        num_threads = max(1, self.num_threads // self.sharers)
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+            self._has_set_threads = True
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -63,3 +73,10 @@ class ThreadState:
                 hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
                 stack.enter_context(hooks)
             yield
+
+    def restore(self) -> None:
+        """Undoes, in the caller's thread, what a replica did that ran in it."""
+        torch.set_grad_enabled(self.grad)
+        # Threads that start later begin with the number that was set last.
+        if self._has_set_threads:
+            torch.set_num_threads(self.num_threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,13 @@ import torch
 from torch import nn
 
 from mirror.comm.base import Communicator
-from mirror.comm.choose import choose, create, known
 from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
 from mirror.devices import is_simulated, resolve
-from mirror.errors import BackendError, StrategyError
+from mirror.errors import StrategyError
+from mirror.replica.comparison import compare_replicas
+from mirror.replica.compiler import limits_for, opaque
 from mirror.replica.group import ReplicaGroup
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.measure import measure
@@ -24,8 +26,10 @@ from mirror.replica.module import recording
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
 from mirror.strategy.arguments import taking_part
+from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
-from mirror.strategy.options import CommunicationOptions
+from mirror.strategy.options import CommunicationOptions, check_choice
+from mirror.strategy.report import Report, report_of
 from mirror.strategy.value_context import ValueContext
 from mirror.values import (
     PerReplica,
@@ -66,7 +70,9 @@ class MirroredStrategy:
             weighted by the replicas' numbers of examples, or ``"sum"``, as in tf.distribute.
         schedule: how replicas take turns: ``"lockstep"``, one at a time, deterministic (the
             default on CPU), or ``"staggered"``, the next one starts also when the current one
-            blocks on its device (the default on CUDA).
+            blocks on its device (the default on CUDA). Staggered simulated devices all run at
+            once and share the intra-op threads: faster where operations are large, and random
+            numbers are drawn in the order in which the replicas come.
 
     Raises:
         DeviceError: a device does not exist, or CPU is mixed with CUDA.
@@ -83,22 +89,26 @@ class MirroredStrategy:
         gradient_reduction: str = "mean",
         schedule: str = "auto",
     ) -> None:
-        _check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
-        _check_choice("schedule", schedule, _SCHEDULES)
+        check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
+        check_choice("schedule", schedule, _SCHEDULES)
         options = communication_options or CommunicationOptions()
         self._devices = resolve(devices)
-        communicator = _communicator(backend, self._devices, options)
+        communicator = make_communicator(backend, self._devices, options)
         self._backend = communicator.name
-        staggered = schedule == "staggered"
+        simulated = is_simulated(self._devices)
         if schedule == "auto":
-            staggered = not is_simulated(self._devices)
+            schedule = "lockstep" if simulated else "staggered"
+        elif schedule == "staggered" and simulated:
+            schedule = "concurrent"
+        self._takes_turns = schedule == "lockstep"
         self._group = ReplicaGroup(
             self._devices,
             communicator,
             strategy=self,
-            staggered=staggered,
+            schedule=schedule,
             weighted=gradient_reduction == "mean",
             bytes_per_pack=options.bytes_per_pack,
+            wire_dtype=options.wire_dtype,
             timeout_seconds=options.timeout_seconds,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
@@ -164,6 +174,7 @@ class MirroredStrategy:
 
     # Running
 
+    @opaque
     def run(
         self,
         fn: Callable[..., Any],
@@ -193,10 +204,10 @@ class MirroredStrategy:
         active, weights = taking_part(self.num_replicas_in_sync, args, kwargs)
 
         def call(replica_id: int) -> Any:
-            own = select(args, replica_id), select(kwargs, replica_id)
-            return fn(*own[0], **own[1])
+            return fn(*select(args, replica_id), **select(kwargs, replica_id))
 
-        run = self._group.run(call, active, weights=weights)
+        with limits_for(self.num_replicas_in_sync):
+            run = self._group.run(call, active, weights=weights)
         return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
 
     def lone_context(self) -> ReplicaContext:
@@ -336,7 +347,32 @@ class MirroredStrategy:
             ReplicaMismatchError: naming the first variable and replica that differ.
         """
         self._check_cross("check_replicas")
-        return self._group.check()
+        return compare_replicas(self._group)
+
+    def report(self) -> Report:
+        """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""
+        return report_of(self._group.timeline, takes_turns=self._takes_turns)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Writes what happens inside to ``path``, for chrome://tracing or ui.perfetto.dev.
+
+        One step is enough: the forward and backward passes of every replica, where it waits for
+        others, reductions, optimizer steps. ``otherData.hidden_share_of_communication`` is the
+        share of the reductions' time that backward passes hid. Times are the host's.
+
+        Raises:
+            StrategyError: called inside ``run``, or while another trace is taken.
+            OSError: the file cannot be written.
+        """
+        self._check_cross("trace")
+        timeline = self._group.timeline
+        timeline.use()
+        timeline.start_recording()
+        try:
+            yield
+        finally:
+            timeline.stop_recording(path)
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""
@@ -357,37 +393,6 @@ class MirroredStrategy:
                 f"strategy.{what} was called inside run; use the replica context there: "
                 "mirror.get_replica_context().all_reduce, all_gather or merge_call"
             )
-
-
-def _communicator(
-    backend: object, devices: tuple[torch.device, ...], options: CommunicationOptions
-) -> Communicator:
-    if options.wire_dtype is not None:
-        raise BackendError("no backend of this version can send gradients in another dtype")
-    if isinstance(backend, Communicator):
-        if tuple(backend.devices) != devices:
-            raise BackendError(
-                f"the communicator serves {[str(d) for d in backend.devices]}, the strategy has "
-                f"{[str(d) for d in devices]}; make it over the same devices, in the same order"
-            )
-        return backend
-    if not isinstance(backend, str):
-        raise BackendError(f"backend must be a name or a Communicator, got {backend!r}")
-    name = choose(devices) if backend == "auto" else backend
-    kind = known(name)
-    if options.deterministic and kind is not None and not kind.deterministic:
-        raise BackendError(
-            f"deterministic=True needs a backend that sums in replica order, and {name!r} sums in "
-            "an order of its own; pass 'direct', 'host' or 'naive'"
-        )
-    if kind is not None and kind.waits and options.timeout_seconds is not None:
-        return create(name, devices, timeout_seconds=options.timeout_seconds)
-    return create(name, devices)
-
-
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _end_threads(locksteps: list[Lockstep]) -> None:

@@ -1,0 +1,168 @@
+#!/usr/bin/env bash
+# Measures everything that needs several GPUs, in one go, into one folder.
+#
+#   benchmarks/multi_gpu.sh [--quick] [FOLDER]        default: results-HOST-DATE
+#
+# Needs two or more NVIDIA GPUs that do nothing else, and a Python with torch for CUDA and this
+# package: $PYTHON if it is set, else .venv/bin/python, else python3. It takes about an hour on
+# eight GPUs, --quick some minutes with numbers that mean little. A part that fails does not stop
+# the others; the folder's summary.md says what to put into benchmarks/README.md.
+
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() {
+    echo "multi_gpu.sh: $*" >&2
+    exit 2
+}
+
+warn() {
+    echo "multi_gpu.sh: warning: $*" | tee -a "$folder/environment.txt" >&2
+}
+
+usage() {
+    sed -n 's/^# \{0,1\}//; 2,9p' "${BASH_SOURCE[0]}"
+}
+
+quick=()
+folder=""
+for argument in "$@"; do
+    case $argument in
+        --quick) quick=(--quick) ;;
+        -h | --help) usage; exit 0 ;;
+        -*) die "unknown option $argument; there are --quick and --help" ;;
+        *) [[ -z $folder ]] || die "one folder, got $folder and $argument"; folder=$argument ;;
+    esac
+done
+folder=${folder:-results-$(hostname -s)-$(date +%Y%m%d-%H%M)}
+
+# What must be there.
+
+command -v nvidia-smi > /dev/null || die "there is no nvidia-smi: is the NVIDIA driver installed?"
+nvidia-smi > /dev/null || die "nvidia-smi fails: the driver does not answer"
+
+if [[ -n ${PYTHON:-} ]]; then
+    python=$PYTHON
+elif [[ -x .venv/bin/python ]]; then
+    python=.venv/bin/python
+else
+    python=python3
+fi
+command -v "$python" > /dev/null || die "there is no $python; name one: PYTHON=... $0"
+"$python" -c 'import torch' 2> /dev/null ||
+    die "$python has no torch; install torch for CUDA, then: $python -m pip install -e '.[bench]'"
+"$python" -c 'import mirror' 2> /dev/null ||
+    die "$python has no mirror; run: $python -m pip install -e '.[bench]'"
+here=$("$python" -c 'import mirror, pathlib; print(pathlib.Path(mirror.__file__).parents[1])')
+[[ $here -ef $PWD ]] ||
+    die "$python takes mirror from $here, not from $PWD; run: $python -m pip install -e '.[bench]'"
+count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+((count > 0)) ||
+    die "this torch sees no GPU: it is built for CPU, CUDA_VISIBLE_DEVICES hides them, or the" \
+        "driver is too old for it"
+((count > 1)) || die "torch sees one GPU; for one there is: benchmarks/train_step.py --devices cuda:0"
+
+mkdir -p "$folder" || die "cannot make the folder $folder"
+[[ -z $(ls -A "$folder") ]] || die "$folder is not empty; name another folder"
+
+# What should be there.
+
+plots=yes
+"$python" -c 'import matplotlib' 2> /dev/null || {
+    plots=no
+    warn "no matplotlib, so no plots"
+}
+"$python" -c 'import cupy' 2> /dev/null ||
+    warn "no CuPy, so the kernels ring, hierarchical and direct are left out"
+busy=$(nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv,noheader || true)
+[[ -z $busy ]] || warn "other processes use the GPUs, the numbers will not be good: $busy"
+((count >= 8)) || warn "$count GPUs: the rows of more stay empty"
+
+counts=()
+for n in 1 2 4 8; do
+    if ((n <= count)); then counts+=("$n"); fi
+done
+
+# The parts. Each leaves NAME.txt and, when it came to its end, NAME.json.
+
+failed=()
+
+part() { # NAME PROGRAM ARGUMENTS...
+    local name=$1 program=$2
+    shift 2
+    local options=("$@" --json "$folder/$name.json")
+    if [[ $plots = yes ]]; then options+=(--plot "$folder/$name.png"); fi
+    echo "== $name: $program ${options[*]}"
+    # They end with 1 when a target was missed, too: that they wrote their numbers tells.
+    "$python" "benchmarks/$program" "${options[@]}" 2>&1 | tee "$folder/$name.txt" || true
+    if [[ ! -e $folder/$name.json ]]; then
+        failed+=("$name")
+        echo "== $name FAILED"
+    fi
+}
+
+{
+    date
+    uname -a
+    lscpu | grep -E '^(Model name|CPU\(s\)|Socket|NUMA node\(s\))' || true
+    git log -1 --format='commit %H of %cd' || true
+    git status --short || true
+    nvidia-smi
+    nvidia-smi topo -m
+    "$python" -m pip freeze || true
+} >> "$folder/environment.txt" 2>&1
+
+if "$python" -m mirror doctor --help > /dev/null 2>&1; then
+    "$python" -m mirror doctor > "$folder/doctor.txt" 2>&1 || failed+=(doctor)
+else
+    echo "this version of mirror has no doctor" > "$folder/doctor.txt"
+fi
+
+sizes=(1024 32768 1048576 8388608 67108864 268435456 1073741824)
+rounds=(--rounds 21)
+if ((${#quick[@]})); then
+    sizes=(1024 1048576)
+    rounds=(--rounds 3)
+fi
+
+visible=$("$python" -c '
+import os, torch
+names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+print(" ".join(names if names[0] else map(str, range(torch.cuda.device_count()))))')
+read -ra visible <<< "$visible"
+for n in "${counts[@]:1}"; do
+    first=$(IFS=,; echo "${visible[*]:0:n}")
+    for dtype in float32 bfloat16; do
+        CUDA_VISIBLE_DEVICES=$first part "all_reduce_${n}_$dtype" all_reduce.py --device all \
+            --dtype "$dtype" --sizes "${sizes[@]}" "${rounds[@]}"
+    done
+done
+
+several=(--devices all --replicas "${counts[@]}")
+part train train_step.py "${quick[@]}" "${several[@]}" "${rounds[@]}" --parts steps memory
+part train_read_loss train_step.py "${quick[@]}" "${several[@]}" "${rounds[@]}" --parts steps \
+    --read-loss
+# By itself: it needs the most memory.
+part train_resnet50 train_step.py "${several[@]}" "${rounds[@]}" --parts steps \
+    --cases resnet50-224 --schedules staggered
+one=(--devices cuda:0 --replicas 1 2 4)
+part one_gpu train_step.py "${quick[@]}" "${one[@]}" "${rounds[@]}" --parts steps memory
+part one_gpu_read_loss train_step.py "${quick[@]}" "${one[@]}" "${rounds[@]}" --parts steps \
+    --read-loss
+
+{
+    echo "# $(date +%F), $count x $(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)"
+    for table in "$folder"/*.json; do
+        name=$(basename "$table" .json)
+        printf '\n## %s\n\n' "$name"
+        cat "$folder/$name.txt"
+    done
+    if ((${#failed[@]})); then printf '\nFailed: %s\n' "${failed[*]}"; fi
+} > "$folder/summary.md"
+
+echo "== everything is in $folder; its summary.md has the tables"
+if ((${#failed[@]})); then
+    echo "== these parts failed, see their .txt: ${failed[*]}"
+    exit 1
+fi

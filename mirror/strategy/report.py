@@ -1,0 +1,183 @@
+"""Report: where the time of a step went, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from mirror.timeline import (
+    BACKWARD,
+    BESIDE,
+    CROSS,
+    EXPOSED,
+    FORWARD,
+    INPUT,
+    OPTIMIZER,
+    REDUCTION,
+    Timeline,
+)
+
+# From what share of the step on something is said to limit it.
+_MUCH = 0.25
+
+_ADVICE = {
+    "input": (
+        "The step waits for input: give the DataLoader more workers, raise InputOptions(prefetch=)"
+        ", or do less work per example."
+    ),
+    "reduction": (
+        "The step waits for the reduction of gradients: use larger batches, accumulate under "
+        "strategy.no_sync(), or send them as CommunicationOptions(wire_dtype=torch.bfloat16)."
+    ),
+    "optimizer": (
+        "The optimizer takes much of the step: make it with foreach=True or fused=True, or use "
+        "larger batches."
+    ),
+    "host": (
+        "Much of the step is spent outside forward, backward and optimizer: in your own code "
+        "between them (logging, metrics, .item()), or in turns of the replicas, which larger "
+        "batches make matter less."
+    ),
+    "computation": (
+        "Forward and backward take the step, as they should: what makes them faster on one device "
+        "(a faster dtype, torch.compile, channels_last) makes the whole faster."
+    ),
+    "nothing": "No step has been taken yet: a step ends with optimizer.step().",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Medians over the last steps, in seconds; ``str(report)`` is a table.
+
+    A step ends with the end of a ``run`` in which an optimizer stepped, or with an optimizer step
+    outside ``run``. Times are the host's: on GPUs they are the time it takes to launch the work,
+    and to wait where the program waits.
+
+    Attributes:
+        num_steps: over how many steps the medians are.
+        num_replicas: of the strategy.
+        step: a whole step, from the end of the one before.
+        waiting_for_input: for the next batch of a distributed dataset.
+        forward: the replicas' functions, without what follows.
+        backward: backward passes, without reductions.
+        waiting_for_reduction: reductions that nothing hid, and waiting for those beside a backward
+            pass.
+        optimizer: optimizer steps.
+        other: everything else: code between runs, and turns.
+        hidden_share: the share of the reductions' time that backward passes hid, 0 to 1; ``None``
+            where nothing was reduced.
+        host_seconds: per replica, what it kept the host for: its forward, backward and optimizer.
+        advice: what limits the step, and what to try.
+    """
+
+    num_steps: int
+    num_replicas: int
+    step: float
+    waiting_for_input: float
+    forward: float
+    backward: float
+    waiting_for_reduction: float
+    optimizer: float
+    other: float
+    hidden_share: float | None
+    host_seconds: tuple[float, ...]
+    advice: str
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns the attributes as plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        def row(name: str, seconds: float) -> str:
+            share = f"{seconds / self.step:6.0%}" if self.step else ""
+            return f"{name:24}{seconds * 1e3:12.3f} ms{share}"
+
+        host = ", ".join(f"{seconds * 1e3:.3f}" for seconds in self.host_seconds)
+        lines = [
+            f"a step, median of {self.num_steps}, on {self.num_replicas} replicas",
+            row("whole step", self.step),
+            row("waiting for input", self.waiting_for_input),
+            row("forward", self.forward),
+            row("backward", self.backward),
+            row("waiting for reduction", self.waiting_for_reduction),
+            row("optimizer", self.optimizer),
+            row("other", self.other),
+        ]
+        if self.hidden_share is not None:
+            lines.append(f"{self.hidden_share:.0%} of the reductions' time was hidden")
+        return "\n".join([*lines, f"host time per replica: {host} ms", self.advice])
+
+
+def report_of(timeline: Timeline, *, takes_turns: bool) -> Report:
+    """Returns the report of a strategy's timeline.
+
+    Args:
+        takes_turns: whether one replica moves at a time, so that their times add up; replicas that
+            run at once count with their mean.
+    """
+    num_replicas = timeline.num_replicas
+    share = 1.0 if takes_turns else 1.0 / num_replicas
+    rows = [_row(step, lanes, num_replicas, share) for step, lanes in timeline.steps]
+    if not rows:
+        rows = [_row(0.0, timeline.so_far()[1], num_replicas, share)]
+    middle = {key: median(row[key] for row in rows) for key in rows[0]}
+    reduced = sum(row["reduced"] for row in rows)
+    hidden = sum(row["hidden"] for row in rows)
+    return Report(
+        num_steps=len(timeline.steps),
+        num_replicas=num_replicas,
+        step=middle["step"],
+        waiting_for_input=middle["input"],
+        forward=middle["forward"],
+        backward=middle["backward"],
+        waiting_for_reduction=middle["reduction"],
+        optimizer=middle["optimizer"],
+        other=middle["other"],
+        hidden_share=hidden / reduced if reduced else None,
+        host_seconds=tuple(middle[f"host {r}"] for r in range(num_replicas)),
+        advice=_ADVICE[_limit(middle) if timeline.steps else "nothing"],
+    )
+
+
+def _row(
+    step: float, lanes: list[dict[str, float]], num_replicas: int, share: float
+) -> dict[str, float]:
+    replicas, cross, beside = lanes[:num_replicas], lanes[CROSS], lanes[BESIDE]
+
+    def spent(kind: str) -> float:
+        return cross[kind] + share * sum(lane[kind] for lane in replicas)
+
+    exposed = spent(EXPOSED)
+    times = {
+        "input": spent(INPUT),
+        "forward": spent(FORWARD),
+        "backward": spent(BACKWARD),
+        "reduction": spent(REDUCTION) + exposed,
+        "optimizer": spent(OPTIMIZER),
+    }
+    hidden = max(0.0, beside[REDUCTION] - exposed)
+    host = {
+        f"host {r}": sum(lane[kind] for kind in (FORWARD, BACKWARD, OPTIMIZER))
+        for r, lane in enumerate(replicas)
+    }
+    return {
+        **times,
+        **host,
+        "step": step,
+        "other": max(0.0, step - sum(times.values())),
+        "hidden": hidden,
+        "reduced": beside[REDUCTION] + spent(REDUCTION),
+    }
+
+
+def _limit(middle: Mapping[str, float]) -> str:
+    limits = {
+        "input": middle["input"],
+        "reduction": middle["reduction"],
+        "optimizer": middle["optimizer"],
+        "host": middle["other"],
+    }
+    name = max(limits, key=lambda key: limits[key])
+    return name if limits[name] > _MUCH * middle["step"] else "computation"

@@ -1,0 +1,184 @@
+"""Where a strategy's time goes: sums of every step, and single spans while a trace is taken.
+
+[Note: Lanes]
+Every replica has a lane, the cross-replica context has one, and so have the reductions that run
+beside a backward pass. Spans of a lane nest; what counts for a kind is its own time, without that
+of the spans inside. So under ``"lockstep"``, where one lane moves at a time, the own times of all
+lanes but for ``WAITING`` add up to the step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from mirror.errors import StrategyError
+
+FORWARD = "forward"  # what a replica's function does besides the rest
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+INPUT = "waiting for input"
+REDUCTION = "reduction"
+WAITING = "waiting for other replicas"
+EXPOSED = "waiting for a reduction"  # that was to be done beside the backward pass
+KINDS = (FORWARD, BACKWARD, OPTIMIZER, INPUT, REDUCTION, WAITING, EXPOSED)
+
+CROSS, BESIDE = -2, -1  # lanes, besides those of the replicas
+_STEPS_KEPT = 1000
+_latest: weakref.ref[Timeline] | None = None
+
+
+def latest() -> Timeline | None:
+    """Returns the timeline that was last used for a run: whose the cross-replica context is."""
+    return None if _latest is None else _latest()
+
+
+@dataclass(slots=True)
+class _Span:
+    kind: str
+    name: str
+    begin: float
+    inner_seconds: float = 0.0
+
+
+class Timeline:
+    """The time of one strategy.
+
+    Attributes:
+        steps: of the last steps, the whole and each kind's own seconds by lane.
+        num_runs: how many runs there were.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.num_replicas = len(names)
+        self.names = (*names, "cross-replica context", "reductions beside backward")
+        self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
+        self.num_runs = 0
+        self._open: list[list[_Span]] = [[] for _ in self.names]
+        self._sums: list[dict[str, float]] = []
+        self._events: list[dict[str, Any]] | None = None
+        self._step_began = perf_counter()
+        self._has_updated = False
+        self._clear()
+
+    def use(self) -> None:
+        """Makes this the timeline of the cross-replica context."""
+        global _latest
+        if _latest is None or _latest() is not self:
+            _latest = weakref.ref(self)
+
+    def begin(self, lane: int, kind: str, name: str = "") -> None:
+        """Opens a span on a lane: a replica's id, ``CROSS`` or ``BESIDE``."""
+        self._open[lane].append(_Span(kind, name, perf_counter()))
+
+    def end(self, lane: int, kind: str) -> None:
+        """Closes the innermost span of this kind, and what is open inside it."""
+        now = perf_counter()
+        opened, sums = self._open[lane], self._sums[lane]
+        if not any(span.kind is kind for span in opened):
+            return  # opened before an error
+        while opened:
+            span = opened.pop()
+            seconds = now - span.begin
+            sums[span.kind] += seconds - span.inner_seconds
+            if opened:
+                opened[-1].inner_seconds += seconds
+            if self._events is not None:
+                self._record(lane, span, now)
+            if span.kind is kind:
+                return
+
+    def note_update(self, lane: int) -> None:
+        """Notes that an optimizer has stepped: outside ``run`` that ends a step."""
+        self._has_updated = True
+        if lane == CROSS:
+            self._end_step()
+
+    def note_run(self) -> None:
+        """Notes that an outermost run has ended, and with it a step if an optimizer stepped."""
+        self.num_runs += 1
+        if self._has_updated:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self._has_updated = False
+        self._open[CROSS].clear()
+        now = perf_counter()
+        self.steps.append((now - self._step_began, self._sums))
+        self._step_began = now
+        self._clear()
+
+    def so_far(self) -> tuple[float, list[dict[str, float]]]:
+        """Returns the step that has not ended."""
+        return perf_counter() - self._step_began, self._sums
+
+    def drop_open(self) -> None:
+        """Forgets the spans that an error left open."""
+        for opened in self._open:
+            opened.clear()
+
+    # Traces
+
+    def start_recording(self) -> None:
+        """Keeps single spans from now on.
+
+        Raises:
+            StrategyError: they are being kept already.
+        """
+        if self._events is not None:
+            raise StrategyError("a trace is being taken already; end it before you begin another")
+        self._events = []
+
+    def stop_recording(self, path: str | os.PathLike[str]) -> None:
+        """Writes the spans kept as a Chrome trace, whole or not at all."""
+        events, self._events = self._events or [], None
+        hidden = self._hidden_share(events)
+        threads = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}
+            for lane, name in enumerate(self.names)
+        ]
+        trace = {
+            "displayTimeUnit": "ms",
+            "otherData": {"hidden_share_of_communication": hidden},
+            "traceEvents": threads + events,
+        }
+        target = Path(path)
+        scratch = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        try:
+            scratch.write_text(json.dumps(trace))
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def _record(self, lane: int, span: _Span, now: float) -> None:
+        assert self._events is not None
+        self._events.append(
+            {
+                "name": span.name or span.kind,
+                "cat": span.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": lane % len(self.names),
+                "ts": span.begin * 1e6,
+                "dur": (now - span.begin) * 1e6,
+            }
+        )
+
+    def _hidden_share(self, events: list[dict[str, Any]]) -> float | None:
+        """Returns the share of the reductions' time for which nobody waited."""
+        beside_lane = BESIDE % len(self.names)
+        reductions = [event for event in events if event["cat"] == REDUCTION]
+        beside = sum(event["dur"] for event in reductions if event["tid"] == beside_lane)
+        waited = sum(event["dur"] for event in events if event["cat"] == EXPOSED)
+        total = sum(event["dur"] for event in reductions)
+        return max(0.0, beside - waited) / total if total else None
+
+    def _clear(self) -> None:
+        self._sums = [dict.fromkeys(KINDS, 0.0) for _ in self.names]
