@@ -312,3 +312,18 @@ def test_the_check_of_a_gpu_needs_one():
     result = run("gpu_check.py")
     assert result.returncode == 2
     assert "there is no GPU; --device cpu" in result.stderr
+
+
+def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):
+    # Small, so that nothing is learnt of speed; the exit code tells of targets missed.
+    found = tmp_path / "found.json"
+    options = "--rounds 3 --megabytes 1 --batches 2 --slow-batches 2 --json".split()
+    result = run("input.py", *options, found)
+    assert result.returncode in (0, 1), result.stderr
+    assert result.stderr == ""
+    rows = json.loads(found.read_text())
+    assert "1 MB batches, no step: prefetch=2 / plain loop" in rows
+    assert "loader 20 ms, step 10 ms: prefetch=2, of the loader's rate" in rows
+    for name, (median, low, high) in rows.items():
+        assert f"| {name:58} |" in result.stdout
+        assert 0 < low <= median <= high

@@ -16,7 +16,7 @@ from mirror.data.options import InputOptions
 from mirror.data.position import Position, Saved
 from mirror.data.prefetch import Closed, OnDemand, Prefetcher
 from mirror.data.source import Source, source_of
-from mirror.data.steps import Assembly, Step, Steps
+from mirror.data.steps import Assembly, Delivery, Step, Steps
 from mirror.data.streams import capture_streams, restore_streams, streams_at
 from mirror.values import PerReplica, leaves_of
 
@@ -183,13 +183,11 @@ class DistributedDataset:
         if self._shared is not None:
             self._shared[0].close()
 
-    def _note(self, step: Step, reader: Reader, position: Position) -> None:
+    def _note(self, delivery: Delivery) -> None:
+        self._assembly.streams.receive(delivery.events, _tensors_of(delivery.batch))
         self.num_delivered += 1
-        position.num_consumed += step.num_batches
-        position.first_size = reader.steps.first_size
-        position.own_state = step.own_state
         if self._balance is not None:
-            self._balance.note(step.sizes)
+            self._balance.note(delivery.sizes)
 
     def _note_end(self, position: Position) -> None:
         if position is self._position and not self._source.is_shared:
@@ -227,13 +225,17 @@ class DistributedIterator:
             StrategyError: the strategy is closed.
             BaseException: what the dataset raised at this batch.
         """
-        dataset = self._dataset
+        dataset, position = self._dataset, self._position
         dataset._check_usable()
         begun = perf_counter()
         try:
-            step = self._reader.take()
+            step = self._take()
+            position.num_consumed += step.num_batches
+            position.own_state = step.own_state
+            position.first_size = self._reader.steps.first_size
+            delivery = step.delivery()
         except StopIteration:
-            dataset._note_end(self._position)
+            dataset._note_end(position)
             raise
         except Closed:
             dataset._check_usable()
@@ -242,10 +244,18 @@ class DistributedIterator:
             waited = perf_counter() - begun
             self.waited_seconds += waited
             dataset.waited_seconds += waited
-        dataset._assembly.streams.receive(step.events, _tensors_of(step.batch))
         self.num_delivered += 1
-        dataset._note(step, self._reader, self._position)
-        return step.batch
+        dataset._note(delivery)
+        return delivery.batch
+
+    def _take(self) -> Step:
+        try:
+            return self._reader.take()
+        except (StopIteration, Closed):
+            raise
+        except Exception:
+            self._position.num_consumed += 1  # a loader goes on with the batch after this one
+            raise
 
     def close(self) -> None:
         """Ends the iteration, its thread and the loader's workers; idempotent."""

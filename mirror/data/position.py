@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ class Saved:
             ValueError: it does not fit.
         """
         _check(state, kind, num_batches)
+        state = copy.deepcopy(state)
         assert isinstance(state, Mapping)
         position = Position(
             dict(state["order"]), state["num_consumed"], state["first_size"], state["own_state"]

@@ -21,30 +21,40 @@ class Reuse:
     buffer over and over. Here several batches are alive, and their parts are views. So the first
     batch is kept, and a leaf that comes at the same address again is copied from then on; with
     more buffers than batches are alive at once nothing needs to be done. The first batch itself
-    is copied, too, if it is small; otherwise the second one is not read before it is done with.
+    is copied if it is small; otherwise the second one is not read before it is done with. Where
+    several batches make a step nothing can wait, and all are copied until it is known.
 
     The batches of a list are there anyway; each is what it is in a plain loop.
+
+    Args:
+        prefetch: how many steps are ready at once.
+        batches_per_step: how many batches are in one.
 
     Attributes:
         must_wait: whether nothing may be read before the consumer is done with this batch.
     """
 
-    def __init__(self, dataset: object, prefetch: int) -> None:
+    def __init__(self, dataset: object, prefetch: int, batches_per_step: int) -> None:
         self.must_wait = False
-        self._num_checks = 0 if prefetch == 0 or type(dataset) in (list, tuple) else prefetch + 2
+        self._can_wait = batches_per_step == 1
+        # As many as are alive: those ready, the one in use, and the one being read.
+        self._num_checks = batches_per_step * (prefetch + 2)
+        if type(dataset) in (list, tuple) or (prefetch == 0 and self._can_wait):
+            self._num_checks = 0
         self._first: list[Any] | None = None
         self._reused: set[int] = set()  # places among the leaves
 
     def checked(self, batch: Any) -> Any:
         """Returns the batch, with copies of the leaves whose memory will be written again."""
         self.must_wait = False
-        if self._num_checks:
-            self._num_checks -= 1
-            leaves = leaves_of(batch)
-            if self._first is None:
-                self._first = leaves
-                self.must_wait = sum(map(_num_bytes, leaves)) > SMALL_BYTES
-                return batch if self.must_wait else _copied(batch, set(range(len(leaves))))
+        if not self._num_checks:
+            return _copied(batch, self._reused) if self._reused else batch
+        self._num_checks -= 1
+        leaves = leaves_of(batch)
+        is_first = self._first is None
+        if self._first is None:
+            self._first = leaves
+        else:
             found = {
                 place
                 for place, (old, new) in enumerate(zip(self._first, leaves, strict=False))
@@ -53,8 +63,12 @@ class Reuse:
             # Batches read before may lie in the memory that comes next.
             self.must_wait = not found <= self._reused
             self._reused |= found
-            if not self._num_checks:
-                self._first = []
+        if not self._num_checks:
+            self._first = []
+        is_small = sum(map(_num_bytes, leaves)) <= SMALL_BYTES
+        if not self._can_wait or (is_first and is_small):
+            return _copied(batch, set(range(len(leaves))))
+        self.must_wait = self.must_wait or is_first
         return _copied(batch, self._reused) if self._reused else batch
 
 

@@ -102,6 +102,8 @@ class GlobalDraws(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _DRAWING and kwargs.get("generator") is None:
-            self._before_draw()
+        if getattr(func, "__name__", "") in _DRAWING:
+            generator = kwargs.get("generator")
+            if generator is None or generator is torch.default_generator:
+                self._before_draw()
         return func(*args, **kwargs)

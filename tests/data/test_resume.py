@@ -25,6 +25,9 @@ from mirror.data import DistributedDataset, from_arrays
 from mirror.data.options import InputOptions
 from mirror.values import PerReplica, leaves_of, map_structure
 
+# From Python 3.12 on, about every fork of workers while there are threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
 TWO = [torch.device("cpu")] * 2
 NUM_BATCHES = 4
 EXAMPLES = TensorDataset(torch.arange(11))  # the last batch has two
@@ -379,6 +382,28 @@ def test_the_resumed_iteration_leaves_the_global_stream_to_the_step():
     iterator = iter(fresh)
     next(iterator)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_batch_that_failed_counts_as_consumed(prefetch):
+    class Faulty(Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            if index == 1:
+                raise OSError("unreadable")
+            return index
+
+    dataset = distributed(DataLoader(Faulty(), batch_size=1), prefetch)
+    iterator = iter(dataset)
+    next(iterator)
+    with pytest.raises(OSError, match="unreadable"):
+        next(iterator)
+    next(iterator)
+    fresh = distributed(DataLoader(Faulty(), batch_size=1), prefetch)
+    fresh.load_state_dict(dataset.state_dict())
+    assert [contents(batch) for batch in fresh] == [[3], [4]]
 
 
 def test_loading_ends_the_iterations_going_on():
