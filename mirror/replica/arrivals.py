@@ -34,10 +34,11 @@ class Arrivals:
         is_regular: whether every replica had one gradient of each variable, in one order.
     """
 
-    __slots__ = ("_arrived", "copies", "is_complex", "is_regular", "targets", "variables")
+    __slots__ = ("_arrived", "_rest", "copies", "is_complex", "is_regular", "targets", "variables")
 
     def __init__(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> None:
         self._arrived = tuple(map(tuple, arrived))
+        self._rest: tuple[int, Arrivals] | None = None
         self.variables = list(dict.fromkeys(copy.variable for copy in chain(*arrived)))
         self.copies = [[v.copies[r] for v in self.variables] for r in range(len(arrived))]
         self.targets = [[v.targets[r] for v in self.variables] for r in range(len(arrived))]
@@ -48,6 +49,14 @@ class Arrivals:
         """Whether the same copies have arrived in the same order."""
         return all(map(_are_same, self._arrived, arrived))
 
+    def after(self, num_taken: int) -> Arrivals:
+        """Returns the arrivals without the first ones of every replica."""
+        if num_taken == 0:
+            return self
+        if self._rest is None or self._rest[0] != num_taken:
+            self._rest = (num_taken, Arrivals([copies[num_taken:] for copies in self._arrived]))
+        return self._rest[1]
+
 
 def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[Column]:
     """Takes the local gradients out of the slots of copies, a list per replica."""
@@ -56,6 +65,19 @@ def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[Column]:
         for copy in mine:
             set_local_grad(copy, None)
     return columns
+
+
+def unshare(columns: list[Column]) -> None:
+    """Clones the gradients whose memory others hold as well, so that it can be written to.
+
+    While a backward pass goes on, what it has yet to pass on may lie there: the gradient of ``p``
+    in ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd looks at the tensor alone.
+    """
+    for column in columns:
+        for i, grad in enumerate(column):
+            # One holder is the gradient, one the handle that is passed.
+            if torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2:
+                column[i] = grad.clone()
 
 
 def common_scale(shares: Mapping[int, float]) -> float | None:

@@ -14,7 +14,9 @@ behind. So a model of less than a bucket pays nothing.
     settled                                            [4]
 
 Whatever does not fit (another order, an unused parameter, a second pass, sparse gradients, hooks,
-replicas that sit out) is left to the reduction that ends every pass; see [Note: Lazy gradients].
+replicas that sit out or count nothing) is left to the reduction that ends every pass; see
+[Note: Lazy gradients]. So is a pass whose gradients a replica has set before all have arrived: the
+others' may be those from before.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from mirror.replica.arrivals import (
     common_scale,
     local_grad,
     take,
+    unshare,
     weigh,
 )
 from mirror.replica.compiler import opaque
@@ -49,6 +52,14 @@ from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
     from mirror.replica.variables import Variable
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The order in which gradients arrive, and where the buckets end that are launched."""
+
+    order: Arrivals
+    ends: list[int]
 
 
 @dataclass(slots=True)
@@ -72,11 +83,11 @@ class Buckets:
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = weakref.ref(group)
         self._side = Side(group.devices)
-        self._order: Arrivals | None = None
-        self._ends: list[int] = []
+        self._plan: _Plan | None = None
         self._hooks: list[Any] = []
         self._on_their_way: list[_Reduction] = []
         self._launching = threading.Lock()
+        self._is_held = False  # until what has arrived is reduced
         self.num_launched = 0
 
     def learn(self, arrivals: Arrivals, *, again: bool) -> None:
@@ -85,24 +96,36 @@ class Buckets:
         Args:
             again: whether the pass before had the same order.
         """
-        if arrivals is self._order or not arrivals.is_regular:
+        plan = self._plan
+        if not arrivals.is_regular or (plan is not None and arrivals is plan.order):
             return
-        if self._order is None or again:
-            self.forget()
-            self._order = arrivals
+        if plan is None or again:
+            self.forget_order()
             sizes = [variable.targets[0].nbytes for variable in arrivals.variables]
-            self._ends = bucket_ends(sizes, self._the_group().bytes_per_pack)[:-1]
-            for index, end in enumerate(self._ends):
+            ends = bucket_ends(sizes, self._the_group().bytes_per_pack)[:-1]
+            self._plan = plan = _Plan(arrivals, ends)
+            for index, end in enumerate(ends):
                 for copies in arrivals.copies:
                     register: Any = copies[end - 1].register_post_accumulate_grad_hook
-                    launch = partial(self._arrived, index)
+                    launch = partial(self._arrived, plan, index)
                     self._hooks.append(register(launch))
 
-    def forget(self) -> None:
+    def forget_order(self) -> None:
         """Drops the order learnt."""
         for hook in self._hooks:
             hook.remove()
-        self._order, self._ends, self._hooks = None, [], []
+        self._plan, self._hooks = None, []
+
+    def forget(self, variable: Variable) -> None:
+        """Drops the order learnt, and what is on its way of a variable that is gone.
+
+        Takes no lock: a garbage collection may come here at any time.
+        """
+        self.forget_order()
+        for reduction in tuple(self._on_their_way):
+            if variable in reduction.variables:
+                reduction.dropped.update((variable, r) for r in range(len(reduction.targets)))
+                self.num_launched -= 1
 
     def close(self) -> None:
         """Ends what reduces on the side; idempotent."""
@@ -110,9 +133,11 @@ class Buckets:
 
     def drop(self, variable: Variable, replica_ids: Iterable[int]) -> None:
         """Has what is on its way for these replicas' copies thrown away when it arrives."""
-        for reduction in self._on_their_way:
-            if variable in reduction.variables:
-                reduction.dropped.update((variable, r) for r in replica_ids)
+        with self._launching:
+            self._is_held = True
+            for reduction in self._on_their_way:
+                if variable in reduction.variables:
+                    reduction.dropped.update((variable, r) for r in replica_ids)
 
     def discard(self) -> None:
         """Waits for what is on its way, and throws it away."""
@@ -138,31 +163,30 @@ class Buckets:
 
     def _take(self) -> list[_Reduction]:
         reductions, self._on_their_way, self.num_launched = self._on_their_way, [], 0
+        self._is_held = False
         return reductions
 
     @opaque
-    def _arrived(self, index: int, _: Tensor) -> None:
+    def _arrived(self, plan: _Plan, index: int, _: Tensor) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self._launching:
-            if index == len(self._on_their_way) and self._is_complete(index):
-                self._launch(index)
+            if plan is self._plan and index == len(self._on_their_way) and not self._is_held:
+                part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
+                if self._is_complete(plan.order, part):
+                    self._launch(plan.order, part)
 
-    def _is_complete(self, index: int) -> bool:
-        order, gradients = self._order, self._the_group().gradients
-        begin, end = self.num_launched, self._ends[index]
-        if order is None or gradients.deferring or gradients.deferred:
+    def _is_complete(self, order: Arrivals, part: slice) -> bool:
+        gradients = self._the_group().gradients
+        if gradients.deferring or gradients.deferred:
             return False
         return all(
-            len(pending) >= end and all(map(is_, pending[begin:end], copies[begin:end]))
+            len(pending) >= part.stop and all(map(is_, pending[part], copies[part]))
             for pending, copies in zip(gradients.pending, order.copies, strict=True)
         )
 
     @torch.no_grad()
-    def _launch(self, index: int) -> None:
-        order, group = self._order, self._the_group()
-        assert order is not None
-        shares = self._shares()
-        part = slice(self.num_launched, self._ends[index])
+    def _launch(self, order: Arrivals, part: slice) -> None:
+        group, shares = self._the_group(), self._shares()
         variables = order.variables[part]
         if shares is None or any(variable.hooks for variable in variables) or order.is_complex:
             return
@@ -170,11 +194,12 @@ class Buckets:
         if not all(are_usual(list(map(local_grad, mine))) for mine in copies):
             return
         columns = take(copies)
+        unshare(columns)
         scale = common_scale(shares)
         if scale is None:
             scale = 1.0
             weigh(columns, shares)
-        name = f"bucket {index + 1}: {len(variables)} parameters"
+        name = f"bucket {len(self._on_their_way) + 1}: {len(variables)} parameters"
 
         def reduce() -> None:
             group.timeline.begin(BESIDE, REDUCTION, name)
@@ -183,13 +208,13 @@ class Buckets:
             group.timeline.end(BESIDE, REDUCTION)
 
         targets = [mine[part] for mine in order.targets]
-        self.num_launched = self._ends[index]
+        self.num_launched = part.stop
         self._on_their_way.append(
             _Reduction(variables, targets, columns, self._side.start(reduce))
         )
 
     def _shares(self) -> dict[int, float] | None:
-        """Returns what each replica's gradient counts for; ``None`` where not all take part."""
+        """Returns what each replica's gradient counts for; ``None`` where not all count."""
         group, replica = self._the_group(), current.replica
         if replica is None:
             every = dict.fromkeys(range(group.num_replicas), 1.0)
@@ -197,7 +222,7 @@ class Buckets:
         if replica.group is not group or group.running is None:
             return None
         shares = group.running.shares()
-        return shares if len(shares) == group.num_replicas else None
+        return shares if len(shares) == group.num_replicas and all(shares.values()) else None
 
     def _the_group(self) -> ReplicaGroup:
         group = self._group()

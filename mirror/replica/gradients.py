@@ -144,15 +144,17 @@ class Gradients:
     def forget(self, variable: Variable) -> None:
         """Drops what is pending of a variable that is gone."""
         self._arrivals = None
-        self.buckets.forget()
-        self.drop(variable, range(len(self.pending)))
+        self.buckets.forget(variable)
         for copies in self.pending:
-            copies[:] = [copy for copy in copies if copy.variable is not variable]
+            for i in reversed(range(len(copies))):  # others may append meanwhile
+                if copies[i].variable is variable:
+                    del copies[i]
         self.deferred.pop(variable, None)
 
     def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
         """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
-        self.buckets.drop(variable, replicas)
+        if any(self.pending[r] for r in replicas):
+            self.buckets.drop(variable, replicas)
         summands = self.deferred.get(variable)
         if summands is not None:
             for r in replicas:
@@ -183,8 +185,8 @@ class Gradients:
         keeps its gradient, or none.
         """
         group = self._the_group()
-        self._collect()
-        arrivals, columns = self._take()
+        arrivals, columns = self._take(self.buckets.num_launched)
+        self.buckets.collect()
         variables, targets = arrivals.variables, arrivals.targets
         scale = None if self.deferred else common_scale(shares)
         if scale is None:
@@ -200,13 +202,6 @@ class Gradients:
             _run_hooks(variables, columns)
         for mine, reduced in zip(targets, columns, strict=True):
             accumulate(mine, reduced)
-
-    def _collect(self) -> None:
-        """Accumulates what was reduced beside the backward pass. See [Note: Buckets]."""
-        if self.buckets.num_launched:
-            for copies in self.pending:
-                del copies[: self.buckets.num_launched]
-            self.buckets.collect()
 
     def _without_unusual(
         self, variables: list[Variable], columns: list[Column], scale: float
@@ -228,8 +223,12 @@ class Gradients:
         ]
         return [variables[i] for i in usual], filled
 
-    def _take(self) -> tuple[Arrivals, list[Column]]:
-        """Takes the local gradients out of their slots: the variables, one list per replica."""
+    def _take(self, num_launched: int = 0) -> tuple[Arrivals, list[Column]]:
+        """Takes the local gradients out of their slots: the variables, one list per replica.
+
+        Args:
+            num_launched: how many of each replica's are in buckets on their way.
+        """
         known = self._arrivals is not None and self._arrivals.are(self.pending)
         if not known:
             self._arrivals = Arrivals(self.pending)
@@ -237,7 +236,8 @@ class Gradients:
         self.buckets.learn(self._arrivals, again=known)
         for copies in self.pending:
             copies.clear()
-        return self._arrivals, take(self._arrivals.copies)
+        rest = self._arrivals.after(num_launched)
+        return rest, take(rest.copies)
 
     @torch.no_grad()
     def _defer(self, shares: Mapping[int, float]) -> None:

@@ -163,7 +163,7 @@ class OptimizerMirror:
         optimizer = self._optimizer()
         assert optimizer is not None
         if not self.parameters.are_mirrored:
-            self._refuse_what_is_not_mirrored()
+            self._refuse_what_is_not_mirrored(optimizer)
         steps_once = self._steps_once(optimizer) and not has_closure
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
@@ -215,9 +215,7 @@ class OptimizerMirror:
             variable.version = variable.copies[0]._version
         self.states.follow_first()
 
-    def _refuse_what_is_not_mirrored(self) -> None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
+    def _refuse_what_is_not_mirrored(self, optimizer: Optimizer) -> None:
         for i, options in enumerate(optimizer.param_groups):
             for parameter in options["params"]:
                 if not isinstance(parameter, MirroredParameter) and parameter.requires_grad:

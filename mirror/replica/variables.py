@@ -154,7 +154,7 @@ class Variable:
         here = None
         if replica is not None and replica.group is self.group:
             here = replica.replica_id
-            if not (gradients.deferred or gradients.buckets.num_launched):  # in every zero_grad
+            if not (gradients.pending[here] or gradients.deferred):  # in every zero_grad
                 set_local_grad(self.copies[here], None)
                 self.targets[here].grad = value
                 return
