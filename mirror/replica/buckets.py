@@ -51,6 +51,7 @@ from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
+    from mirror.replica.parameters import ReplicaParameter
     from mirror.replica.variables import Variable
 
 
@@ -139,6 +140,11 @@ class Buckets:
                 if variable in reduction.variables:
                     reduction.dropped.update((variable, r) for r in replica_ids)
 
+    def launched(self, replica_id: int) -> list[ReplicaParameter]:
+        """Returns one replica's copies whose gradients are on their way."""
+        plan = self._plan
+        return plan.order.copies[replica_id][: self.num_launched] if plan is not None else []
+
     def discard(self) -> None:
         """Waits for what is on its way, and throws it away."""
         for reduction in self._take():
@@ -180,7 +186,9 @@ class Buckets:
         if gradients.deferring or gradients.deferred:
             return False
         return all(
-            len(pending) >= part.stop and all(map(is_, pending[part], copies[part]))
+            # Of silent copies the slots, looked at in a moment, tell.
+            "_is_silent" in copies[part.stop - 1].__dict__
+            or (len(pending) >= part.stop and all(map(is_, pending[part], copies[part])))
             for pending, copies in zip(gradients.pending, order.copies, strict=True)
         )
 
