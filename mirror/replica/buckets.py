@@ -79,6 +79,7 @@ class Buckets:
 
     Attributes:
         num_launched: how many entries of every replica's pending list are on their way.
+        is_disordered: whether gradients have come in another order than that learnt.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
@@ -90,6 +91,7 @@ class Buckets:
         self._launching = threading.Lock()
         self._is_held = False  # until what has arrived is reduced
         self.num_launched = 0
+        self.is_disordered = False
 
     def learn(self, arrivals: Arrivals, *, again: bool) -> None:
         """Takes the order of a pass for that of the next ones.
@@ -115,7 +117,7 @@ class Buckets:
         """Drops the order learnt."""
         for hook in self._hooks:
             hook.remove()
-        self._plan, self._hooks = None, []
+        self._plan, self._hooks, self.is_disordered = None, [], False
 
     def forget(self, variable: Variable) -> None:
         """Drops the order learnt, and what is on its way of a variable that is gone.
@@ -173,9 +175,12 @@ class Buckets:
         return reductions
 
     @opaque
-    def _arrived(self, plan: _Plan, index: int, _: Tensor) -> None:
+    def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self._launching:
+            if index > len(self._on_their_way):
+                before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
+                self.is_disordered |= local_grad(before) is None
             if plan is self._plan and index == len(self._on_their_way) and not self._is_held:
                 part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
                 if self._is_complete(plan.order, part):

@@ -12,7 +12,8 @@ waits. What a replica has not yet reduced is noted per replica: with one note fo
 Every hook takes the GIL, in the middle of a backward pass that otherwise does without it, while
 another replica's Python wants it. So once a pass has brought the same gradients in the same order
 as the one before, those copies lose their hooks. What a pass leaves in their slots is found when
-it ends: every pass begins and ends in ``passes.py``. In the middle of one ``pending`` lacks them.
+it ends: every pass begins and ends in ``passes.py``; ``pending`` lacks it until then. Buckets that
+fill in another order than the one learnt bring the hooks back, to learn it.
 
 [Note: Shares]
 A backward pass inside ``run`` starts from each replica's own loss, the mean over its own
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +116,15 @@ class Gradients:
                 copy.__dict__["_is_silent"] = True
             older = [copy for copy in self._silent[r] if copy.variable not in arrivals.variables]
             self._silent[r] = [*copies, *older]
+
+    def _unsilence(self) -> None:
+        """Gives all copies their hooks back, to learn another order."""
+        self.buckets.forget_order()
+        silent, self._silent = self._silent, [[] for _ in self._silent]
+        self._silent_order = None
+        for copy in chain(*silent):
+            del copy.__dict__["_is_silent"], copy.__dict__["_watched"]
+            self.watch(copy)
 
     def watch_closely(self, copy: ReplicaParameter) -> None:
         """Has gradients reduced at the end of every backward pass that reaches ``copy``."""
@@ -277,7 +288,9 @@ class Gradients:
             self._arrivals = Arrivals(self.pending)
         assert self._arrivals is not None
         self.buckets.learn(self._arrivals, again=known)
-        if known and self._may_be_silent and self._arrivals is not self._silent_order:
+        if self.buckets.is_disordered:
+            self._unsilence()
+        elif known and self._may_be_silent and self._arrivals is not self._silent_order:
             if self._arrivals.is_regular:
                 self._silence(self._arrivals)
         for copies in self.pending:

@@ -202,7 +202,7 @@ class Lockstep:
 
     def start_next(self) -> None:
         """Gives the next replica a turn as well: the calling one goes on without the GIL."""
-        if self._is_concurrent and not self._pace.is_eager:
+        if self._is_concurrent and not self._pace.is_eager and len(self._order) > 1:
             with self._mutex:
                 self._pace.end_turn()
                 if self._runnable and self._failure is None:
