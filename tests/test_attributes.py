@@ -182,6 +182,24 @@ def test_a_tensor_set_after_mirroring_is_each_replicas_own(n, in_run, make_strat
         assert float(model.calls) == float(plain.calls) == start + 4
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_own_tensor_is_updated_in_place_by_its_replica_alone(n, make_strategy):
+    class Counts(Base):
+        def forward(self, x):
+            if self.calls is None:
+                self.calls = torch.zeros(())
+            self.calls += 1
+            return self.last(torch.tanh(self.first(x))) / self.calls
+
+    plain = Counts()
+    plain.calls = None
+    model = make_strategy(n).mirror(copy.deepcopy(plain))
+    for size in (1, 7, 2, 5, 1, 6):  # with replicas that sit out
+        x = torch.randn(size, 4)
+        assert_same(model(x), plain(x))
+        assert_same(model.calls, plain.calls)
+
+
 def test_what_cannot_be_joined_reads_as_the_parts_and_is_refused_as_a_tensor(make_strategy):
     strategy = make_strategy(2)
     model = strategy.mirror(CarriesLSTMState())

@@ -119,7 +119,7 @@ class OwnValues:
             attributes.pop(self._name, None)
             joined = _MISSING
         else:
-            joined = attributes[self._name] = self._join(present, before, run)
+            joined = attributes[self._name] = _apart(self._join(present, before, run), present)
         self._joined = joined, _versions(joined)
 
     def _attributes(self) -> dict[str, Any]:
@@ -129,16 +129,18 @@ class OwnValues:
     def _of(self, run: Run) -> dict[int, Any]:
         if self._run is not run:
             self._run, self._values, self._flags = run, {}, {}
+            joined, versions = self._joined
+            value = self._attributes().get(self._name, _MISSING)
+            if value is not joined or versions != _versions(joined):
+                self._settled = {}  # the cross-replica context has set it
             run.attributes.append(self)
         return self._values
 
     def _first(self, replica: ReplicaContext) -> Any:
         """Returns what the replica begins a run with."""
+        if replica.replica_id in self._settled:
+            return self._settled[replica.replica_id]
         value = self._attributes().get(self._name, _MISSING)
-        joined, versions = self._joined
-        if value is joined and versions == _versions(joined):
-            if replica.replica_id in self._settled:
-                return self._settled[replica.replica_id]
         if value is _MISSING:
             return value
         sizes = replica.run.all_weights() if self._is_batched else None
@@ -284,6 +286,17 @@ def _notice(module: nn.Module, name: str, value: Any) -> None:
     with _installing:
         setattr(type(module), name, ReplicaAttribute(name, existing))
     forget_compiled()  # that code reads the instance
+
+
+def _apart(joined: Any, parts: dict[int, Any]) -> Any:
+    """Returns ``joined`` with memory of its own: replicas may write to theirs in place."""
+    own = {id(leaf) for part in parts.values() for leaf in leaves_of(part)}
+
+    def copied(leaf: Any) -> Any:
+        shared = isinstance(leaf, Tensor) and not isinstance(leaf, MirroredTensor)
+        return leaf.clone() if shared and id(leaf) in own else leaf
+
+    return map_structure(copied, joined)
 
 
 def _versions(value: Any) -> tuple[int, ...]:
