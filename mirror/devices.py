@@ -102,6 +102,7 @@ class Side:
         self._devices = tuple(dict.fromkeys(devices))
         self._streams: list[torch.cuda.Stream] = []
         self._thread: ThreadPoolExecutor | None = None
+        self._is_closed = False
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
         """Starts work after what is enqueued now; returns what waits for it.
@@ -109,6 +110,9 @@ class Side:
         On GPUs that makes the calling thread's current streams wait, not the host. What the work
         writes must be kept until then. Work is done in the order in which it is started.
         """
+        if self._is_closed:
+            work()
+            return lambda: None
         if is_simulated(self._devices):
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror side")
@@ -131,7 +135,8 @@ class Side:
         return wait
 
     def close(self) -> None:
-        """Ends the thread, if there is one; idempotent."""
+        """Ends the thread, if there is one, after which work is done at once; idempotent."""
+        self._is_closed = True
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -32,12 +33,20 @@ KINDS = (FORWARD, BACKWARD, OPTIMIZER, INPUT, REDUCTION, WAITING, EXPOSED)
 
 CROSS, BESIDE = -2, -1  # lanes, besides those of the replicas
 _STEPS_KEPT = 1000
-_latest: weakref.ref[Timeline] | None = None
+
+
+class _Latest(threading.local):
+    """The timeline that the calling thread last used."""
+
+    reference: weakref.ref[Timeline] | None = None
+
+
+_latest = _Latest()
 
 
 def latest() -> Timeline | None:
-    """Returns the timeline that was last used for a run: whose the cross-replica context is."""
-    return None if _latest is None else _latest()
+    """Returns the timeline that this thread last used: whose its cross-replica context is."""
+    return None if _latest.reference is None else _latest.reference()
 
 
 @dataclass(slots=True)
@@ -69,10 +78,9 @@ class Timeline:
         self._clear()
 
     def use(self) -> None:
-        """Makes this the timeline of the cross-replica context."""
-        global _latest
-        if _latest is None or _latest() is not self:
-            _latest = weakref.ref(self)
+        """Makes this the timeline of the calling thread's cross-replica context."""
+        if _latest.reference is None or _latest.reference() is not self:
+            _latest.reference = weakref.ref(self)
 
     def begin(self, lane: int, kind: str, name: str = "") -> None:
         """Opens a span on a lane: a replica's id, ``CROSS`` or ``BESIDE``."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from tests.oracle import assert_same
+from tests.oracle import assert_same, finishes
 
 ONES = torch.ones(4, 1)
 
@@ -765,3 +765,122 @@ def test_reduce_of_nothing_says_so(make_strategy):
         strategy.reduce("max", mirror.PerReplica([]))
     with pytest.raises(ValueError, match="no elements"):
         strategy.reduce("max", strategy.run(lambda: torch.zeros(0)), axis=0)
+
+
+# Threads
+
+
+def test_replica_zero_sits_out_after_all_have_run():
+    # The first one that takes part ran in the caller's thread, and waited there at the gate where
+    # the thread it had from the run before waited, too: one of the two was woken.
+    parts = [mirror.values.ABSENT, torch.ones(1), torch.ones(1)]
+
+    def step(x):
+        for _ in range(3):
+            x = mirror.get_replica_context().all_reduce("sum", x)
+        return x
+
+    def use():
+        with mirror.MirroredStrategy(["cpu"] * 3) as strategy:
+            for _ in range(3):
+                strategy.run(step, args=(mirror.PerReplica([torch.ones(1)] * 3),))
+                result = strategy.run(step, args=(mirror.PerReplica(parts),))
+                assert strategy.local_results(result) == (8, 8)
+            assert sum("mirror" in t.name for t in threading.enumerate()) == 2
+
+    _, error, _ = finishes(use)
+    assert error is None
+
+
+def test_strategies_in_threads_of_their_own_keep_their_times_apart(make_strategy):
+    # The spans of the cross-replica context went to the strategy that ran last, whichever thread
+    # they came from, and two threads popped from one list: `optimizer.step()` raised IndexError.
+    def begin(strategy):
+        layer = mirrored_layer(strategy)
+        return sgd(layer), layer(ONES).mean()
+
+    def end(optimizer, loss):
+        loss.backward()
+        optimizer.step()
+
+    here, there = make_strategy(2), make_strategy(2)
+    begun = begin(here)
+    _, error, _ = finishes(lambda: end(*begin(there)))
+    assert error is None
+    end(*begun)
+    assert [here.report().num_steps, there.report().num_steps] == [1, 1]
+
+
+# Optimizers and their state
+
+
+def test_a_subclass_that_steps_its_base_takes_one_step_of_the_report(make_strategy):
+    # The steps of the base on every replica, inside the one that was called, ended a step each.
+    class Subclass(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    torch.optim.SGD([torch.ones(1)])  # torch puts its hooks around the base's step now
+    strategy = make_strategy(3)
+    layer = mirrored_layer(strategy)
+    optimizer = Subclass(layer.parameters(), lr=0.1)
+    for i in range(3):
+        layer(ONES).mean().backward()
+        optimizer.step()
+        assert strategy.report().num_steps == i + 1
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_replicas_on_one_device_keep_one_state(make_strategy, where):
+    # Outside run every step copied the state to all replicas, which nobody used.
+    strategy = make_strategy(3)
+    layer = mirrored_layer(strategy, in_features=37)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+
+    def step(batch):
+        layer(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        batch = torch.ones(3, 37)
+        step(batch) if where == "outside" else in_run(strategy, step, batch)
+    collect()
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+    assert sum(t.shape == (1, 37) for t in tensors) == 2  # the two moments
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+def test_state_changed_in_run_is_the_same_on_all_replicas(make_strategy, schedule):
+    # A replica's state was copied from the first one's when the replica looked at it: after the
+    # first one had changed its own, so that the others changed it twice.
+    strategy = make_strategy(3, schedule=schedule)
+    layer = mirrored_layer(strategy)
+    optimizer = sgd(layer, momentum=0.9)
+    layer(ONES).mean().backward()
+    optimizer.step()
+
+    def halve():
+        buffer = optimizer.state[layer.weight]["momentum_buffer"]
+        buffer.mul_(0.5)
+        return buffer.clone()
+
+    for expected in (0.5, 0.25):
+        halved = strategy.run(halve)
+        assert strategy.local_results(halved) == (expected,) * 3
+        strategy.check_replicas()
+        assert optimizer.state[layer.weight]["momentum_buffer"] == expected
+
+
+def test_backward_after_close_starts_no_thread(make_strategy):
+    # A bucket that was complete after `close` started the thread that `close` had ended anew.
+    strategy = make_strategy(
+        2, communication_options=mirror.CommunicationOptions(bytes_per_pack=0)
+    )
+    model = strategy.mirror(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    loss = model(torch.ones(4, 2)).mean()
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    strategy.close()
+    loss.backward()
+    assert not any("mirror side" in thread.name for thread in threading.enumerate())

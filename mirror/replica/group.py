@@ -36,6 +36,7 @@ from mirror.replica.thread_state import ThreadState
 from mirror.replica.variables import Variable
 from mirror.timeline import FORWARD, Timeline
 
+ModuleRef = weakref.ref[nn.Module]
 _groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 
 
@@ -84,8 +85,8 @@ class ReplicaGroup:
         self.stopwatches: tuple[Stopwatch, ...] = ()  # see mirror/replica/measure.py
         self.lazy_lock = threading.Lock()
         self.timeline = Timeline(self.names)
-        # A single simulated device needs no moving of arguments and no splitting.
         self.is_one_device = len(set(self.devices)) == 1
+        # A single simulated device needs no moving of arguments and no splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
         self.strategy = strategy  # strong: a model outlives the variable that held it
         self._schedule = schedule
@@ -93,8 +94,7 @@ class ReplicaGroup:
         self._wire_dtype = wire_dtype
         self._timeout_seconds = timeout_seconds
         self.locksteps: list[Lockstep] = []
-        self._recorded: dict[int, weakref.ref[nn.Module]] = {}
-        self._watched: dict[int, weakref.ref[nn.Module]] = {}
+        self._recorded, self._watched = dict[int, ModuleRef](), dict[int, ModuleRef]()
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self._device_types = tuple({"cpu", *(device.type for device in self.devices)})
@@ -146,6 +146,7 @@ class ReplicaGroup:
 
     def mirror(self, module: nn.Module) -> None:
         """Mirrors a module in place; with one replica only moves it to the device."""
+        self.timeline.use()  # one replica may never have a run
         if self.num_replicas > 1:
             # What is made here outlives the caller's inference mode.
             with torch.inference_mode(False):
@@ -289,7 +290,7 @@ class ReplicaGroup:
             self._device_types, len(run.active) if self._schedule == "concurrent" else 1
         )
         # On the caller's thread its state holds already.
-        here = run.active[:1] if len(run.active) == 1 or lockstep.first_runs_here else ()
+        here = lockstep.in_callers_thread(run.active)
         tasks = {
             r: self._task(fn, context, None if r in here else state)
             for r, context in run.contexts.items()
@@ -340,6 +341,7 @@ class ReplicaGroup:
 
         def call() -> Any:
             enter(context.strategy, context)
+            timeline.use()  # by this thread, which may have the cross-replica context in a merge
             timeline.begin(replica_id, FORWARD)
             try:
                 return context.measured(fn)

@@ -31,7 +31,7 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from time import monotonic
 from types import FrameType
@@ -68,8 +68,8 @@ class Lockstep:
         self.names = names
         self.usable = True
         self.takes_turns = schedule == "lockstep"
-        self.first_runs_here = schedule != "staggered" and timeout_seconds is None
         self._staggered = schedule == "staggered"
+        self._first_runs_here = not self._staggered and timeout_seconds is None
         self._is_concurrent = schedule == "concurrent"
         self._pace = Pace()
         self._timeout_seconds = timeout_seconds
@@ -98,8 +98,6 @@ class Lockstep:
     def run(self, tasks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
         """Runs one task per replica id and returns their results by replica id.
 
-        A single task runs on the calling thread, the first one may.
-
         Raises:
             DivergenceError: the replicas did not all reach the same merge points.
             CollectiveTimeoutError: no replica moved for ``timeout_seconds``.
@@ -107,26 +105,25 @@ class Lockstep:
         """
         self._begin_run(tasks)
         if len(tasks) == 1:
-            return self._run_alone(*tasks.items())
+            return self._run_alone(*tasks.popitem())
         self._cpu = current_cpu() if self.takes_turns else None
         if self._is_concurrent:
             self._pace.begin_run()
-        first, *others = tasks
-        if self.first_runs_here:
-            self._threads[first] = threading.current_thread()
-        else:
-            others = list(tasks)
-        for replica_id in others:
+        here = self.in_callers_thread(tasks)
+        for replica_id in here:
+            self._threads[replica_id] = threading.current_thread()
+        for replica_id in tasks:
             if replica_id not in self._threads:
                 self._start_thread(replica_id)
-        if self.first_runs_here:
-            self._next()
-            if self._pace.is_eager:
+        with self._mutex:  # the first ones may stop before all have been given their turn
+            if here:
+                self._next()
+            if not here or self._pace.is_eager:
                 self._give_turns()
-            self._run_here(first)
-            self._threads.pop(first, None)
-        else:
-            self._give_turns()
+        for replica_id in here:
+            self._run_here(replica_id)
+            self._threads.pop(replica_id, None)
+        if not here:
             self._await()
         failure, failed_replica, results = self._failure, self._failed_replica, self._results
         self._begin_run({})  # keeps nothing of this run alive
@@ -138,6 +135,12 @@ class Lockstep:
             finally:
                 del failure
         return {replica_id: results[replica_id] for replica_id in tasks}
+
+    def in_callers_thread(self, replica_ids: Collection[int]) -> tuple[int, ...]:
+        """Returns who has no thread of its own: a lone replica, else replica 0, or nobody."""
+        if len(replica_ids) == 1:
+            return tuple(replica_ids)
+        return (0,) if self._first_runs_here and 0 in replica_ids else ()
 
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
@@ -321,8 +324,7 @@ class Lockstep:
         with self._mutex:
             self._runnable = deque(r for r in self._runnable if r not in self._unstarted)
 
-    def _run_alone(self, item: tuple[int, Callable[[], Any]]) -> dict[int, Any]:
-        replica_id, task = item
+    def _run_alone(self, replica_id: int, task: Callable[[], Any]) -> dict[int, Any]:
         try:
             return {replica_id: task()}
         except BaseException as error:
@@ -333,10 +335,9 @@ class Lockstep:
 
     def _await(self) -> None:
         """Waits until all replicas have ended; starts the next one, watches the clock."""
-        if not self._staggered and self._timeout_seconds is None:
-            wait = -1.0  # for ever
-        else:
-            wait = BLOCKED_AFTER_SECONDS if self._staggered else self._timeout_seconds or 0.0
+        # -1 waits for ever.
+        forever_or_timeout = -1.0 if self._timeout_seconds is None else self._timeout_seconds
+        wait = BLOCKED_AFTER_SECONDS if self._staggered else forever_or_timeout
         try:
             seen: object = None
             deadline = self._deadline()

@@ -118,7 +118,7 @@ def _mirror_of(optimizer: Optimizer, group: ReplicaGroup) -> OptimizerMirror:
     with _watching:  # replicas that run at once come here at once
         mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
         if mirror is None or mirror.group is not group:
-            # On the optimizer, so that the two go together; its copies and pickles leave it out.
+            # There it goes with the optimizer; its copies and pickles leave it out.
             mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
         mirror.parameters = Parameters(optimizer.param_groups)
         return mirror
@@ -150,8 +150,7 @@ class OptimizerMirror:
         self._draws = False  # whether a step has been seen to draw random numbers
         self._random: Tensor | None = None  # the random state when a replica's step began
         self._alone = threading.Lock()  # held while lent
-        # By thread, what the compiler had on it when step was called. After a step that raises the
-        # compiled function that called it gives it back.
+        # By thread, what the compiler had on it; a step that raises leaves that to its caller.
         self.holds: dict[int, Hold] = {}
         self.step: FrameType | None = None  # torch's call that the step in progress is
         group.optimizers.add(self)
@@ -229,11 +228,13 @@ class OptimizerMirror:
         """Steps replicas 1 .. N-1 and lends to replica 0."""
         self.group.prepare()
         self.group.gradients.flush()
-        self._refresh()
-        if closure is not None or self._draws or has_hooks(args[0]):
+        is_whole = closure is not None or self._draws or has_hooks(args[0])
+        steps_once = self._steps_once(args[0])
+        self._refresh(only_first=is_whole or steps_once)
+        if is_whole:
             self._is_whole, self.step = True, step
             return
-        if self._steps_once(args[0]):
+        if steps_once:
             self._step_first(args[0])
             self._lend_nothing(step)
             return
@@ -274,7 +275,7 @@ class OptimizerMirror:
             for variable in self.parameters.variables:
                 variable.carry()
             self.states.shared.seen = True
-            self._refresh()
+            self._refresh(only_first=True)
             return
         replica: Any = current.replica
         if replica is not None and self in replica.lent:

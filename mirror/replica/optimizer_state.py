@@ -199,7 +199,8 @@ class ReplicaStates:
             mine, owner = key, key
         else:
             mine, owner = variable.targets[replica.replica_id], variable.owner()
-        state = self.of(replica.replica_id)
+        self.catch_up()  # the first one's, too, may be about to change
+        state = self._by_replica[replica.replica_id]
         return state, mine, owner if replica.replica_id == 0 else None
 
     def _copy(self, source: int, others: Iterable[int]) -> None:

@@ -8,8 +8,10 @@ once, when the first strategy is made. It costs a microsecond a pass.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -93,7 +95,16 @@ def _step_ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     timeline, lane = _here()
     if timeline is not None:
         timeline.end(lane, OPTIMIZER)
-        timeline.note_update(lane)
+        if not _is_within_another(sys._getframe(1)):
+            timeline.note_update(lane)
+
+
+def _is_within_another(step: FrameType) -> bool:
+    """Whether another step has called this one: a subclass's, or one that steps all replicas."""
+    caller = step.f_back
+    while caller is not None and caller.f_code is not step.f_code:
+        caller = caller.f_back
+    return caller is not None
 
 
 def _here() -> tuple[Timeline | None, int]:
