@@ -18,6 +18,7 @@ from mirror.data.prefetch import Closed, OnDemand, Prefetcher
 from mirror.data.source import Source, source_of
 from mirror.data.steps import Assembly, Delivery, Step, Steps
 from mirror.data.streams import capture_streams, restore_streams, streams_at
+from mirror.timeline import CROSS, INPUT, Timeline
 from mirror.values import PerReplica, leaves_of
 
 Reader = OnDemand | Prefetcher
@@ -45,6 +46,7 @@ class DistributedDataset:
         joins: bool = False,
         measure: Measure | None = None,
         check_usable: Callable[[], None] = lambda: None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Distributes the batches of ``dataset`` over ``devices``.
 
@@ -53,6 +55,7 @@ class DistributedDataset:
                 rather than a global one to split.
             measure: begins to measure the replicas for ``weights="auto"``, see ``Balance``.
             check_usable: raises if the strategy is closed.
+            timeline: notes how long consumers wait.
 
         Raises:
             TypeError: the dataset cannot be iterated.
@@ -65,6 +68,7 @@ class DistributedDataset:
         self._source = source_of(dataset)
         self._assembly = Assembly(devices, self._options, shares, joins=joins)
         self._check_usable = check_usable
+        self._timeline = timeline
         self._position: Position | None = None  # of the pass that began last, until it is over
         self._saved: Saved | None = None  # a loaded position, where the next pass begins
         self._shared: tuple[Reader, Position] | None = None  # the one pass over an iterator
@@ -227,7 +231,9 @@ class DistributedIterator:
         """
         dataset, position = self._dataset, self._position
         dataset._check_usable()
-        begun = perf_counter()
+        timeline, begun = dataset._timeline, perf_counter()
+        if timeline is not None:
+            timeline.begin(CROSS, INPUT)
         try:
             step = self._take()
             position.num_consumed += step.num_batches
@@ -241,6 +247,8 @@ class DistributedIterator:
             dataset._check_usable()
             raise StopIteration from None
         finally:
+            if timeline is not None:
+                timeline.end(CROSS, INPUT)
             waited = perf_counter() - begun
             self.waited_seconds += waited
             dataset.waited_seconds += waited

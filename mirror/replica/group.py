@@ -83,10 +83,9 @@ class ReplicaGroup:
         self.running: Run | None = None
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
         self.stopwatches: tuple[Stopwatch, ...] = ()  # see mirror/replica/measure.py
-        self.lazy_lock = threading.Lock()
-        self.timeline = Timeline(self.names)
+        self.lazy_lock, self.timeline = threading.Lock(), Timeline(self.names)
         self.is_one_device = len(set(self.devices)) == 1
-        # A single simulated device needs no moving of arguments and no splitting.
+        # A single simulated device needs neither moving of arguments nor splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
         self.strategy = strategy  # strong: a model outlives the variable that held it
         self._schedule = schedule

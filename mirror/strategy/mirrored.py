@@ -300,6 +300,7 @@ class MirroredStrategy:
             joins=joins,
             measure=lambda: measure(group),
             check_usable=group.check_usable,
+            timeline=group.timeline,
         )
         self._datasets.add(distributed)
         return distributed
