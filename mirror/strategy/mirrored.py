@@ -358,9 +358,8 @@ class MirroredStrategy:
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Writes what happens inside to ``path``, for chrome://tracing or ui.perfetto.dev.
 
-        One step is enough: the forward and backward passes of every replica, where it waits for
-        others, reductions, optimizer steps. ``otherData.hidden_share_of_communication`` is the
-        share of the reductions' time that backward passes hid. Times are the host's.
+        Forward and backward passes of every replica, where it waits, reductions, optimizer steps;
+        ``otherData.hidden_share_of_communication``: how much of the reductions backward passes hid.
 
         Raises:
             StrategyError: called inside ``run``, or while another trace is taken.
