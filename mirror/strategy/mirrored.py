@@ -359,7 +359,7 @@ class MirroredStrategy:
         """Writes what happens inside to ``path``, for chrome://tracing or ui.perfetto.dev.
 
         Forward and backward passes of every replica, where it waits, reductions, optimizer steps;
-        ``otherData.hidden_share_of_communication``: how much of the reductions backward passes hid.
+        ``otherData.hidden_share_of_communication``: how much of the reductions was hidden.
 
         Raises:
             StrategyError: called inside ``run``, or while another trace is taken.
