@@ -45,12 +45,23 @@ PARTS = ("launches", "hooks", "lockstep", "coherence", "optimizer")
 PACKAGE = Path(mirror.__file__).parent
 # Files of mirror that are not about coherence: keeping copies, and saying which is meant.
 FILES = {
-    "hooks": ("comm", "replica/gradients.py", "replica/nodes.py", "replica/reduction.py"),
+    "hooks": (
+        "comm",
+        "replica/arrivals.py",
+        "replica/buckets.py",
+        "replica/gradients.py",
+        "replica/nodes.py",
+        "replica/passes.py",
+        "replica/reduction.py",
+        "timeline.py",
+    ),
     "lockstep": (
         "replica/lockstep.py",
         "replica/merge_point.py",
+        "replica/pace.py",
         "replica/run.py",
         "replica/thread_state.py",
+        "replica/wake.py",
     ),
     "optimizer": ("replica/optimizer",),
 }

@@ -1,7 +1,8 @@
 """mirror: tf.distribute's MirroredStrategy for PyTorch."""
 
-from mirror import amp, comm, metrics, nn
+from mirror import amp, comm, data, metrics, nn
 from mirror.data.distribute import DistributedDataset
+from mirror.data.options import InputContext, InputOptions
 from mirror.errors import (
     BackendError,
     BatchError,
@@ -37,6 +38,8 @@ __all__ = [
     "DeviceError",
     "DistributedDataset",
     "DivergenceError",
+    "InputContext",
+    "InputOptions",
     "MirrorError",
     "MirroredStrategy",
     "PerReplica",
@@ -48,6 +51,7 @@ __all__ = [
     "StructureError",
     "amp",
     "comm",
+    "data",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

@@ -1,4 +1,4 @@
-"""The command line: ``mirror demo``, ``mirror bench train``.
+"""The command line: ``mirror doctor``, ``mirror demo``, ``mirror bench train``.
 
 A command is a function that adds its parser, and one that runs it and imports what it needs.
 """
@@ -19,6 +19,7 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
 
 _BENCHMARKS = {"all-reduce": "all_reduce.py", "overhead": "overhead.py", "train": "train_step.py"}
+_DEVICES_HELP = "one replica on each, for example cuda:0,cuda:1; repeat one to simulate: cpu,cpu"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,9 +62,31 @@ def _parser() -> argparse.ArgumentParser:
         prog="mirror", description="MirroredStrategy for PyTorch: one process, all local GPUs."
     )
     commands = parser.add_subparsers(metavar="command", required=True)
+    _add_doctor(commands)
     _add_demo(commands)
     _add_bench(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look at devices and backends, and test them",
+        description="Shows devices, topology, peer access and libnccl, which backends can serve "
+        "and why the others cannot, and runs a data-integrity test of each that can. Exits with 1 "
+        "if one of these fails.",
+    )
+    parser.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from mirror.comm.doctor import diagnose
+
+    found = diagnose(args.devices)
+    print(found.to_json() if args.json else found.to_text())
+    return 0 if found.healthy else 1
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,12 +114,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "where there is none, then the same on one plain device, and compares the results.",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--devices",
-        type=lambda text: tuple(text.split(",")),
-        metavar="A,B,...",
-        help="one replica on each, for example cuda:0,cuda:1; repeat one to simulate: cpu,cpu",
-    )
+    where.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
     where.add_argument(
         "--replicas",
         type=_positive,
@@ -132,6 +150,10 @@ def _demo(args: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _positive(text: str) -> int:

@@ -6,9 +6,12 @@ A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, told apart by
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 
@@ -139,6 +142,137 @@ class Side:
             self._thread = None
 
 
+class CopyStreams:
+    """Side streams, one per GPU, on which batches travel while the replicas compute.
+
+    CPU devices have none: there a copy is the tensor itself, and nothing has to be waited for.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._streams: dict[torch.device, Any] = {
+            device: torch.cuda.Stream(device)
+            for device in dict.fromkeys(devices)
+            if device.type == "cuda"
+        }
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the tensor on the device; for a GPU through pinned memory, without waiting.
+
+        What waits for ``departed`` by ``receive`` may use it. ``tensor`` may be freed at once:
+        the allocators keep pinned memory until the copies from it are done.
+        """
+        stream = self._streams.get(device)
+        if stream is None:
+            return tensor.to(device)
+        if tensor.device.type == "cuda":
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        elif not tensor.requires_grad and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        with torch.cuda.stream(stream):
+            return tensor.to(device, non_blocking=True)
+
+    def departed(self) -> tuple[Any, ...]:
+        """Returns events that happen when the copies enqueued so far are done, one per GPU."""
+        return tuple(stream.record_event() for stream in self._streams.values())
+
+    def receive(self, events: Sequence[Any], tensors: Iterable[torch.Tensor]) -> None:
+        """Makes the streams of computation wait for the events, and keeps the tensors for them.
+
+        Those are the calling thread's current stream of each GPU, and the default one, on which
+        replicas in threads of their own compute. The host does not wait.
+        """
+        consumers = {device: _streams_of_computation(device) for device in self._streams}
+        for device, event in zip(self._streams, events, strict=True):
+            for stream in consumers[device]:
+                stream.wait_event(event)
+        if not consumers:
+            return
+        for tensor in tensors:
+            for stream in consumers.get(tensor.device, ()):
+                # Its memory must not be used again while work enqueued there reads it.
+                tensor.record_stream(stream)
+
+
+def _streams_of_computation(device: torch.device) -> set[Any]:
+    return {torch.cuda.current_stream(device), torch.cuda.default_stream(device)}
+
+
+class Stopwatch:
+    """Adds up how long a device works between ``start`` and ``stop``, without waiting for it.
+
+    On a GPU by events on the calling thread's current stream; what the GPU has not finished is
+    not counted yet. On the CPU by the clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started: Any = None
+        self._pending: deque[tuple[Any, Any]] = deque()
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Begins an interval."""
+        self._started = self._now()
+
+    def stop(self) -> None:
+        """Ends the interval, if one has begun."""
+        started, self._started = self._started, None
+        if started is not None:
+            self._pending.append((started, self._now()))
+
+    def seconds(self) -> float:
+        """Returns the sum of the intervals that are over."""
+        while self._pending:
+            start, stop = self._pending[0]
+            if self._device.type != "cuda":
+                self._seconds += stop - start
+            elif stop.query():
+                self._seconds += start.elapsed_time(stop) / 1000
+            else:
+                break
+            self._pending.popleft()
+        return self._seconds
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come that far; does not wait."""
+
+
+class _Past:
+    def query(self) -> bool:
+        return True
+
+
+_PAST = _Past()
+
+
+def record_event(device: torch.device) -> Event:
+    """Returns the point that the device's current stream now ends at; the CPU is there already."""
+    if device.type != "cuda":
+        return _PAST
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def stream_address(device: torch.device) -> int:
+    """Returns the device's current stream as C libraries take it; 0 for the CPU, which has none.
+
+    That 0 also is CUDA's default stream, so this is no question whether there is a stream.
+    """
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 @contextmanager
 def backward_in_calling_thread(devices: Sequence[torch.device]) -> Iterator[None]:
     """Makes backward passes of the calling thread run in it, rather than in autograd's threads.
@@ -174,7 +308,8 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
 
     ``torch.manual_seed(s)`` gives every GPU the seed ``s``, so that all replicas would draw the
     same dropout masks. The first generator keeps its stream; the others get seeds derived from
-    its seed, so one seed still makes a run reproducible. What was seeded apart stays as it is.
+    its seed, so one seed still makes a run reproducible. What was seeded apart stays as it is,
+    streams restored by ``torch.cuda.set_rng_state_all`` too: a state carries its seed.
     """
     first = generators[0].initial_seed()
     for k, generator in enumerate(generators[1:], 1):

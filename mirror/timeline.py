@@ -66,6 +66,7 @@ class Timeline:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        self.num_replicas = len(names)
         self.names = (*names, "cross-replica context", "reductions beside backward")
         self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
         self.num_runs = 0

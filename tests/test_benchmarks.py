@@ -286,3 +286,44 @@ def test_tfrecord_compares_the_ways_to_read_with_plain_reads(tmp_path):
     for row in rows:
         assert f"| 300 B | {row['name']} |" in result.stdout
         assert 0 < row["mb_per_second"][1] <= row["mb_per_second"][0] <= row["mb_per_second"][2]
+
+
+def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
+    found = tmp_path / "found.json"
+    options = f"--device cpu --elements 1000 --json {found}".split()
+    result = run("gpu_check.py", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(found.read_text())
+    states = {check["name"]: check["state"] for check in report["checks"]}
+    assert {name for name, state in states.items() if state == "skipped"} == {
+        "nccl, one rank",
+        "nccl, one rank, late streams",
+        "nccl, one rank, time-out",
+    }
+    assert states["direct, 8 on one, late streams"] == "passed"
+    assert set(states.values()) == {"passed", "skipped"}
+    assert report["doctor"]["healthy"] is True
+    assert "auto and training, 4 on one device" in result.stdout
+    assert "chose host" in result.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_check_of_a_gpu_needs_one():
+    result = run("gpu_check.py")
+    assert result.returncode == 2
+    assert "there is no GPU; --device cpu" in result.stderr
+
+
+def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):
+    # Small, so that nothing is learnt of speed; the exit code tells of targets missed.
+    found = tmp_path / "found.json"
+    options = "--rounds 3 --megabytes 1 --batches 2 --slow-batches 2 --json".split()
+    result = run("input.py", *options, found)
+    assert result.returncode in (0, 1), result.stderr
+    assert result.stderr == ""
+    rows = json.loads(found.read_text())
+    assert "1 MB batches, no step: prefetch=2 / plain loop" in rows
+    assert "loader 20 ms, step 10 ms: prefetch=2, of the loader's rate" in rows
+    for name, (median, low, high) in rows.items():
+        assert f"| {name:58} |" in result.stdout
+        assert 0 < low <= median <= high

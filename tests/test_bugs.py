@@ -124,6 +124,28 @@ def test_one_tensor_given_to_all_parameters_data_in_run_is_not_shared(make_strat
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
+def test_state_written_in_run_is_kept_for_parameters_that_had_none(make_strategy, n):
+    # `optimizer.state[p]` inside run gave a dict of nobody, and what was written there was lost.
+    strategy = make_strategy(n)
+    layer = strategy.mirror(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(batch):
+        layer(batch).mean().backward()
+        optimizer.step()
+        state = optimizer.state[layer.weight]
+        state["steps"] = state.get("steps", 0) + 1
+        optimizer.state.setdefault(layer.bias, {})["sum"] = layer.bias.detach().clone()
+        return optimizer.state[layer.weight]["steps"]
+
+    for _ in range(3):
+        in_run(strategy, step, ONES)
+    strategy.check_replicas()
+    assert optimizer.state[layer.weight] == {"steps": 3}
+    assert_same(optimizer.state_dict()["state"][1]["sum"], layer.bias.detach())
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
 def test_sharpness_aware_step_in_run_restores_weights_of_its_own(make_strategy, n):
     # SAM restores `p.data = state[p]["old"]`: replicas that shared it took N steps at once.
     class SAM(torch.optim.Optimizer):

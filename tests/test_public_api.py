@@ -30,6 +30,7 @@ NAMES = {
     "StructureError",
     "amp",
     "comm",
+    "data",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -44,8 +45,6 @@ NAMES = {
 NOT_YET = {
     "Checkpoint",
     "CheckpointManager",
-    "InputContext",
-    "InputOptions",
     "PreemptionCheckpointHandler",
 }
 

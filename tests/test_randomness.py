@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.devices import separate_streams
 
 REPLICAS = [1, 2, 3, 4]
 
@@ -161,6 +162,87 @@ def test_a_saved_state_of_the_generator_reproduces_what_follows(way, make_strate
     first = [draw(model), draw(model)]
     torch.set_rng_state(state)
     assert equal([draw(model), draw(model)], first)
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["same process", "new strategy"])
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_a_resumed_training_draws_the_masks_of_the_interrupted_one(way, restart, make_strategy):
+    """torch's own generator state is all that a checkpoint needs of the replicas' streams."""
+    torch.manual_seed(5)
+
+    def start():
+        strategy = make_strategy(4)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+            return strategy, model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def go_on(strategy, model, optimizer, batches):
+        def loss(x, y):
+            return nn.functional.cross_entropy(model(x), y)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            value = loss(x, y)
+            value.backward()
+            optimizer.step()
+            return value.detach()
+
+        losses = []
+        for batch in batches:
+            (parts,) = strategy.distribute_dataset([batch])
+            if way == 1:
+                value = step(*batch)
+            elif way == 2:
+                optimizer.zero_grad()
+                value = strategy.reduce("mean", strategy.run(loss, args=parts))
+                value.backward()
+                optimizer.step()
+            else:
+                value = strategy.reduce("mean", strategy.run(step, args=parts))
+            losses.append(value.detach())
+        state = [value.clone() for value in model.state_dict().values()]
+        return [*losses, *state, torch.get_rng_state()]
+
+    batches = [(torch.randn(n, 6), torch.randint(3, (n,))) for n in (9, 8, 3, 10, 7, 2)]
+    training = start()
+    _, model, optimizer = training
+    go_on(*training, batches[:3])
+    saved = copy.deepcopy((torch.get_rng_state(), model.state_dict(), optimizer.state_dict()))
+    expected = go_on(*training, batches[3:])
+    if restart:
+        torch.manual_seed(99)
+        training = start()
+    _, model, optimizer = training
+    random_state, model_state, optimizer_state = saved
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(optimizer_state)
+    torch.set_rng_state(random_state)
+    assert equal(go_on(*training, batches[3:]), expected)
+
+
+def test_streams_of_devices_are_kept_when_their_states_are_restored():
+    """As torch.cuda.get_rng_state_all and set_rng_state_all do it; a state carries its seed."""
+
+    def devices():
+        generators = [torch.Generator() for _ in range(3)]
+        for generator in generators:
+            generator.manual_seed(7)
+        return generators
+
+    def draws(generators):
+        separate_streams(generators)  # before every run
+        return [torch.rand(4, generator=generator) for generator in generators]
+
+    generators = devices()
+    first = draws(generators)
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[1], first[2])
+    saved = [generator.get_state() for generator in generators]
+    expected = draws(generators)
+    restored = devices()
+    for generator, state in zip(restored, saved, strict=True):
+        generator.set_state(state)
+    assert equal(draws(restored), expected)
 
 
 @pytest.mark.parametrize("way", [1, 3])

@@ -134,7 +134,7 @@ def test_a_report_has_medians_shares_and_what_limits_the_step(clock):
         clock.now += 5
         timeline.note_update(1)
         timeline.note_run()
-    report = report_of(timeline, 2, takes_turns=True)
+    report = report_of(timeline, takes_turns=True)
     assert (report.num_steps, report.num_replicas) == (3, 2)
     assert report.step == 31 + 12 + 1 + 3 + 5
     assert (report.waiting_for_input, report.forward, report.backward) == (31, 4, 8)
@@ -166,7 +166,7 @@ def test_advice_follows_what_takes_most(clock, kind, word):
     else:
         spend(clock, timeline, CROSS, kind, 5)
     timeline.note_update(CROSS)
-    assert word in report_of(timeline, 1, takes_turns=True).advice
+    assert word in report_of(timeline, takes_turns=True).advice
 
 
 def test_what_is_reduced_beside_the_backward_pass_is_hidden_but_for_the_wait(clock):
@@ -177,7 +177,7 @@ def test_what_is_reduced_beside_the_backward_pass_is_hidden_but_for_the_wait(clo
     spend(clock, timeline, CROSS, EXPOSED, 2)
     spend(clock, timeline, CROSS, REDUCTION, 2)
     timeline.note_update(CROSS)
-    report = report_of(timeline, 1, takes_turns=True)
+    report = report_of(timeline, takes_turns=True)
     assert report.hidden_share == (6 - 2) / (6 + 2)
     assert report.waiting_for_reduction == 4
 
@@ -187,7 +187,7 @@ def test_only_the_last_thousand_steps_are_kept(clock):
     for seconds in range(1200):
         clock.now += seconds
         timeline.note_update(CROSS)
-    report = report_of(timeline, 1, takes_turns=True)
+    report = report_of(timeline, takes_turns=True)
     assert report.num_steps == 1000
     assert report.step == (200 + 1199) / 2
 

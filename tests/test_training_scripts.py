@@ -740,6 +740,21 @@ def test_gradient_hooks_of_parameters_clamp_the_whole_gradient(same):
     same(script)
 
 
+def test_a_hooked_parameter_that_some_replicas_skip_in_run_is_refused(make_strategy):
+    """Its hook is to see the gradient of the whole backward pass, for which all must wait."""
+    strategy = make_strategy(2)
+    model = strategy.mirror(Net())
+    model.head.bias.register_hook(lambda grad: grad * 2)
+
+    def step():
+        first = mirror.get_replica_context().replica_id_in_sync_group == 0
+        out = model(torch.ones(2, 6))
+        (out.sum() if first else model.first.weight.sum()).backward()
+
+    with pytest.raises(mirror.DivergenceError, match="gradients"):
+        strategy.run(step)
+
+
 def test_a_post_accumulate_hook_says_that_it_would_see_a_part(make_strategy):
     model = make_strategy(2).mirror(Net())
     with pytest.raises(mirror.StrategyError, match="post-accumulate"):
@@ -974,11 +989,7 @@ PARAMETRIZATIONS = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", PARAMETRIZATIONS)
-def test_parametrized_layers(kind, when, same, request):
-    if (kind, when) == ("weight_norm", "after"):
-        # It makes an nn.Parameter of the mirrored one, which torch refuses for tensor subclasses.
-        request.applymarker(pytest.mark.xfail(raises=RuntimeError, strict=True))
-
+def test_parametrized_layers(kind, when, same):
     def script(place):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
         if when == "after":
@@ -994,6 +1005,18 @@ def test_parametrized_layers(kind, when, same, request):
             model.train()
         losses += place.train(model, optimizer)
         return losses, out, model, optimizer
+
+    same(script)
+
+
+def test_a_parameter_made_of_a_mirrored_one_is_mirrored(same):
+    def script(place):
+        model = place.put(Net())
+        model.head.weight = nn.Parameter(model.head.weight)
+        model.head.bias = nn.Parameter(model.head.bias, requires_grad=False)
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        return losses, [p.requires_grad for p in model.parameters()], model, optimizer
 
     same(script)
 
@@ -1196,12 +1219,7 @@ class Counts(Net):
         return super().forward(x) * (1 + 0.1 * self.calls)
 
 
-REBOUND = pytest.mark.xfail(
-    strict=True, reason="an attribute that forward sets is shared by the replicas (README, Limits)"
-)
-
-
-@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=REBOUND)])
+@pytest.mark.parametrize("in_place", [True, False])
 def test_a_tensor_attribute_updated_in_forward_is_each_replicas_own(in_place, same):
     def script(place):
         model = place.put(Counts(in_place))
@@ -1811,14 +1829,7 @@ def test_per_example_gradients_inside_run(same_run):
     same_run(script)
 
 
-NOT_TRACED = pytest.mark.xfail(
-    raises=RuntimeError,
-    strict=True,
-    reason="jit.trace takes the copies for constants; trace copy.deepcopy(model)",
-)
-
-
-@pytest.mark.parametrize("kind", ["export", pytest.param("trace", marks=NOT_TRACED)])
+@pytest.mark.parametrize("kind", ["export", "trace"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_model_is_exported_as_a_plain_one(kind, same_loop):

@@ -26,6 +26,10 @@ DTYPES = (
     torch.uint8,
 )
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+_WIDE = frozenset({torch.float32, torch.float64})  # what may travel in another dtype
+# As long as torch.distributed waits by default: a device may have a lot of work before it comes
+# to the collective that the others wait in.
+DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 class Communicator(ABC):
@@ -52,11 +56,13 @@ class Communicator(ABC):
             together, nor on the algorithm.
         waits: whether replicas wait for each other inside a collective; the constructor then takes
             ``timeout_seconds``.
+        needs_trial: whether a self-test on the very GPUs goes before the first use on them.
     """
 
     name: ClassVar[str]
     deterministic: ClassVar[bool] = False
     waits: ClassVar[bool] = False
+    needs_trial: ClassVar[bool] = False
     _closed = False
 
     def __init_subclass__(cls) -> None:
@@ -72,7 +78,10 @@ class Communicator(ABC):
 
     @classmethod
     def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
-        """Returns why this backend cannot serve these devices; ``None`` when it can."""
+        """Returns why this backend cannot serve these devices; ``None`` if nothing says so.
+
+        This only looks, and tries nothing out: for that there is ``needs_trial``.
+        """
         return None
 
     @abstractmethod
@@ -151,20 +160,28 @@ class Communicator(ABC):
         op: str,
         scale: float,
         bytes_per_pack: int,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         """Does ``all_reduce_lists`` for lists known to be as it demands: gradients of one model.
 
         To look at every tensor of every replica again takes as long as to reduce a small one.
+
+        Args:
+            wire_dtype: what float32 and float64 are sent as: they are cast as they are packed, and
+                what arrives, rounded once, is cast back.
         """
         first = columns[0]
         packs = plan_packs([t.nbytes for t in first], [t.dtype for t in first], bytes_per_pack)
         with in_place(chain(*columns)):
             for pack in packs:
                 parts = [[column[i] for i in pack] for column in columns]
-                if len(pack) == 1 and all(tensor.is_contiguous() for (tensor,) in parts):
-                    self.all_reduce([tensor for (tensor,) in parts], op, scale)
-                    continue
-                buffers = [flatten(part) for part in parts]
+                sent = wire_dtype if parts[0][0].dtype in _WIDE else None
+                if sent is None and len(pack) == 1:
+                    tensors = [tensor for (tensor,) in parts]
+                    if _are_contiguous(tensors):
+                        self.all_reduce(tensors, op, scale)
+                        continue
+                buffers = [flatten(part, sent) for part in parts]
                 self.all_reduce(buffers, op, scale)
                 for buffer, part in zip(buffers, parts, strict=True):
                     copy_back(buffer, part)

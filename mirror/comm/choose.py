@@ -1,4 +1,4 @@
-"""Which backends there are, which can serve given devices, and the one that "auto" means."""
+"""Which backends there are, and which can serve given devices."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import TypeVar
 
 import torch
 
+from mirror.comm import self_test
 from mirror.comm.base import Communicator
-from mirror.devices import resolve
+from mirror.devices import is_simulated, resolve
 from mirror.errors import BackendError
 
 C = TypeVar("C", bound=type[Communicator])
 
-_PLANNED = ("nccl",)
-# "direct" comes first on GPUs once it has run on one.
-_PREFERENCE = {"cpu": ("host", "naive"), "cuda": ("naive",)}
 _registered: dict[str, type[Communicator]] = {}
 
 
@@ -52,7 +50,7 @@ def available(devices: Sequence[torch.device | str]) -> tuple[str, ...]:
         DeviceError: a device does not exist.
     """
     resolved = resolve(devices)
-    return tuple(n for n in sorted(_registered) if unavailable_reason(n, resolved) is None)
+    return tuple(name for name in names() if unavailable_reason(name, resolved) is None)
 
 
 def create(name: str, devices: Sequence[torch.device | str], **options: object) -> Communicator:
@@ -76,22 +74,25 @@ def create(name: str, devices: Sequence[torch.device | str], **options: object) 
     return factory(resolved, **options)
 
 
-def choose(devices: Sequence[torch.device | str]) -> str:
-    """Returns the name of the backend that "auto" means for the devices; never fails."""
-    resolved = resolve(devices)
-    names = _PREFERENCE[resolved[0].type]
-    return next(name for name in names if unavailable_reason(name, resolved) is None)
-
-
 def known(name: str) -> type[Communicator] | None:
     """Returns the class registered under a name."""
     return _registered.get(name)
 
 
+def names() -> tuple[str, ...]:
+    """Returns the names of all backends, sorted."""
+    return tuple(sorted(_registered))
+
+
 def unavailable_reason(name: str, devices: Sequence[torch.device]) -> str | None:
-    """Returns why a backend cannot serve the devices; ``None`` when it can."""
-    if name in _registered:
-        return _registered[name].unavailable_reason(devices)
-    if name in _PLANNED:
-        return "it is not part of this version of mirror"
-    return "there is no backend of that name"
+    """Returns why a backend cannot serve the devices; ``None`` when it can.
+
+    On GPUs that includes a self-test, once in a process, of the backends that need a trial.
+    """
+    kind = known(name)
+    if kind is None:
+        return "there is no backend of that name"
+    reason = kind.unavailable_reason(devices)
+    if reason is None and kind.needs_trial and not is_simulated(devices):
+        reason = self_test.failure(kind, devices)
+    return reason

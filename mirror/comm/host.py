@@ -53,13 +53,17 @@ class HostCommunicator(Communicator):
         op: str,
         scale: float,
         bytes_per_pack: int,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
-        """Reduces all the lists at once; nothing is packed.
+        """Reduces all the lists at once; nothing is packed, but for another ``wire_dtype``.
 
         Packing would copy every byte twice, and saves only what the CPU does not have: launches.
         Tensors whose elements lie gapless in memory, in one order on all replicas, are reduced
         where they are, whatever that order is; others through a contiguous copy.
         """
+        if wire_dtype is not None:
+            super().all_reduce_checked(columns, op, scale, bytes_per_pack, wire_dtype)
+            return
         copied: dict[int, list[Tensor]] = {}
         if not all(tensor.is_contiguous() for tensor in chain(*columns)):
             rows = list(zip(*columns, strict=True))

@@ -5,21 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from functools import cache
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from mirror.comm import cuda_kernels, simulator
-from mirror.comm.base import OPS, Communicator
+from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.layout import MAX_REPLICAS, Arguments
 from mirror.devices import is_simulated
 from mirror.errors import BackendError, CollectiveTimeoutError
 
-# As long as torch.distributed waits by default: a device may have a lot of work before it comes
-# to the collective that the others wait in.
-DEFAULT_TIMEOUT_SECONDS = 600.0
 # How many calls back an error word can still be told which call it is about.
 _REMEMBERED_CALLS = 1024
 _CALL_NUMBERS = 1 << 23
@@ -52,7 +48,7 @@ class KernelCommunicator(Communicator):
     this collective on simulated devices, and of the next one on GPUs.
 
     **The GPU path needs a GPU to be tested, and has not yet been run on one**; a trial on the very
-    devices, which moves data, goes before its first use. See ``unavailable_reason``.
+    devices, which moves data, goes before its first use.
 
     Attributes:
         source: the file in csrc/ with the kernels.
@@ -60,6 +56,7 @@ class KernelCommunicator(Communicator):
     """
 
     waits = True
+    needs_trial = True
     source: ClassVar[str]
     simulated_scratch_bytes: ClassVar[int]
     cuda_scratch_bytes: ClassVar[int]
@@ -80,7 +77,7 @@ class KernelCommunicator(Communicator):
         super().__init__(devices)
         if timeout_seconds is not None and not timeout_seconds >= 0:
             raise ValueError(f"timeout_seconds must be at least 0 or None; got {timeout_seconds}")
-        reason = self._missing_reason(self.devices)
+        reason = self.unavailable_reason(self.devices)
         if reason is not None:
             raise BackendError(f"the backend {self.name!r} cannot be used: {reason}")
         seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
@@ -97,24 +94,12 @@ class KernelCommunicator(Communicator):
             self._machine = cuda_kernels.CudaDevices(self.devices, self.source, self.scratch_bytes)
 
     @classmethod
-    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
-        """Returns why the kernels cannot serve these devices.
-
-        On GPUs that includes a trial, once in a process: the devices reduce and copy some data
-        through the memory of the others, and the result is looked at.
-        """
-        reason = cls._missing_reason(devices)
-        if reason is None and not is_simulated(devices):
-            reason = _trial(cls, tuple(devices))
-        return reason
-
-    @classmethod
     @abstractmethod
     def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:
         """Returns the replicas of which the one must reach the other's memory."""
 
     @classmethod
-    def _missing_reason(cls, devices: Sequence[torch.device]) -> str | None:
+    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
         if len(devices) > MAX_REPLICAS:
             return f"it serves at most {MAX_REPLICAS} replicas"
         if is_simulated(devices):
@@ -214,39 +199,3 @@ class KernelCommunicator(Communicator):
             f"not: {who}; see what the replicas waited for were doing, or allow more with "
             "timeout_seconds"
         )
-
-    def prove(self) -> None:
-        """Moves data between all the devices that have to reach each other, and looks at it.
-
-        Raises:
-            BackendError: the data did not arrive as it should have.
-        """
-        n = len(self.devices)
-        for count in (3, 100_003):  # in one block, and in many
-            values = [
-                torch.arange(i, i + count, dtype=torch.int32, device=device)
-                for i, device in enumerate(self.devices)
-            ]
-            self.all_reduce(values)
-            wanted = torch.arange(count, dtype=torch.int32) * n + n * (n - 1) // 2
-            for i, got in enumerate(values):
-                if not torch.equal(got.cpu(), wanted):
-                    raise BackendError(f"replica {i} did not get the sum of {count} integers")
-        self._raise_timeouts()
-
-
-# Long enough for a busy GPU, short enough for a person who waits.
-_TRIAL_SECONDS = 20.0
-
-
-@cache
-def _trial(cls: type[KernelCommunicator], devices: tuple[torch.device, ...]) -> str | None:
-    try:
-        communicator = cls(devices, timeout_seconds=_TRIAL_SECONDS)
-        try:
-            communicator.prove()
-        finally:
-            communicator.close()
-    except Exception as error:  # of CuPy, the compiler or the driver: all are reasons
-        return f"its trial on these devices failed: {type(error).__name__}: {error}"
-    return None

@@ -45,9 +45,17 @@ def plan_packs(
     return tuple(packs)
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a new flat tensor with the elements of all the tensors, in row-major order."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a new flat tensor with the elements of all the tensors, in row-major order.
+
+    Args:
+        dtype: of the result, cast in the same pass; the tensors' own if ``None``.
+    """
+    parts = [tensor.reshape(-1) for tensor in tensors]
+    if dtype is None:
+        return torch.cat(parts)
+    num_elements = sum(part.numel() for part in parts)
+    return torch.cat(parts, out=torch.empty(num_elements, dtype=dtype, device=parts[0].device))
 
 
 def copy_back(buffer: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -14,6 +14,9 @@ from mirror.devices import is_simulated
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver: NVLink has it, PCIe has not.
 _NATIVE_ATOMICS = 3
 
+Matrix = tuple[tuple[bool, ...], ...]
+"""One row and one column per replica."""
+
 
 class Topology:
     """Replicas in islands: links inside an island are faster than those between islands.
@@ -94,6 +97,25 @@ def group(num_replicas: int, are_near: Callable[[int, int], bool]) -> Topology:
         islands = [island for island in islands if island not in near]
         islands.append([i, *(j for island in near for j in island)])
     return Topology(islands)
+
+
+def peer_matrix(devices: Sequence[torch.device]) -> Matrix:
+    """Returns which replica's device can read and write the memory of which other's."""
+    return _matrix(devices, lambda one, other: unreachable_pair([(one, other)]) is None)
+
+
+def link_matrix(devices: Sequence[torch.device]) -> Matrix:
+    """Returns which replicas are on one GPU, or on two that NVLink joins."""
+    return _matrix(devices, lambda one, other: _linked(one.index or 0, other.index or 0))
+
+
+def _matrix(
+    devices: Sequence[torch.device], holds: Callable[[torch.device, torch.device], bool]
+) -> Matrix:
+    return tuple(
+        tuple(is_simulated((one, other)) or holds(one, other) for other in devices)
+        for one in devices
+    )
 
 
 def unreachable_pair(

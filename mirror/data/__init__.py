@@ -1,5 +1,6 @@
-"""Feeds batches to the replicas; knows no model."""
+"""mirror.data: feeds batches to the replicas; knows no model."""
 
+from mirror.data.arrays import from_arrays
 from mirror.data.distribute import DistributedDataset
 from mirror.data.example import parse_example, parse_sequence_example, serialize_example
 from mirror.data.features import FixedLenFeature, VarLenFeature
@@ -15,6 +16,7 @@ __all__ = [
     "TFRecordStream",
     "TFRecordWriter",
     "VarLenFeature",
+    "from_arrays",
     "parse_example",
     "parse_sequence_example",
     "serialize_example",

@@ -1,46 +1,316 @@
-"""DistributedDataset: an iterable of global batches, seen as batches split over the replicas."""
+"""DistributedDataset: an iterable of batches, seen as batches distributed over the replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from time import perf_counter
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from mirror.data.split import split_batch
+from mirror.data.balance import Balance
+from mirror.data.options import InputOptions
+from mirror.data.position import Position, Saved
+from mirror.data.prefetch import Closed, OnDemand, Prefetcher
+from mirror.data.source import Source, source_of
+from mirror.data.steps import Assembly, Delivery, Step, Steps
+from mirror.data.streams import capture_streams, restore_streams, streams_at
+from mirror.timeline import CROSS, INPUT, Timeline
+from mirror.values import PerReplica, leaves_of
+
+Reader = OnDemand | Prefetcher
+Measure = Callable[[], Callable[[], Sequence[float]]]
 
 
 class DistributedDataset:
-    """What ``strategy.distribute_dataset`` returns; iterating splits one global batch after other.
+    """What ``strategy.distribute_dataset`` returns; iterating gives one distributed batch a step.
 
-    It can be iterated as often as the dataset can: a ``DataLoader`` again and again, a generator
-    once. Batches are split when they are asked for.
+    It can be iterated as often as the dataset can: a ``DataLoader`` again and again, also several
+    times at once, a generator once. Of an iterator nothing that was read ahead is lost when its
+    consumer leaves: the next ``for`` loop goes on there.
+
+    Attributes:
+        waited_seconds: how long consumers have waited for batches, in all iterations.
+        num_delivered: how many distributed batches they have got.
     """
 
-    def __init__(self, dataset: Iterable[Any], devices: Sequence[torch.device]) -> None:
-        """Splits the batches of ``dataset`` over ``devices``, see ``split_batch``.
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        devices: Sequence[torch.device],
+        options: InputOptions | None = None,
+        *,
+        joins: bool = False,
+        measure: Measure | None = None,
+        check_usable: Callable[[], None] = lambda: None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Distributes the batches of ``dataset`` over ``devices``.
+
+        Args:
+            joins: whether each batch is for one replica (``distribute_dataset_from_function``)
+                rather than a global one to split.
+            measure: begins to measure the replicas for ``weights="auto"``, see ``Balance``.
+            check_usable: raises if the strategy is closed.
+            timeline: notes how long consumers wait.
 
         Raises:
-            TypeError: the dataset has no ``__iter__``.
+            TypeError: the dataset cannot be iterated.
+            ValueError: the weights do not go with the devices, or with ``joins``.
         """
-        if not isinstance(dataset, Iterable):
-            raise TypeError(
-                "a dataset must be an iterable of global batches, a DataLoader for instance; got "
-                f"a {type(dataset).__name__}; wrap a map-style dataset in "
-                "torch.utils.data.DataLoader(dataset, batch_size=...)"
-            )
-        self._dataset = dataset
-        self._devices = tuple(devices)
+        self.waited_seconds = 0.0
+        self.num_delivered = 0
+        self._options = options or InputOptions()
+        self._balance, shares = _shares(self._options, len(devices), joins, measure)
+        self._source = source_of(dataset)
+        self._assembly = Assembly(devices, self._options, shares, joins=joins)
+        self._check_usable = check_usable
+        self._timeline = timeline
+        self._position: Position | None = None  # of the pass that began last, until it is over
+        self._saved: Saved | None = None  # a loaded position, where the next pass begins
+        self._shared: tuple[Reader, Position] | None = None  # the one pass over an iterator
+        self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yields each global batch with ``PerReplica`` leaves.
+    def __iter__(self) -> DistributedIterator:
+        """Begins a pass; with ``prefetch`` it is read ahead from the first batch on.
+
+        Raises:
+            StrategyError: the strategy is closed.
+            ValueError: the dataset has not the batches that a loaded state counts as consumed.
+        """
+        self._check_usable()
+        reader, self._position = self._shared or self._begin()
+        if self._source.is_shared:
+            self._shared = reader, self._position
+        reader.start()
+        iterator = DistributedIterator(self, reader, self._position)
+        self._iterators.add(iterator)
+        return iterator
+
+    def __len__(self) -> int:
+        """Returns the number of distributed batches of a pass.
+
+        Raises:
+            TypeError: the dataset has no length; with ``drop_remainder`` whether its last batch
+                is smaller is not known before it is read, but for a ``DataLoader``.
+        """
+        length = len(cast(Sized, self._source.dataset))
+        per_step = self._assembly.batches_per_step
+        if not self._options.drop_remainder:
+            return -(-length // per_step)
+        num_whole = self._source.num_whole_batches()
+        if num_whole is None:
+            raise TypeError(
+                "with drop_remainder the number of batches of a "
+                f"{type(self._source.dataset).__name__} is not known before they are read"
+            )
+        return num_whole // per_step or min(length, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the iteration that began last stands, as plain values and tensors.
+
+        What was read ahead and not consumed counts as not read. A ``for`` loop that was left
+        stands where it was left, until another one begins. Included are the states of the global
+        random streams (torch's on the CPU, Python's, numpy's), of the loader's samplers and
+        generators, and of a dataset that has a ``state_dict`` of its own.
+        """
+        saved = self._saved
+        if saved is None:
+            saved = Saved(
+                kind=self._source.kind,
+                num_batches=self._num_batches(),
+                has_begun=self._position is not None,
+                position=self._position
+                or Position(self._source.order(), own_state=self._source.own_state()),
+                streams=capture_streams(),
+            )
+        return copy.deepcopy(saved.as_state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration see exactly what was left when the state was taken.
+
+        The order of a map-style ``DataLoader`` is replayed without reading the data; an iterable
+        with a ``state_dict`` of its own is given that; of any other what was consumed is read
+        again and dropped. The global random streams are set to where they stood, so that what
+        follows draws what the uninterrupted run draws, the order of later epochs included. Only
+        what worker processes draw for themselves (random augmentation) begins anew.
+
+        Ends iterations that are going on. The number of replicas may have changed.
+
+        Raises:
+            TypeError: the state is not a dict.
+            ValueError: it is not one of this class, or of another kind of dataset, or of one with
+                another number of batches, of samplers or generators. Nothing is changed then.
+        """
+        saved = Saved.from_state(state, self._source.kind, self._num_batches())
+        self._source.check_order(saved.position.order)
+        self._end_iterations()
+        if not saved.has_begun:
+            self._source.reorder(saved.position.order)
+        self._source.load_own_state(saved.position.own_state)
+        restore_streams(saved.streams)
+        self._shared = self._position = None
+        self._saved = saved if saved.has_begun else None
+
+    def close(self) -> None:
+        """Ends all iterations and their threads; idempotent."""
+        self._end_iterations()
+
+    def _begin(self) -> tuple[Reader, Position]:
+        if self._saved is None:
+            position = Position(self._source.order())
+            batches = self._source.begin(0)
+            position.own_state = self._source.own_state()
+        else:
+            position = self._saved.position
+            self._source.reorder(position.order)
+            with streams_at(position.order["streams"]):
+                batches = self._source.begin(position.num_consumed, position.order)
+            self._saved = None
+        steps = Steps(batches, self._source, self._assembly, first_size=position.first_size)
+        if self._options.prefetch == 0:
+            return OnDemand(steps), position
+        return Prefetcher(steps, self._options.prefetch), position
+
+    def _num_batches(self) -> int | None:
+        try:
+            return len(cast(Sized, self._source.dataset))
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _end_iterations(self) -> None:
+        for iterator in list(self._iterators):
+            iterator._reader.close()
+        if self._shared is not None:
+            self._shared[0].close()
+
+    def _note(self, delivery: Delivery) -> None:
+        self._assembly.streams.receive(delivery.events, _tensors_of(delivery.batch))
+        self.num_delivered += 1
+        if self._balance is not None:
+            self._balance.note(delivery.sizes)
+
+    def _note_end(self, position: Position) -> None:
+        if position is self._position and not self._source.is_shared:
+            self._position = None  # the next pass begins at the start
+
+
+class DistributedIterator:
+    """One iteration over a ``DistributedDataset``; dropping it ends its thread and workers.
+
+    Attributes:
+        waited_seconds: how long its consumer has waited for batches.
+        num_delivered: how many distributed batches it has got.
+    """
+
+    def __init__(self, dataset: DistributedDataset, reader: Reader, position: Position) -> None:
+        self.waited_seconds = 0.0
+        self.num_delivered = 0
+        self._dataset = dataset
+        self._reader = reader
+        self._position = position
+        source = dataset._source
+        leave = _leave_shared if source.is_shared else _leave
+        self._leave = weakref.finalize(self, leave, reader, source, position)
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next batch, with ``PerReplica`` leaves on the replicas' devices.
+
+        On GPUs the streams of computation wait for the copies; the host does not.
 
         Raises:
             BatchError: the leaves of a batch cannot be split together.
+            StrategyError: the strategy is closed.
+            BaseException: what the dataset raised at this batch.
         """
-        for batch in self._dataset:
-            yield split_batch(batch, self._devices)
+        dataset, position = self._dataset, self._position
+        dataset._check_usable()
+        timeline, begun = dataset._timeline, perf_counter()
+        if timeline is not None:
+            timeline.begin(CROSS, INPUT)
+        try:
+            step = self._take()
+            position.num_consumed += step.num_batches
+            position.own_state = step.own_state
+            position.first_size = self._reader.steps.first_size
+            delivery = step.delivery()
+        except StopIteration:
+            dataset._note_end(position)
+            raise
+        except Closed:
+            dataset._check_usable()
+            raise StopIteration from None
+        finally:
+            if timeline is not None:
+                timeline.end(CROSS, INPUT)
+            waited = perf_counter() - begun
+            self.waited_seconds += waited
+            dataset.waited_seconds += waited
+        self.num_delivered += 1
+        dataset._note(delivery)
+        return delivery.batch
 
-    def __len__(self) -> int:
-        """Returns the dataset's own length; raises its ``TypeError`` where it has none."""
-        return len(cast(Sized, self._dataset))
+    def _take(self) -> Step:
+        try:
+            return self._reader.take()
+        except (StopIteration, Closed):
+            raise
+        except Exception:
+            self._position.num_consumed += 1  # a loader goes on with the batch after this one
+            raise
+
+    def close(self) -> None:
+        """Ends the iteration, its thread and the loader's workers; idempotent."""
+        self._leave()
+
+
+def _leave(reader: Reader, source: Source, position: Position) -> None:
+    """Ends a pass whose iterator is gone."""
+    reader.close()
+    if isinstance(reader, Prefetcher) and reader.was_left:
+        source.rewind(position.own_state)
+
+
+def _leave_shared(reader: Reader, source: Source, position: Position) -> None:
+    """Ends the thread of an iterator's one pass; another iteration may go on with it."""
+    reader.stop()
+
+
+def _tensors_of(batch: Any) -> Any:
+    for leaf in leaves_of(batch):
+        if isinstance(leaf, PerReplica):
+            yield from (part for _, part in leaf.parts() if isinstance(part, Tensor))
+
+
+def _shares(
+    options: InputOptions,
+    num_replicas: int,
+    joins: bool,
+    measure: Measure | None,
+) -> tuple[Balance | None, Callable[[], Sequence[float] | None]]:
+    """Returns what gives the replicas' shares of a batch, and what measures them for "auto"."""
+    weights = options.weights
+    if weights is None:
+        return None, lambda: None
+    if joins:
+        raise ValueError(
+            "weights split global batches; with distribute_dataset_from_function the batches are "
+            "the replicas' own: make them of unlike sizes instead"
+        )
+    if isinstance(weights, str):
+        if measure is None:
+            raise ValueError("weights='auto' needs a strategy that measures its replicas")
+        balance = Balance(num_replicas, measure())
+        return balance, lambda: balance.shares
+    if len(weights) != num_replicas:
+        raise ValueError(
+            f"weights must be one per replica, {num_replicas} of them; got {len(weights)}: "
+            f"{weights}"
+        )
+    return None, lambda: weights

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -13,13 +15,40 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from mirror.errors import BatchError
-from mirror.values import ABSENT, PerReplica, children_of, rebuild_node
+from mirror.values import (
+    ABSENT,
+    PerReplica,
+    children_of,
+    map_structure,
+    rebuild_node,
+    select,
+)
+
+Copy = Callable[[Tensor, torch.device], Tensor]
 
 
-def split_sizes(num_examples: int, num_replicas: int) -> tuple[int, ...]:
-    """Returns how many examples each replica gets: at most one apart, the larger ones first."""
-    size, num_larger = divmod(num_examples, num_replicas)
-    return (size + 1,) * num_larger + (size,) * (num_replicas - num_larger)
+def split_sizes(
+    num_examples: int, num_replicas: int, weights: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Returns how many examples each replica gets, in replica order; they sum to all.
+
+    Without weights at most one apart, the larger ones first, as ``torch.tensor_split`` has it.
+    With weights in proportion to them, by largest remainders (Hamilton's method): everyone gets
+    the whole part of its quota ``num_examples * weight / sum(weights)``, and what is left goes,
+    one each, to the largest fractional parts, earlier replicas first. Quotas are computed exactly,
+    and equal weights give equal parts as above.
+    """
+    if weights is None:
+        size, num_larger = divmod(num_examples, num_replicas)
+        return (size + 1,) * num_larger + (size,) * (num_replicas - num_larger)
+    exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
+    total = sum(exact)
+    quotas = [num_examples * weight / total for weight in exact]
+    sizes = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(num_replicas), key=lambda r: sizes[r] - quotas[r])
+    for r in by_remainder[: num_examples - sum(sizes)]:
+        sizes[r] += 1
+    return tuple(sizes)
 
 
 def batch_size(batch: Any) -> int:
@@ -31,9 +60,7 @@ def batch_size(batch: Any) -> int:
         BatchError: there is no batched leaf, their lengths differ, or one cannot be split.
     """
     shapes: dict[str, tuple[int, ...]] = {
-        path: tuple(leaf.shape)
-        for path, leaf in _leaves(batch, "batch")
-        if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim
+        path: tuple(leaf.shape) for path, leaf in _leaves(batch, "batch") if is_batched(leaf)
     }
     if not shapes:
         raise BatchError(
@@ -51,7 +78,19 @@ def batch_size(batch: Any) -> int:
     return lengths.pop()
 
 
-def split_batch(batch: Any, devices: Sequence[torch.device]) -> Any:
+def is_batched(leaf: object) -> bool:
+    """Whether a leaf of a batch has a dimension of examples."""
+    return isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim > 0
+
+
+def split_batch(
+    batch: Any,
+    devices: Sequence[torch.device],
+    *,
+    sizes: Sequence[int] | None = None,
+    weight_of: Callable[[Any], Any] | None = None,
+    copy: Copy = Tensor.to,
+) -> Any:
     """Splits a global batch into contiguous parts, one per replica, each on its device.
 
     ====================================  ====================================================
@@ -70,51 +109,103 @@ def split_batch(batch: Any, devices: Sequence[torch.device]) -> Any:
     Any other list or tuple is structure: a list of numbers goes to every replica whole, as do
     strings that are not as many as the examples.
 
-    Each ``PerReplica`` has the numbers of examples as its ``weights``. A replica without
-    examples has no part (``ABSENT``) of what was split; of an empty batch the first replica
-    gets the empty part.
+    Each ``PerReplica`` has the numbers of examples as its ``weights``, or what ``weight_of``
+    gives. A replica without examples has no part (``ABSENT``) of what was split; of an empty
+    batch the first replica gets the empty part.
+
+    Args:
+        sizes: of the parts; by default those of ``split_sizes``.
+        weight_of: gives a part's weight, see ``InputOptions``.
+        copy: brings a tensor to a device.
 
     Raises:
         BatchError: see ``batch_size``.
+        ValueError: ``weight_of`` gave no finite number >= 0.
     """
-    sizes = split_sizes(batch_size(batch), len(devices))
-    bounds = list(zip(accumulate(sizes, initial=0), sizes, devices, strict=False))
+    if sizes is None:
+        sizes = split_sizes(batch_size(batch), len(devices))
+    num_examples = sum(sizes)
+    bounds = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
-    def per_replica(part_of: Callable[[int, int, torch.device], object]) -> PerReplica[Any]:
-        parts = [
-            part_of(start, size, device) if size or replica_id == 0 else ABSENT
-            for replica_id, (start, size, device) in enumerate(bounds)
-        ]
-        return PerReplica(parts, weights=sizes)
+    def per_replica(part_of: Callable[[int, int], object]) -> PerReplica[Any]:
+        return PerReplica(
+            part_of(start, size) if size or (replica_id == 0 and num_examples == 0) else ABSENT
+            for replica_id, (start, size) in enumerate(bounds)
+        )
 
     def split(tree: Any) -> Any:
         if isinstance(tree, Tensor):
             if tree.ndim == 0:
-                return PerReplica([tree.to(device) for device in devices], weights=sizes)
-            return per_replica(lambda start, size, device: _narrow(tree, start, size, device))
+                # Not one for all: what a replica does to its own in place must not reach others.
+                return PerReplica([tree, *(tree.clone() for _ in devices[1:])])
+            return per_replica(lambda start, size: _narrow(tree, start, size))
         if isinstance(tree, np.ndarray) and tree.ndim:
-            return per_replica(lambda start, size, device: _slice(tree, start, size, device))
-        if _is_strings(tree) and len(tree) == sum(sizes):
-            return per_replica(lambda start, size, device: tree[start : start + size])
+            return per_replica(lambda start, size: host_part(tree[start : start + size]))
+        if _is_strings(tree) and len(tree) == num_examples:
+            return per_replica(lambda start, size: tree[start : start + size])
         children = children_of(tree)
         if children is None:
             return tree
         return rebuild_node(tree, {key: split(child) for key, child in children.items()})
 
-    return split(batch)
+    return place(split(batch), devices, sizes, weight_of=weight_of, copy=copy)
 
 
-def _narrow(tensor: Tensor, start: int, size: int, device: torch.device) -> Tensor:
-    # Not tensor_split: autograd forbids writing to one of several views that one call returned.
-    return tensor.narrow(0, start, size).to(device)
+def place(
+    parts: Any,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    *,
+    weight_of: Callable[[Any], Any] | None,
+    copy: Copy,
+) -> Any:
+    """Brings a batch whose ``PerReplica`` leaves are on the host to the devices, with weights."""
+    weights: Sequence[float] = sizes
+    if weight_of is not None:
+        weights = [
+            checked_weight(weight_of(select(parts, r)), r) if size else 0.0
+            for r, size in enumerate(sizes)
+        ]
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        values = [
+            copy(part, device) if isinstance(part, Tensor) else part
+            for part, device in zip(leaf.values, devices, strict=True)
+        ]
+        return PerReplica(values, weights=weights)
+
+    return map_structure(move, parts)
 
 
-def _slice(array: Any, start: int, size: int, device: torch.device) -> Any:
-    part = array[start : start + size]
+def checked_weight(value: Any, replica_id: int) -> float:
+    """Returns what ``weight_of`` gave as a number."""
     try:
-        return _as_tensor(part).to(device)
+        weight = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        weight = math.nan
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(
+            "weight_of must give a finite number >= 0, or a tensor of one element, for each "
+            f"replica's part; for replica {replica_id} it gave {_summary(value)}"
+        )
+    return weight
+
+
+def _narrow(tensor: Tensor, start: int, size: int) -> Tensor:
+    # Not tensor_split: autograd forbids writing to one of several views that one call returned.
+    part = tensor.narrow(0, start, size)
+    # The rows of an expanded tensor are one and the same memory.
+    return part.clone() if tensor.stride(0) == 0 and len(tensor) > 1 else part
+
+
+def host_part(array: Any) -> Any:
+    """Returns a numpy array as a tensor over its memory, or itself where torch has no dtype."""
+    try:
+        return _as_tensor(array)
     except TypeError:
-        return part
+        return array
 
 
 def _as_tensor(array: Any) -> Tensor:

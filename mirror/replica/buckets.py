@@ -46,10 +46,12 @@ from mirror.replica.arrivals import (
     unshare,
     weigh,
 )
+from mirror.replica.compiler import opaque
 from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
+    from mirror.replica.parameters import ReplicaParameter
     from mirror.replica.variables import Variable
 
 
@@ -77,6 +79,7 @@ class Buckets:
 
     Attributes:
         num_launched: how many entries of every replica's pending list are on their way.
+        is_disordered: whether gradients have come in another order than that learnt.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
@@ -88,6 +91,7 @@ class Buckets:
         self._launching = threading.Lock()
         self._is_held = False  # until what has arrived is reduced
         self.num_launched = 0
+        self.is_disordered = False
 
     def learn(self, arrivals: Arrivals, *, again: bool) -> None:
         """Takes the order of a pass for that of the next ones.
@@ -113,7 +117,7 @@ class Buckets:
         """Drops the order learnt."""
         for hook in self._hooks:
             hook.remove()
-        self._plan, self._hooks = None, []
+        self._plan, self._hooks, self.is_disordered = None, [], False
 
     def forget(self, variable: Variable) -> None:
         """Drops the order learnt, and what is on its way of a variable that is gone.
@@ -137,6 +141,11 @@ class Buckets:
             for reduction in self._on_their_way:
                 if variable in reduction.variables:
                     reduction.dropped.update((variable, r) for r in replica_ids)
+
+    def launched(self, replica_id: int) -> list[ReplicaParameter]:
+        """Returns one replica's copies whose gradients are on their way."""
+        plan = self._plan
+        return plan.order.copies[replica_id][: self.num_launched] if plan is not None else []
 
     def discard(self) -> None:
         """Waits for what is on its way, and throws it away."""
@@ -165,9 +174,13 @@ class Buckets:
         self._is_held = False
         return reductions
 
-    def _arrived(self, plan: _Plan, index: int, _: Tensor) -> None:
+    @opaque
+    def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self._launching:
+            if index > len(self._on_their_way):
+                before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
+                self.is_disordered |= local_grad(before) is None
             if plan is self._plan and index == len(self._on_their_way) and not self._is_held:
                 part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
                 if self._is_complete(plan.order, part):
@@ -178,7 +191,9 @@ class Buckets:
         if gradients.deferring or gradients.deferred:
             return False
         return all(
-            len(pending) >= part.stop and all(map(is_, pending[part], copies[part]))
+            # Of silent copies the slots, looked at in a moment, tell.
+            "_is_silent" in copies[part.stop - 1].__dict__
+            or (len(pending) >= part.stop and all(map(is_, pending[part], copies[part])))
             for pending, copies in zip(gradients.pending, order.copies, strict=True)
         )
 

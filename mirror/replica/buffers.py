@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
+from mirror.replica.compiler import opaque
+from mirror.replica.tensors import MirroredTensor, raw_set_data, share_storage
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -95,6 +96,7 @@ class Buffer:
         self._aggregation = how
         self._distribute()
 
+    @opaque
     def read(self) -> Tensor:
         """Returns the value in the cross-replica context, brought up to date."""
         if self._aggregation == "none":
@@ -231,22 +233,13 @@ class MirroredBuffer(MirroredTensor):
         if current.replica is None:
             self._mirrored.hand_out(handle)
 
-    @property
-    def data(self) -> Tensor:
-        """The current copy's data; in the cross-replica context it counts as a change."""
-        data = self._resolve().data
-        self._hand_out(data)
-        return data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        value = resolve(value)
+    def _set_data(self, data: Tensor) -> None:
         replica = current.replica
         if replica is not None and replica.group is self._mirrored.group:
-            self._mirrored.copies[replica.replica_id].data = value
+            self._mirrored.copies[replica.replica_id].data = data
         else:
-            self._mirrored._set_combined(value)
-            self._mirrored.hand_out(value)
+            self._mirrored._set_combined(data)
+            self._mirrored.hand_out(data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:

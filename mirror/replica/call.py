@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from mirror.context import current
 from mirror.data.split import split_sizes
 from mirror.errors import BatchError, StructureError
+from mirror.replica.compiler import Hold, call_held, limits_for, take_hold
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, is_number, leaves_of, map_structure
 
@@ -30,7 +32,13 @@ _SEQUENCE_FIRST = (
 
 
 def call_in_turn(
-    group: ReplicaGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: ReplicaGroup,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    whole: Callable[..., Any],
+    hold: Hold,
 ) -> Any:
     """Calls a mirrored module in the cross-replica context.
 
@@ -40,6 +48,10 @@ def call_in_turn(
     tensors, and a module whose own batch dimension is not the first (an ``nn.LSTM`` without
     ``batch_first``).
 
+    Args:
+        whole: calls the module without splitting.
+        hold: what the compiler had on the calling thread. See [Note: Compiled calls].
+
     Raises:
         BatchError: an argument is a PackedSequence, which cannot be split along its data.
     """
@@ -48,7 +60,8 @@ def call_in_turn(
     group.mirror_recorded()
     if group.num_replicas == 1:
         args, kwargs = _moved((args, kwargs), group.devices[0])
-        return module._call_impl(*args, **kwargs)
+        take_hold(hold)
+        return whole(*args, **kwargs)
     num_examples = _num_examples(args, kwargs)
     if num_examples is None or not _splits(module):
         group.prepare()
@@ -57,7 +70,7 @@ def call_in_turn(
         args, kwargs = _moved((args, kwargs), group.devices[0])
         current.in_whole_call = True
         try:
-            return module._call_impl(*args, **kwargs)
+            return whole(*args, **kwargs)
         finally:
             current.in_whole_call = False
     sizes = split_sizes(num_examples, group.num_replicas)
@@ -67,13 +80,14 @@ def call_in_turn(
     def call(replica_id: int) -> Any:
         part = (starts[replica_id], sizes[replica_id], num_examples)
         own_args, own_kwargs = _part_of((args, kwargs), group.devices[replica_id], *part)
-        return module(*own_args, **own_kwargs)
+        return call_held(hold, module, own_args, own_kwargs)
 
-    run = group.run(call, active, weights=sizes)
+    with limits_for(group.num_replicas):
+        run = group.run(call, active, weights=sizes)
     return join_outputs(run.results, sizes, group.devices[0])
 
 
-def join_outputs(results: dict[int, Any], sizes: tuple[int, ...], home: torch.device) -> Any:
+def join_outputs(results: dict[int, Any], sizes: Sequence[float], home: torch.device) -> Any:
     """Joins the replicas' outputs into what one device would have returned.
 
     Tensors whose first dimension is the replica's number of examples are concatenated, 0-d
@@ -184,7 +198,7 @@ def _refuse_packed(tree: Any) -> None:
             _refuse_packed(item)
 
 
-def _is_batched(parts: tuple[Tensor, ...], counts: list[int]) -> bool:
+def _is_batched(parts: tuple[Tensor, ...], counts: list[float]) -> bool:
     return all(
         part.dim() > 0 and part.shape[0] == count and part.shape[1:] == parts[0].shape[1:]
         for part, count in zip(parts, counts, strict=True)

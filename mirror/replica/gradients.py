@@ -8,6 +8,13 @@ ends, whichever comes first; several backward passes before that cost one reduct
 waits. What a replica has not yet reduced is noted per replica: with one note for all, replica 1's
 ``zero_grad`` would meet replica 0's pending reduction.
 
+[Note: Silent copies]
+Every hook takes the GIL, in the middle of a backward pass that otherwise does without it, while
+another replica's Python wants it. So once a pass has brought the same gradients in the same order
+as the one before, those copies lose their hooks. What a pass leaves in their slots is found when
+it ends: every pass begins and ends in ``passes.py``; ``pending`` lacks it until then. Buckets that
+fill in another order than the one learnt bring the hooks back, to learn it.
+
 [Note: Shares]
 A backward pass inside ``run`` starts from each replica's own loss, the mean over its own
 examples; its gradient counts with ``weight / sum of weights`` ("mean", one device on the whole
@@ -26,6 +33,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +55,7 @@ from mirror.replica.arrivals import (
 from mirror.replica.buckets import Buckets
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
+from mirror.replica.passes import watch_gradients
 from mirror.replica.variables import Variable
 from mirror.timeline import CROSS, REDUCTION
 
@@ -70,6 +79,10 @@ class Gradients:
         self.deferring = False
         self.buckets = Buckets(group)
         self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
+        # See [Note: Silent copies].
+        self._silent: list[list[ReplicaParameter]] = [[] for _ in group.devices]
+        self._silent_order: Arrivals | None = None
+        self._may_be_silent = group.num_replicas > 1 and watch_gradients(self)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
 
     def watch(self, copy: ReplicaParameter) -> None:
@@ -77,6 +90,41 @@ class Gradients:
         if "_watched" not in copy.__dict__:
             register: Callable[..., object] = copy.register_post_accumulate_grad_hook
             copy.__dict__["_watched"] = register(self.pending[copy.replica_id].append)
+
+    def find(self, replica_id: int | None = None) -> None:
+        """Notes what a backward pass has brought to copies without hooks, at its end.
+
+        Args:
+            replica_id: whose pass it was; ``None`` for one outside ``run``, of all replicas.
+        """
+        if self._silent_order is None:
+            return
+        for r in range(len(self.pending)) if replica_id is None else (replica_id,):
+            pending, silent = self.pending[r], self._silent[r]
+            found = [copy for copy in silent if local_grad(copy) is not None]
+            if found or pending:
+                others = [copy for copy in pending if "_is_silent" not in copy.__dict__]
+                pending[:] = [*self.buckets.launched(r), *found, *others]
+
+    def _silence(self, arrivals: Arrivals) -> None:
+        """Does without the hooks of copies whose gradients come in a known order."""
+        self._silent_order = arrivals
+        for r, copies in enumerate(arrivals.copies):
+            for copy in copies:
+                watch: Any = copy.__dict__["_watched"]
+                watch.remove()
+                copy.__dict__["_is_silent"] = True
+            older = [copy for copy in self._silent[r] if copy.variable not in arrivals.variables]
+            self._silent[r] = [*copies, *older]
+
+    def _unsilence(self) -> None:
+        """Gives all copies their hooks back, to learn another order."""
+        self.buckets.forget_order()
+        silent, self._silent = self._silent, [[] for _ in self._silent]
+        self._silent_order = None
+        for copy in chain(*silent):
+            del copy.__dict__["_is_silent"], copy.__dict__["_watched"]
+            self.watch(copy)
 
     def watch_closely(self, copy: ReplicaParameter) -> None:
         """Has gradients reduced at the end of every backward pass that reaches ``copy``."""
@@ -91,7 +139,9 @@ class Gradients:
 
     def _end_backward(self) -> None:
         replica: Any = current.replica
-        if replica is None or replica.group is not self._the_group():
+        is_mine = replica is not None and replica.group is self._the_group()
+        self.find(replica.replica_id if is_mine else None)
+        if not is_mine:
             self.flush()
         elif self.awaited(replica.replica_id):
             self.observe(replica.replica_id)
@@ -136,6 +186,7 @@ class Gradients:
     def discard(self) -> None:
         """Drops what is not reduced."""
         self.buckets.discard()
+        self.find()
         for copies in self.pending:
             for copy in copies:
                 set_local_grad(copy, None)
@@ -145,6 +196,9 @@ class Gradients:
         """Drops what is pending of a variable that is gone."""
         self._arrivals = None
         self.buckets.forget(variable)
+        self._silent = [
+            [c for c in silent if c.variable is not variable] for silent in self._silent
+        ]
         for copies in self.pending:
             for i in reversed(range(len(copies))):  # others may append meanwhile
                 if copies[i].variable is variable:
@@ -234,6 +288,11 @@ class Gradients:
             self._arrivals = Arrivals(self.pending)
         assert self._arrivals is not None
         self.buckets.learn(self._arrivals, again=known)
+        if self.buckets.is_disordered:
+            self._unsilence()
+        elif known and self._may_be_silent and self._arrivals is not self._silent_order:
+            if self._arrivals.is_regular:
+                self._silence(self._arrivals)
         for copies in self.pending:
             copies.clear()
         rest = self._arrivals.after(num_launched)

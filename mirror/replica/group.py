@@ -16,6 +16,7 @@ import mirror.replica.overrides  # noqa: F401  registers what tensor functions d
 from mirror.comm.base import Communicator
 from mirror.context import current, enter, leave
 from mirror.devices import (
+    Stopwatch,
     backward_in_calling_thread,
     generators_of,
     is_simulated,
@@ -35,6 +36,7 @@ from mirror.replica.thread_state import ThreadState
 from mirror.replica.variables import Variable
 from mirror.timeline import FORWARD, Timeline
 
+ModuleRef = weakref.ref[nn.Module]
 _groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 
 
@@ -62,6 +64,7 @@ class ReplicaGroup:
         schedule: str,
         weighted: bool,
         bytes_per_pack: int,
+        wire_dtype: torch.dtype | None,
         timeout_seconds: float | None,
     ) -> None:
         self.devices = tuple(devices)
@@ -79,18 +82,18 @@ class ReplicaGroup:
         self.optimizers: weakref.WeakSet[OptimizerMirror] = weakref.WeakSet()
         self.running: Run | None = None
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
-        self.lazy_lock = threading.Lock()
-        self.timeline = Timeline(self.names)
-        # A single simulated device needs no moving of arguments and no splitting.
+        self.stopwatches: tuple[Stopwatch, ...] = ()  # see mirror/replica/measure.py
+        self.lazy_lock, self.timeline = threading.Lock(), Timeline(self.names)
         self.is_one_device = len(set(self.devices)) == 1
+        # A single simulated device needs neither moving of arguments nor splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
         self.strategy = strategy  # strong: a model outlives the variable that held it
         self._schedule = schedule
         self.bytes_per_pack = bytes_per_pack
+        self._wire_dtype = wire_dtype
         self._timeout_seconds = timeout_seconds
         self.locksteps: list[Lockstep] = []
-        self._recorded: dict[int, weakref.ref[nn.Module]] = {}
-        self._watched: dict[int, weakref.ref[nn.Module]] = {}
+        self._recorded, self._watched = dict[int, ModuleRef](), dict[int, ModuleRef]()
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self._device_types = tuple({"cpu", *(device.type for device in self.devices)})
@@ -242,7 +245,9 @@ class ReplicaGroup:
 
     def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
         """Sums lists of tensors over the replicas, in place, through the communicator."""
-        self.communicator.all_reduce_checked(lists, "sum", scale, self.bytes_per_pack)
+        self.communicator.all_reduce_checked(
+            lists, "sum", scale, self.bytes_per_pack, self._wire_dtype
+        )
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters it owns, mirrored or the only replica's."""
@@ -343,7 +348,7 @@ class ReplicaGroup:
             timeline.use()  # by this thread, which may have the cross-replica context in a merge
             timeline.begin(replica_id, FORWARD)
             try:
-                return fn(replica_id)
+                return context.measured(fn)
             finally:
                 timeline.end(replica_id, FORWARD)
                 leave()

@@ -14,9 +14,10 @@ for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per 
                                                     a thread of its own
     staggered    also when those that have it       a thread of its own: the caller starts the next
                  stand still on their device        one when nobody has moved
-    concurrent   all at once: what "staggered" is   a thread of its own
-                 on simulated devices, whose work
-                 never leaves the cores to others
+    concurrent   also when a backward pass begins,  as under lockstep
+                 which needs no Python; all at once
+                 where they compute for long: what
+                 "staggered" is on simulated devices
 
 So nothing but the determinism of the simulation may rest on "only one runs".
 
@@ -38,7 +39,9 @@ from typing import Any
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
 from mirror.replica.merge_point import MergePoint, Raised, Released
+from mirror.replica.pace import Pace
 from mirror.replica.stack import add_note, frame_of, user_line
+from mirror.replica.standstill import divergence, timeout
 from mirror.replica.wake import closed_gate, current_cpu, wait_near
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
@@ -65,9 +68,10 @@ class Lockstep:
         self.names = names
         self.usable = True
         self.takes_turns = schedule == "lockstep"
-        self._first_runs_here = schedule == "lockstep" and timeout_seconds is None
         self._staggered = schedule == "staggered"
+        self._first_runs_here = not self._staggered and timeout_seconds is None
         self._is_concurrent = schedule == "concurrent"
+        self._pace = Pace()
         self._timeout_seconds = timeout_seconds
         self._mutex = threading.Lock()
         self._finished = closed_gate()
@@ -102,19 +106,24 @@ class Lockstep:
         self._begin_run(tasks)
         if len(tasks) == 1:
             return self._run_alone(*tasks.popitem())
-        self._cpu = None if self._staggered or self._is_concurrent else current_cpu()
+        self._cpu = current_cpu() if self.takes_turns else None
+        if self._is_concurrent:
+            self._pace.begin_run()
         here = self.in_callers_thread(tasks)
         for replica_id in here:
             self._threads[replica_id] = threading.current_thread()
         for replica_id in tasks:
             if replica_id not in self._threads:
                 self._start_thread(replica_id)
+        with self._mutex:  # the first ones may stop before all have been given their turn
+            if here:
+                self._next()
+            if not here or self._pace.is_eager:
+                self._give_turns()
         for replica_id in here:
             self._run_here(replica_id)
             self._threads.pop(replica_id, None)
         if not here:
-            with self._mutex:  # the first ones may stop before all have been given their turn
-                self._give_turns()
             self._await()
         failure, failed_replica, results = self._failure, self._failed_replica, self._results
         self._begin_run({})  # keeps nothing of this run alive
@@ -128,7 +137,7 @@ class Lockstep:
         return {replica_id: results[replica_id] for replica_id in tasks}
 
     def in_callers_thread(self, replica_ids: Collection[int]) -> tuple[int, ...]:
-        """Returns who has no thread of its own: a lone one, replica 0 under ``"lockstep"``."""
+        """Returns who has no thread of its own: a lone replica, else replica 0, or nobody."""
         if len(replica_ids) == 1:
             return tuple(replica_ids)
         return (0,) if self._first_runs_here and 0 in replica_ids else ()
@@ -172,6 +181,7 @@ class Lockstep:
             if point is not None:
                 self._waiting[replica_id] = point
                 self._frames[replica_id] = sys._getframe()
+            self._pace.end_turn()
             if self._running:
                 return False
             if not self._runnable:
@@ -190,9 +200,17 @@ class Lockstep:
                 came_back = True
             else:
                 self._turns[successor].release()
-            if not self._is_concurrent:
+            if not self._pace.is_eager:
                 break
         return came_back
+
+    def start_next(self) -> None:
+        """Gives the next replica a turn as well: the calling one goes on without the GIL."""
+        if self._is_concurrent and not self._pace.is_eager and len(self._order) > 1:
+            with self._mutex:
+                self._pace.end_turn()
+                if self._runnable and self._failure is None:
+                    self._turns[self._next()].release()
 
     def _next(self) -> int:
         successor = self._runnable.popleft()
@@ -206,7 +224,7 @@ class Lockstep:
         waiting = self._waiting
         if self._failure is None and waiting:
             if self._diverged():
-                self._failure = DivergenceError(self._tell_divergence())
+                self._failure = divergence(self._tell_where())
             else:
                 self._act(last, dict(waiting))
         self._order = [last, *(r for r in reversed(self._order) if r != last)]
@@ -250,7 +268,6 @@ class Lockstep:
     def _run_here(self, replica_id: int) -> None:
         """Runs the first replica in the caller's thread, and waits for the others."""
         try:
-            self._next()
             self._perform(replica_id)
             self._skip_the_unstarted()
             self._stop(replica_id, None)
@@ -317,10 +334,9 @@ class Lockstep:
 
     def _await(self) -> None:
         """Waits until all replicas have ended; starts the next one, watches the clock."""
-        if not self._staggered and self._timeout_seconds is None:
-            wait = -1.0  # for ever
-        else:
-            wait = BLOCKED_AFTER_SECONDS if self._staggered else self._timeout_seconds or 0.0
+        # -1 waits for ever.
+        forever_or_timeout = -1.0 if self._timeout_seconds is None else self._timeout_seconds
+        wait = BLOCKED_AFTER_SECONDS if self._staggered else forever_or_timeout
         try:
             seen: object = None
             deadline = self._deadline()
@@ -331,7 +347,7 @@ class Lockstep:
                 elif self._staggered:
                     self._start_another()
                 if deadline is not None and monotonic() > deadline:
-                    self._abandon(CollectiveTimeoutError(self._tell_timeout()))
+                    self._abandon(timeout(self._timeout_seconds, self._tell_where()))
                     return
         except BaseException as interrupt:
             self._abandon(interrupt)
@@ -367,22 +383,6 @@ class Lockstep:
         finally:
             # An asynchronous exception may have struck our own code: never reuse these threads.
             self.close()
-
-    # Messages.
-
-    def _tell_divergence(self) -> str:
-        return (
-            "all replicas must reach the same collectives in the same order, with the same shapes "
-            f"and dtypes; they did not:\n{self._tell_where()}\n"
-            "make the control flow around the collective the same on every replica"
-        )
-
-    def _tell_timeout(self) -> str:
-        return (
-            f"no replica moved for timeout_seconds={self._timeout_seconds}:\n"
-            f"{self._tell_where()}\n"
-            "raise the timeout in CommunicationOptions, or find what keeps the replica"
-        )
 
     def _tell_where(self) -> str:
         lines = []

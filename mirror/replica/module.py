@@ -8,13 +8,17 @@ instance attribute are replaced:
     _modules                WatchedDict: notes a submodule put in later
     _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
                             ``Module.__call__`` looks at it first; copies and pickles drop it.
+
+Of torch itself two methods are wrapped when the first module is mirrored: ``Module.compile``,
+after which calls must still split, and ``Module.__setattr__``. See [Note: Compiled calls] and
+[Note: Own attributes].
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -27,8 +31,19 @@ from torch.nn.parameter import is_lazy
 
 from mirror.context import current, entered
 from mirror.errors import StrategyError
+from mirror.replica.attributes import OwnValues, is_own, watch_attributes
 from mirror.replica.buffers import MirroredBuffer, mirror_buffer
 from mirror.replica.call import call_in_turn
+from mirror.replica.compiler import (
+    is_compiled,
+    let_go,
+    letting_go,
+    not_compiled,
+    opaque,
+    refuse_unknown_compiler,
+    take_hold,
+    watch_compile,
+)
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.recompute import replica_of_backward, saves_are_hooked
@@ -125,37 +140,64 @@ class ReplicaDict(WatchedDict):
             )
 
 
+class OpaqueDict(ReplicaDict):
+    """The parameters of a module whose calls the compiler must not follow.
+
+    It goes past the TransparentCall, to ``forward``, and ends where that reads one of these.
+    """
+
+    @opaque
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)
+
+
 class TransparentCall:
     """What calling a mirrored module does: splits the outermost call, else just runs."""
 
-    __slots__ = ("group", "is_checkpointed", "module", "renormalizes")
+    __slots__ = ("group", "is_checkpointed", "module", "own", "renormalizes")
 
     def __init__(self, module: nn.Module, group: ReplicaGroup) -> None:
         self.module = weakref.ref(module)
         self.group = group
         self.renormalizes = renormalizes(module)
+        self.own: dict[str, OwnValues] = {}  # see [Note: Own attributes]
         self.is_checkpointed = False  # whether a whole call may be recomputed in backward
 
+    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         assert module is not None
         replica = current.replica
         if replica is None or replica.group is not self.group:
-            if current.in_whole_call:
-                return module._call_impl(*args, **kwargs)
-            recomputing = replica_of_backward(self.group)
-            if recomputing is None or self.is_checkpointed:
-                if saves_are_hooked():
-                    self.is_checkpointed = True
-                return call_in_turn(self.group, module, args, kwargs)
-            with entered(self.group.strategy, self.group.recomputing(recomputing)):
-                return module._call_impl(*args, **kwargs)
+            return self._call_outside(module, args, kwargs)
         if isinstance(module, LazyModuleMixin):
             self._initialize(module, args, kwargs)
         if self.renormalizes:
             indices = args[0] if args else kwargs["input"]
             renormalize_everywhere(module, replica, indices)  # type: ignore[arg-type]
         return module._call_impl(*args, **kwargs)
+
+    @letting_go
+    def _call_outside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hold = let_go()
+        try:
+            whole = self.whole(module)
+            if current.in_whole_call:
+                return whole(*args, **kwargs)
+            recomputing = replica_of_backward(self.group)
+            if recomputing is None or self.is_checkpointed:
+                if saves_are_hooked():
+                    self.is_checkpointed = True
+                return call_in_turn(self.group, module, args, kwargs, whole=whole, hold=hold)
+            with entered(self.group.strategy, self.group.recomputing(recomputing)):
+                return whole(*args, **kwargs)
+        finally:
+            take_hold(hold)
+
+    def whole(self, module: nn.Module) -> Callable[..., Any]:
+        """Returns what calls the module without splitting."""
+        call: Callable[..., Any] = module._call_impl
+        return call
 
     def _initialize(self, module: Any, args: Any, kwargs: Any) -> None:
         """Gives a lazy module its parameters, from the first replica to come by, and mirrors."""
@@ -165,10 +207,38 @@ class TransparentCall:
                 mirror_own(module, self.group, type(module).__name__)
 
 
+class CompiledCall(TransparentCall):
+    """What calling a mirrored module does after ``module.compile()``.
+
+    Attributes:
+        compiled: what ``module.compile()`` made of the module's call; each replica's.
+    """
+
+    __slots__ = ("compiled",)
+
+    def __init__(
+        self, module: nn.Module, group: ReplicaGroup, compiled: Callable[..., Any]
+    ) -> None:
+        super().__init__(module, group)
+        self.compiled = compiled
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replica = current.replica
+        if replica is None or replica.group is not self.group or self.renormalizes:
+            return super().__call__(*args, **kwargs)
+        return self.compiled(*args, **kwargs)
+
+    def whole(self, module: nn.Module) -> Callable[..., Any]:
+        return self.compiled
+
+
 def mirror_module(module: nn.Module, group: ReplicaGroup) -> None:
     """Mirrors a module and all below it, in place. What is mirrored already is left alone."""
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
+            if all(map(group.owns, (*submodule.parameters(), *submodule.buffers()))):
+                continue  # traced from a mirrored module, inside the scope
             raise StrategyError(
                 f"{name or type(module).__name__} is a ScriptModule, whose variables live in C++; "
                 "mirror the Python module it was made from"
@@ -190,11 +260,12 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
             if isinstance(buffers, ReplicaDict) and name in buffers.aggregations:
                 record.aggregation = buffers.aggregations[name]
     for name, value in attributes.items():
-        if _is_plain_state(value, group) and _is_new(value, group, name):
+        is_state = _is_plain_state(value, group) and not is_own(module, name)
+        if is_state and _is_new(value, group, name):
             mirror_buffer(value, group, f"{path}.{name}".lstrip("."), module)
     if group.num_replicas > 1:
         for key, kind in (
-            ("_parameters", ReplicaDict),
+            ("_parameters", OpaqueDict if renormalizes(module) else ReplicaDict),
             ("_buffers", ReplicaDict),
             ("_modules", WatchedDict),
         ):
@@ -210,15 +281,27 @@ def is_watched(module: nn.Module) -> bool:
     attributes = module.__dict__
     return (
         type(attributes["_modules"]) is WatchedDict
-        and type(attributes["_parameters"]) is ReplicaDict
+        and isinstance(attributes["_parameters"], ReplicaDict)
         and type(attributes["_buffers"]) is ReplicaDict
     )
 
 
 def route_call(module: nn.Module, group: ReplicaGroup) -> None:
-    """Routes ``module(...)`` through the group, unless the user has compiled it."""
-    if module.__dict__.get("_compiled_call_impl") is None and group.routes_calls:
-        module.__dict__["_compiled_call_impl"] = TransparentCall(module, group)
+    """Routes ``module(...)`` through the group."""
+    call = module.__dict__.get("_compiled_call_impl")
+    if not group.routes_calls or isinstance(call, TransparentCall):
+        return
+    if isinstance(module, torch.jit.ScriptModule):  # its forward is not Python
+        return
+    if call is not None or is_compiled(module):
+        refuse_unknown_compiler()
+    if call is None:
+        routed = TransparentCall(module, group)
+    else:
+        routed = CompiledCall(module, group, call)
+    module.__dict__["_compiled_call_impl"] = routed
+    watch_compile(route_call)
+    watch_attributes()
 
 
 def _is_plain_state(value: Any, group: ReplicaGroup) -> bool:

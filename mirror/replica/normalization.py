@@ -12,6 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.context import current
 from mirror.replica.collectives import all_reduce
+from mirror.replica.compiler import opaque
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -45,6 +46,10 @@ class SyncBatchNorm(_BatchNorm):
         if replica is None or replica.group.num_replicas == 1 or not of_batch:
             return super().forward(input)
         self._check_input_dim(input)
+        return self._over_batch(input, replica)
+
+    @opaque
+    def _over_batch(self, input: Tensor, replica: Any) -> Tensor:  # noqa: A002
         dtype = torch.promote_types(input.dtype, torch.float32)
         wide = input.to(dtype)
         mean, var, count = _whole_batch(replica, wide, input)

@@ -51,8 +51,15 @@ from torch.optim.optimizer import (
 from mirror.context import current
 from mirror.devices import random_state, set_random_state, using
 from mirror.errors import StrategyError
+from mirror.replica.compiler import Hold, let_go, letting_go, not_compiled, take_hold
 from mirror.replica.merge_point import MergePoint
-from mirror.replica.optimizer_groups import Parameters, has_hooks, mirrored_group, of_replica
+from mirror.replica.optimizer_groups import (
+    Parameters,
+    has_hooks,
+    mirrored_group,
+    of_replica,
+    raw_step,
+)
 from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.parameters import MirroredParameter
 
@@ -62,7 +69,7 @@ if TYPE_CHECKING:
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
 
-_NOBODY = -1  # to whom an optimizer is lent without parameters
+_NOBODY = -1  # who is lent groups without parameters
 _serials = itertools.count(1)
 _watching = threading.Lock()
 _hooks: list[Any] = []
@@ -74,8 +81,11 @@ def watch_optimizer_steps() -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
+            # Both hooks must see one frame, which the compiler would break up.
+            not_compiled(Optimizer.profile_hook_step(lambda self: None))  # they share their code
 
 
+@letting_go
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     step = sys._getframe(1)
@@ -91,6 +101,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     group = mirror.group
     group.check_usable()
     replica: Any = current.replica
+    mirror.holds[threading.get_ident()] = let_go()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if replica is None or replica.group is not group:
         mirror.step_everywhere(step, args, kwargs, closure)
@@ -107,16 +118,20 @@ def _mirror_of(optimizer: Optimizer, group: ReplicaGroup) -> OptimizerMirror:
     with _watching:  # replicas that run at once come here at once
         mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
         if mirror is None or mirror.group is not group:
-            # On the optimizer, so that the two go together; its copies and pickles leave it out.
+            # There it goes with the optimizer; its copies and pickles leave it out.
             mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
         mirror.parameters = Parameters(optimizer.param_groups)
         return mirror
 
 
+@letting_go
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and mirror.step is sys._getframe(1):
-        mirror.end_step()
+        try:
+            mirror.end_step()
+        finally:
+            take_hold(mirror.holds.pop(threading.get_ident(), None))
 
 
 class OptimizerMirror:
@@ -135,6 +150,8 @@ class OptimizerMirror:
         self._draws = False  # whether a step has been seen to draw random numbers
         self._random: Tensor | None = None  # the random state when a replica's step began
         self._alone = threading.Lock()  # held while lent
+        # By thread, what the compiler had on it; a step that raises leaves that to its caller.
+        self.holds: dict[int, Hold] = {}
         self.step: FrameType | None = None  # torch's call that the step in progress is
         group.optimizers.add(self)
 
@@ -145,7 +162,7 @@ class OptimizerMirror:
         optimizer = self._optimizer()
         assert optimizer is not None
         if not self.parameters.are_mirrored:
-            self._refuse_what_is_not_mirrored()
+            self._refuse_what_is_not_mirrored(optimizer)
         steps_once = self._steps_once(optimizer) and not has_closure
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
@@ -179,7 +196,7 @@ class OptimizerMirror:
         self._lend(0, sys._getframe())
         try:
             with using(self.group.devices[0]):
-                _raw_step(optimizer)(optimizer)
+                raw_step(optimizer)(optimizer)
         finally:
             self.give_back()
             self._follow()
@@ -197,9 +214,7 @@ class OptimizerMirror:
             variable.version = variable.copies[0]._version
         self.states.follow_first()
 
-    def _refuse_what_is_not_mirrored(self) -> None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
+    def _refuse_what_is_not_mirrored(self, optimizer: Optimizer) -> None:
         for i, options in enumerate(optimizer.param_groups):
             for parameter in options["params"]:
                 if not isinstance(parameter, MirroredParameter) and parameter.requires_grad:
@@ -223,7 +238,7 @@ class OptimizerMirror:
             self._step_first(args[0])
             self._lend_nothing(step)
             return
-        function = _raw_step(args[0])
+        function = raw_step(args[0])
         for replica_id in range(1, self.group.num_replicas):
             self._lend(replica_id, step)
             try:
@@ -383,10 +398,3 @@ class _Once:
                 "forward spans all replicas"
             )
         return self._losses.pop()
-
-
-def _raw_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns the class's step without torch's hooks around it."""
-    function = type(optimizer).step
-    raw: Callable[..., Any] = getattr(function, "__wrapped__", function)
-    return raw

@@ -1,8 +1,8 @@
-"""What an optimizer's parameter groups hold, and what of it is one replica's."""
+"""What an optimizer's parameter groups hold, what of it is one replica's, and its bare step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -81,3 +81,10 @@ def of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
         for p in parameters
         if replica_id == 0 or isinstance(p, MirroredParameter)
     ]
+
+
+def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Returns the class's step without torch's hooks around it."""
+    function = type(optimizer).step
+    raw: Callable[..., Any] = getattr(function, "__wrapped__", function)
+    return raw

@@ -21,17 +21,18 @@ from mirror.values import map_structure
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
 
-FindHere = Callable[[Any], "tuple[dict[Any, Any], Any] | None"]
+# A replica's state, the key in it, and the key in the shared state if that is to see new entries.
+FindHere = Callable[[Any], "tuple[dict[Any, Any], Any, Any] | None"]
 
 
 class SharedState(defaultdict[Any, Any]):
     """``optimizer.state`` between steps.
 
-    Inside ``run`` it reads as the current replica's state, without adding entries; outside it is
-    the first replica's, and notes when it is looked into, which may be a change.
+    Inside ``run`` one entry is the current replica's; outside it is the first replica's, and notes
+    when it is looked into, which may be a change.
 
     Args:
-        find_here: returns a replica's state and its key for a parameter; ``None`` outside run.
+        find_here: says where a replica finds an entry; ``None`` outside run.
     """
 
     def __init__(self, find_here: FindHere, entries: dict[Any, Any]) -> None:
@@ -47,16 +48,35 @@ class SharedState(defaultdict[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         here = self._find_here(key)
-        if here is not None:
-            state, mine = here
-            return state.get(mine, {})
-        self.seen = True
-        return super().__getitem__(key)
+        if here is None:
+            self.seen = True
+            return super().__getitem__(key)
+        state, mine, _ = here
+        if mine not in state:
+            self[key] = {}
+        return state[mine]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        here = self._find_here(key)
+        if here is None:
+            self.seen = True
+            super().__setitem__(key, value)
+            return
+        state, mine, published = here
+        state[mine] = value
+        if published is not None:
+            self.put(published, value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        here = self._find_here(key)
+        if (key not in self) if here is None else (here[1] not in here[0]):
+            self[key] = default
+        return self[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
         here = self._find_here(key)
         if here is not None:
-            state, mine = here
+            state, mine, _ = here
             return state.get(mine, default)
         self.seen = True
         return super().get(key, default)
@@ -79,7 +99,7 @@ def _noting(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in "items values pop popitem setdefault update clear __setitem__ __delitem__".split():
+for _name in "items values pop popitem update clear __delitem__".split():
     setattr(SharedState, _name, _noting(_name))
 
 
@@ -163,21 +183,25 @@ class ReplicaStates:
         # Weak: the optimizer holds its state for longer than we should hold it.
         states = weakref.ref(self)
 
-        def find_here(key: Any) -> tuple[dict[Any, Any], Any] | None:
+        def find_here(key: Any) -> tuple[dict[Any, Any], Any, Any] | None:
             alive = states()
             return None if alive is None else alive._here(key)
 
         return find_here
 
-    def _here(self, key: Any) -> tuple[dict[Any, Any], Any] | None:
-        """Returns, to code inside ``run``, its replica's state and that state's key."""
+    def _here(self, key: Any) -> tuple[dict[Any, Any], Any, Any] | None:
+        """Returns where code inside ``run`` finds a state entry. See ``FindHere``."""
         replica: Any = current.replica
         if replica is None or replica.group is not self.group:
             return None
         variable = variable_of(key)
-        mine = key if variable is None else variable.targets[replica.replica_id]
+        if variable is None:
+            mine, owner = key, key
+        else:
+            mine, owner = variable.targets[replica.replica_id], variable.owner()
         self.catch_up()  # the first one's, too, may be about to change
-        return self._by_replica[replica.replica_id], mine
+        state = self._by_replica[replica.replica_id]
+        return state, mine, owner if replica.replica_id == 0 else None
 
     def _copy(self, source: int, others: Iterable[int]) -> None:
         for r in others:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirror.errors import StrategyError
 from mirror.replica.parameters import MirroredParameter
 from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, resolve, special
-from mirror.replica.variables import refuse_post_accumulate_hook
+from mirror.replica.variables import mirror_parameter, refuse_post_accumulate_hook
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 @special(GRAD.__get__)
@@ -35,9 +38,23 @@ def _delete_grad(self: Any) -> None:
 @special(Tensor.detach)
 def _detach(self: Any) -> Tensor:
     if isinstance(self, MirroredParameter):
+        if sys._getframe(2).f_code is _NEW_PARAMETER and self._mirrored.here() is None:
+            return _another(self)
         self._hand_out(None)  # its numpy array may be written without a new version
     detached: Tensor = self._resolve(Tensor.detach).detach()
     return detached
+
+
+def _another(parameter: MirroredParameter) -> Tensor:
+    """Returns a new mirrored parameter, for ``nn.Parameter(parameter)``.
+
+    That, of which weight_norm makes use, wants a tensor of the very same class. The new one has
+    memory of its own, on all replicas.
+    """
+    variable = parameter._mirrored
+    another = nn.Parameter(variable.targets[0].detach().clone())
+    mirror_parameter(another, variable.group, variable.name)
+    return another
 
 
 @special(REQUIRES_GRAD.__set__)

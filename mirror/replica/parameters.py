@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor, resolve
+from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor
 
 if TYPE_CHECKING:
     from mirror.replica.variables import Variable
@@ -80,7 +80,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
 
     def _resolve(self, func: object = None) -> Tensor:
         variable = self._mirrored
-        return variable.copies[variable.here() or 0]
+        here = variable.here()
+        return variable.first() if here is None else variable.copies[here]
 
     def _hand_out(self, handle: Tensor | None) -> None:
         if self._mirrored.here() is None:
@@ -89,11 +90,14 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient of the current replica; waits for the reduction."""
-        variable = self._mirrored
-        replica = current.replica
+        variable, replica = self._mirrored, current.replica
         if replica is None or replica.group is not variable.group:
             return variable.first_grad()
-        return variable.grad_in(replica.replica_id)
+        here, gradients = replica.replica_id, variable.group.gradients
+        # What grad_in does where nothing is to be waited for, as in every zero_grad.
+        if gradients.pending[here] or gradients.deferring or gradients.deferred:
+            return variable.grad_in(here)
+        return variable.targets[here].grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -103,16 +107,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
     def grad(self) -> None:
         self._mirrored.set_grad(None)
 
-    @property
-    def data(self) -> Tensor:
-        """The current copy's data; in the cross-replica context it counts as a change."""
-        data = self._resolve().data
-        self._hand_out(data)
-        return data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self._mirrored.set_data(resolve(value))
+    def _set_data(self, data: Tensor) -> None:
+        self._mirrored.set_data(data)
 
     @property
     def requires_grad(self) -> bool:

@@ -1,4 +1,4 @@
-"""When backward passes and optimizer steps begin and end, for the timeline.
+"""When backward passes and optimizer steps begin and end: for gradients and the timeline.
 
 Torch has hooks for optimizer steps, and for gradients, but none for the start of a backward pass:
 the function through which ``backward`` and ``torch.autograd.grad`` start the engine is wrapped,
@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import (
@@ -22,11 +23,13 @@ from torch.optim.optimizer import (
 )
 
 from mirror.context import current
+from mirror.replica.compiler import opaque
 from mirror.timeline import BACKWARD, CROSS, OPTIMIZER, Timeline, latest
 
 _START = "_engine_run_backward"
 _lock = threading.Lock()
 _hooks: list[Any] = []
+_gradients: WeakSet[Any] = WeakSet()  # what wants to know of backward passes
 
 
 def watch_passes(install_others: Callable[[], None]) -> None:
@@ -47,19 +50,38 @@ def watch_passes(install_others: Callable[[], None]) -> None:
                 setattr(torch.autograd, _START, _noting(run))
 
 
+def watch_gradients(gradients: Any) -> bool:
+    """Has ``gradients.find`` called after backward passes; whether that is possible."""
+    _gradients.add(gradients)
+    return hasattr(torch.autograd, _START)
+
+
 def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
+    @opaque
     @functools.wraps(run)
     def noted(*args: Any, **kwargs: Any) -> Any:
         timeline, lane = _here()
-        if timeline is None:
-            return run(*args, **kwargs)
-        timeline.begin(lane, BACKWARD)
+        if timeline is not None:
+            timeline.begin(lane, BACKWARD)
+        if lane != CROSS:
+            current.replica.run.lockstep.start_next()  # type: ignore[union-attr]
         try:
             return run(*args, **kwargs)
         finally:
-            timeline.end(lane, BACKWARD)
+            if kwargs.get("accumulate_grad", True):
+                _find_gradients()
+            if timeline is not None:
+                timeline.end(lane, BACKWARD)
 
     return noted
+
+
+@opaque
+def _find_gradients() -> None:
+    replica: Any = current.replica
+    for gradients in tuple(_gradients):
+        is_own = replica is not None and gradients is replica.group.gradients
+        gradients.find(replica.replica_id if is_own else None)
 
 
 def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -68,6 +90,7 @@ def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
 
 
+@opaque
 def _step_ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     timeline, lane = _here()
     if timeline is not None:

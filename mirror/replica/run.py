@@ -11,7 +11,9 @@ import torch
 
 from mirror.context import current, enter, leave
 from mirror.errors import StrategyError
+from mirror.replica.attributes import OwnValues
 from mirror.replica.collectives import all_gather, all_reduce
+from mirror.replica.compiler import opaque
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
@@ -28,6 +30,7 @@ class Run:
 
     __slots__ = (
         "active",
+        "attributes",
         "contexts",
         "depth",
         "group",
@@ -50,6 +53,7 @@ class Run:
         self.lockstep = lockstep
         self.active = active
         self.results: dict[int, Any] = {}
+        self.attributes: list[OwnValues] = []  # that its replicas have set or read
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
         self.outer = outer
@@ -108,16 +112,23 @@ class Run:
 
         point.action = act
         context.release()
+        watch = self.group.stopwatches[replica_id] if self.group.stopwatches else None
         timeline = self.group.timeline
         timeline.begin(replica_id, WAITING, point.operation)
+        if watch is not None:
+            watch.stop()
         try:
             return self.lockstep.merge(replica_id, point)
         finally:
             timeline.end(replica_id, WAITING)
+            if watch is not None:
+                watch.start()
 
     def finish(self) -> None:
-        """Reduces, or defers, the gradients that nobody has looked at."""
+        """Reduces, or defers, the gradients that nobody has looked at; joins attributes."""
         if self.group.num_replicas > 1:
+            while self.attributes:
+                self.attributes.pop().join(self)
             self.group.gradients.finish(self.shares())
             order.lift_this_thread()
 
@@ -166,6 +177,7 @@ class ReplicaContext:
         return self._weight
 
     @weight.setter
+    @opaque
     def weight(self, value: float) -> None:
         value = float(value)
         if not math.isfinite(value) or value < 0:
@@ -182,6 +194,7 @@ class ReplicaContext:
         self._weight = value
         self.run.is_weighted = True
 
+    @opaque
     def all_reduce(self, op: Any, value: Any) -> Any:
         """Reduces a structure of tensors over the replicas that take part, in one collective.
 
@@ -204,6 +217,7 @@ class ReplicaContext:
         """
         return all_reduce(self, op, value)
 
+    @opaque
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates each tensor of a structure over the replicas, in replica order.
 
@@ -216,6 +230,7 @@ class ReplicaContext:
         """
         return all_gather(self, value, axis)
 
+    @opaque
     def merge_call(
         self,
         fn: Callable[..., Any],
@@ -251,6 +266,17 @@ class ReplicaContext:
         return self.run.merge(
             self.replica_id, MergePoint("merge_call", name, payload, action, detail=name)
         )
+
+    def measured(self, fn: Callable[[int], Any]) -> Any:
+        """Calls the replica's function; counts the time, if somebody measures."""
+        if not self.group.stopwatches:
+            return fn(self.replica_id)
+        watch = self.group.stopwatches[self.replica_id]
+        watch.start()
+        try:
+            return fn(self.replica_id)
+        finally:
+            watch.stop()
 
     def release(self) -> None:
         """Gives back the optimizers of a step that raised."""

@@ -50,6 +50,21 @@ class MirroredTensor(Tensor):
         """Notes that raw storage left through ``handle``: a possible change."""
         raise NotImplementedError
 
+    def _set_data(self, data: Tensor) -> None:
+        """``tensor.data = data``."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Tensor:
+        """The current copy's data; in the cross-replica context it counts as a change."""
+        data = self._resolve().data
+        self._hand_out(data)
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._set_data(resolve(value))
+
     @classmethod
     def __torch_function__(
         cls,
@@ -63,6 +78,8 @@ class MirroredTensor(Tensor):
             return special(*args, **(kwargs or {}))
         if func in _RAW_STORAGE and isinstance(args[0], MirroredTensor):
             args[0]._hand_out(None)
+        if torch._C._get_tracing_state() is not None:  # the one of its like that compiles
+            return _traced(func, args, kwargs or {})
         resolved = [resolve(arg, func) for arg in args]
         named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}
         result = func(*resolved, **named)
@@ -72,6 +89,16 @@ class MirroredTensor(Tensor):
                 if copy is result:
                     return original
         return result
+
+
+def _traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls ``func`` on the mirrored tensors themselves, which torch.jit.trace knows by identity.
+
+    They share the storage of what they stand for, but do not require gradients.
+    """
+    resolve([*args, *kwargs.values()], func)  # brings buffers up to date
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def resolve(value: Any, func: object = None) -> Any:

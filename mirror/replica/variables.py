@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from mirror.context import current
 from mirror.errors import StrategyError
 from mirror.replica.arrivals import local_grad, set_local_grad
+from mirror.replica.compiler import opaque
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 
@@ -94,6 +95,14 @@ class Variable:
         replica = current.replica
         return replica.replica_id if replica is not None and replica.group is self.group else None
 
+    @opaque
+    def first(self) -> ReplicaParameter:
+        """Returns what stands for the parameter in the cross-replica context.
+
+        A compiler that follows a call of a mirrored module ends here, and the call is split.
+        """
+        return self.copies[0]
+
     # Gradients
 
     def receive(self, grad: Tensor) -> None:
@@ -141,12 +150,14 @@ class Variable:
 
     def set_grad(self, value: Tensor | None) -> None:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
-        here = self.here()
-        gradients = self.group.gradients
-        if here is not None and not gradients.awaited(here):  # zero_grad comes here often
-            set_local_grad(self.copies[here], None)
-            self.targets[here].grad = value
-            return
+        replica, gradients = current.replica, self.group.gradients
+        here = None
+        if replica is not None and replica.group is self.group:
+            here = replica.replica_id
+            if not (gradients.pending[here] or gradients.deferred):  # in every zero_grad
+                set_local_grad(self.copies[here], None)
+                self.targets[here].grad = value
+                return
         replicas = range(len(self.copies)) if here is None else (here,)
         for r in replicas:
             set_local_grad(self.copies[r], None)

@@ -12,26 +12,29 @@ import torch
 from torch import nn
 
 from mirror.comm.base import Communicator
-from mirror.comm.choose import choose, create, known
 from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
+from mirror.data.options import InputContext, InputOptions
 from mirror.devices import is_simulated, resolve
-from mirror.errors import BackendError, StrategyError, StructureError
+from mirror.errors import StrategyError
 from mirror.replica.comparison import compare_replicas
+from mirror.replica.compiler import limits_for, opaque
 from mirror.replica.group import ReplicaGroup
 from mirror.replica.lockstep import Lockstep
+from mirror.replica.measure import measure
 from mirror.replica.module import recording
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
+from mirror.strategy.arguments import taking_part
+from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
-from mirror.strategy.options import CommunicationOptions
+from mirror.strategy.options import CommunicationOptions, check_choice
 from mirror.strategy.report import Report, report_of
+from mirror.strategy.value_context import ValueContext
 from mirror.values import (
     PerReplica,
-    leaves_of,
     local_results,
     map_structure,
-    present_in,
     regroup,
     select,
 )
@@ -86,11 +89,11 @@ class MirroredStrategy:
         gradient_reduction: str = "mean",
         schedule: str = "auto",
     ) -> None:
-        _check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
-        _check_choice("schedule", schedule, _SCHEDULES)
+        check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
+        check_choice("schedule", schedule, _SCHEDULES)
         options = communication_options or CommunicationOptions()
         self._devices = resolve(devices)
-        communicator = _communicator(backend, self._devices, options)
+        communicator = make_communicator(backend, self._devices, options)
         self._backend = communicator.name
         simulated = is_simulated(self._devices)
         if schedule == "auto":
@@ -105,8 +108,10 @@ class MirroredStrategy:
             schedule=schedule,
             weighted=gradient_reduction == "mean",
             bytes_per_pack=options.bytes_per_pack,
+            wire_dtype=options.wire_dtype,
             timeout_seconds=options.timeout_seconds,
         )
+        self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         weakref.finalize(self, _end_threads, self._group.locksteps)
 
     # What it is
@@ -169,6 +174,7 @@ class MirroredStrategy:
 
     # Running
 
+    @opaque
     def run(
         self,
         fn: Callable[..., Any],
@@ -195,33 +201,18 @@ class MirroredStrategy:
         if not isinstance(args, (tuple, list)):
             raise TypeError(f"args must be a tuple or a list, got a {type(args).__name__}")
         args, kwargs = tuple(args), dict(kwargs or {})
-        active, weights = self._taking_part(args, kwargs)
+        active, weights = taking_part(self.num_replicas_in_sync, args, kwargs)
 
         def call(replica_id: int) -> Any:
             return fn(*select(args, replica_id), **select(kwargs, replica_id))
 
-        run = self._group.run(call, active, weights=weights)
+        with limits_for(self.num_replicas_in_sync):
+            run = self._group.run(call, active, weights=weights)
         return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
 
     def lone_context(self) -> ReplicaContext:
         """Returns the context of the only replica, outside ``run``; for the default strategy."""
         return self._group.lone_context()
-
-    def _taking_part(self, *trees: Any) -> tuple[Sequence[int], Sequence[float] | None]:
-        """Returns the replicas that have a part of every PerReplica, and their weights."""
-        values = [leaf for leaf in leaves_of(trees) if isinstance(leaf, PerReplica)]
-        for value in values:
-            if len(value.values) != self.num_replicas_in_sync:
-                raise StructureError(
-                    f"a PerReplica of this strategy has {self.num_replicas_in_sync} parts, one "
-                    f"per replica; got one with {len(value.values)}"
-                )
-        active = present_in(values)
-        if active is None:
-            return range(self.num_replicas_in_sync), None
-        if not active:
-            raise StructureError("no replica has a part of every PerReplica argument of run")
-        return active, next((v.weights for v in values if v.weights is not None), None)
 
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
         """Combines the parts of PerReplica values; keeps structures.
@@ -262,18 +253,57 @@ class MirroredStrategy:
 
     # Distributing
 
-    def distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
+    def distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Distributes a DataLoader, or any iterable, of global batches.
 
         Iterating yields the same structures with PerReplica leaves on the replicas' devices. A
-        batch is split into contiguous parts whose sizes differ by at most one, larger first.
+        batch is split into contiguous parts whose sizes differ by at most one, larger first, or
+        follow ``options.weights``. A background thread reads, splits and copies batches ahead; a
+        dataset that follows the training state (a model's own samples) needs ``prefetch=0``. What
+        draws random numbers in this process is read when asked for, so that a seed gives one
+        result: [Note: Draws of a loader] in ``mirror/data/streams.py``.
 
         Raises:
             TypeError: the dataset cannot be iterated.
+            ValueError: the options have not one weight per replica.
             BatchError: while iterating, for batched leaves of different length.
         """
+        return self._distribute(dataset, options, joins=False)
+
+    def distribute_dataset_from_function(
+        self, fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distributes the per-replica batches of ``fn(InputContext)``, which is called once.
+
+        Each step gives N consecutive batches to the N replicas, in order; at the end, replicas
+        for which there is none sit out, or ``options.drop_remainder`` drops the step.
+
+        Raises:
+            TypeError: what ``fn`` returns cannot be iterated.
+            ValueError: the options have weights, which split global batches.
+            BatchError: while iterating, for batches of one step that differ in structure.
+        """
         self._group.check_usable()
-        return DistributedDataset(dataset, self._devices)
+        return self._distribute(fn(InputContext(1, 0, len(self._devices))), options, joins=True)
+
+    def _distribute(
+        self, dataset: Iterable[Any], options: InputOptions | None, *, joins: bool
+    ) -> DistributedDataset:
+        group = self._group
+        group.check_usable()
+        distributed = DistributedDataset(
+            dataset,
+            self._devices,
+            options,
+            joins=joins,
+            measure=lambda: measure(group),
+            check_usable=group.check_usable,
+            timeline=group.timeline,
+        )
+        self._datasets.add(distributed)
+        return distributed
 
     def distribute_values_from_function(self, fn: Callable[[Any], T]) -> Any:
         """Returns ``fn(context)`` of every replica as PerReplica, keeping structures.
@@ -321,20 +351,15 @@ class MirroredStrategy:
         return compare_replicas(self._group)
 
     def report(self) -> Report:
-        """Returns where the time of the last steps went, up to 1000 of them; printed, a table.
-
-        It is always measured, which costs some microseconds a step and replica.
-        """
-        replicas = self.num_replicas_in_sync
-        return report_of(self._group.timeline, replicas, takes_turns=self._takes_turns)
+        """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""
+        return report_of(self._group.timeline, takes_turns=self._takes_turns)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Writes what happens inside to ``path``, for chrome://tracing or ui.perfetto.dev.
 
-        One step is enough: the forward and backward passes of every replica, where it waits for
-        others, reductions, optimizer steps. ``otherData.hidden_share_of_communication`` is the
-        share of the reductions' time that backward passes hid. Times are the host's.
+        Forward and backward passes of every replica, where it waits, reductions, optimizer steps;
+        ``otherData.hidden_share_of_communication``: how much of the reductions was hidden.
 
         Raises:
             StrategyError: called inside ``run``, or while another trace is taken.
@@ -352,6 +377,8 @@ class MirroredStrategy:
     def close(self) -> None:
         """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""
         self._group.close()
+        for dataset in list(self._datasets):
+            dataset.close()
 
     def __enter__(self) -> MirroredStrategy:
         return self
@@ -366,50 +393,6 @@ class MirroredStrategy:
                 f"strategy.{what} was called inside run; use the replica context there: "
                 "mirror.get_replica_context().all_reduce, all_gather or merge_call"
             )
-
-
-class ValueContext:
-    """What ``distribute_values_from_function`` tells its function.
-
-    Attributes:
-        replica_id_in_sync_group: the replica that the value is for.
-        num_replicas_in_sync: the number of replicas.
-    """
-
-    def __init__(self, replica_id_in_sync_group: int, num_replicas_in_sync: int) -> None:
-        self.replica_id_in_sync_group = replica_id_in_sync_group
-        self.num_replicas_in_sync = num_replicas_in_sync
-
-
-def _communicator(
-    backend: object, devices: tuple[torch.device, ...], options: CommunicationOptions
-) -> Communicator:
-    if options.wire_dtype is not None:
-        raise BackendError("no backend of this version can send gradients in another dtype")
-    if isinstance(backend, Communicator):
-        if tuple(backend.devices) != devices:
-            raise BackendError(
-                f"the communicator serves {[str(d) for d in backend.devices]}, the strategy has "
-                f"{[str(d) for d in devices]}; make it over the same devices, in the same order"
-            )
-        return backend
-    if not isinstance(backend, str):
-        raise BackendError(f"backend must be a name or a Communicator, got {backend!r}")
-    name = choose(devices) if backend == "auto" else backend
-    kind = known(name)
-    if options.deterministic and kind is not None and not kind.deterministic:
-        raise BackendError(
-            f"deterministic=True needs a backend that sums in replica order, and {name!r} sums in "
-            "an order of its own; pass 'direct', 'host' or 'naive'"
-        )
-    if kind is not None and kind.waits and options.timeout_seconds is not None:
-        return create(name, devices, timeout_seconds=options.timeout_seconds)
-    return create(name, devices)
-
-
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _end_threads(locksteps: list[Lockstep]) -> None:

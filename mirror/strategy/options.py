@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+_WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class CommunicationOptions:
@@ -16,11 +18,13 @@ class CommunicationOptions:
             backend wants packs; 0 reduces tensor by tensor.
         timeout_seconds: how long no replica may move before ``CollectiveTimeoutError``;
             ``None`` waits for ever.
-        wire_dtype: floating dtype in which gradients travel; ``None`` for their own.
+        wire_dtype: what float32 and float64 gradients travel as, ``torch.bfloat16`` for instance:
+            half the bytes, rounded once before and once after the sum, which is accumulated in
+            float32. Every replica still gets the same bits. ``None``: as they are.
         deterministic: only a backend whose sums do not depend on packing or algorithm.
 
     Raises:
-        ValueError: a negative pack or timeout, or a dtype that is not a floating one.
+        ValueError: a negative pack or timeout, or a dtype that no backend takes.
     """
 
     bytes_per_pack: int = 25 * 2**20
@@ -33,6 +37,14 @@ class CommunicationOptions:
             raise ValueError(f"bytes_per_pack must be >= 0, got {self.bytes_per_pack}")
         if self.timeout_seconds is not None and not self.timeout_seconds >= 0:
             raise ValueError(f"timeout_seconds must be >= 0 or None, got {self.timeout_seconds}")
-        wire = self.wire_dtype
-        if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point):
-            raise ValueError(f"wire_dtype must be a floating torch.dtype or None, got {wire!r}")
+        if self.wire_dtype not in (None, *_WIRE_DTYPES):
+            names = ", ".join(map(str, _WIRE_DTYPES))
+            raise ValueError(
+                f"wire_dtype must be one of {names}, or None; got {self.wire_dtype!r}"
+            )
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    """Raises ValueError for an argument that is not one of the known names."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

@@ -110,13 +110,14 @@ class Report:
         return "\n".join([*lines, f"host time per replica: {host} ms", self.advice])
 
 
-def report_of(timeline: Timeline, num_replicas: int, *, takes_turns: bool) -> Report:
+def report_of(timeline: Timeline, *, takes_turns: bool) -> Report:
     """Returns the report of a strategy's timeline.
 
     Args:
         takes_turns: whether one replica moves at a time, so that their times add up; replicas that
             run at once count with their mean.
     """
+    num_replicas = timeline.num_replicas
     share = 1.0 if takes_turns else 1.0 / num_replicas
     rows = [_row(step, lanes, num_replicas, share) for step, lanes in timeline.steps]
     if not rows:

@@ -1,4 +1,4 @@
-"""mirror/comm/choose.py: names, reasons, and what "auto" means."""
+"""mirror/comm/choose.py: names and reasons."""
 
 import pytest
 import torch
@@ -21,25 +21,26 @@ def test_the_cpu_is_served_by_all_that_simulate():
     assert comm.available(["cpu", "cpu"]) == CPU
 
 
-def test_auto_means_host_on_the_cpu_and_naive_on_gpus_without_cupy(monkeypatch):
-    assert choose.choose(["cpu"]) == "host"
+def test_gpus_without_libraries_are_served_by_copies(monkeypatch):
     monkeypatch.setattr("mirror.devices.num_cuda_devices", lambda: 2)
     monkeypatch.setattr("mirror.comm.cuda_kernels.find_spec", lambda name: None)
-    assert choose.choose(["cuda:0", "cuda:1"]) == "naive"
+    monkeypatch.setattr("mirror.comm.libnccl.missing_reason", lambda: "there is no libnccl")
     assert comm.available(["cuda:0"] * 2) == ("naive",)
     with pytest.raises(BackendError, match="'ring' cannot serve cuda:0: it needs CuPy"):
         comm.create("ring", ["cuda:0"])
+    with pytest.raises(BackendError, match="'nccl' cannot serve cuda:0: there is no libnccl"):
+        comm.create("nccl", ["cuda:0"])
 
 
-def test_gpus_that_passed_the_trial_of_the_kernels_can_be_served_by_them(monkeypatch):
-    """ "auto" does not choose them before they have run on a GPU."""
+def test_gpus_are_served_by_what_passes_its_self_test_on_them(monkeypatch):
     monkeypatch.setattr("mirror.devices.num_cuda_devices", lambda: 2)
     monkeypatch.setattr("mirror.comm.cuda_kernels.missing_reason", lambda pairs: None)
-    monkeypatch.setattr("mirror.comm.kernels._trial", lambda cls, devices: None)
-    assert "direct" in comm.available(["cuda:0", "cuda:1"])
-    assert choose.choose(["cuda:0", "cuda:1"]) == "naive"
-    monkeypatch.setattr("mirror.comm.kernels._trial", lambda cls, devices: "its trial failed")
-    assert comm.available(["cuda:0", "cuda:1"]) == ("naive",)
+    monkeypatch.setattr("mirror.comm.libnccl.missing_reason", lambda: None)
+    failures = {"direct": None, "ring": "a bit is wrong", "hierarchical": "slow", "nccl": None}
+    monkeypatch.setattr(choose.self_test, "failure", lambda kind, _: failures[kind.name])
+    assert comm.available(["cuda:0", "cuda:1"]) == ("direct", "naive", "nccl")
+    with pytest.raises(BackendError, match="'ring' cannot serve cuda:0, cuda:1: a bit is wrong"):
+        comm.create("ring", ["cuda:0", "cuda:1"])
 
 
 def test_created_communicators_know_name_and_devices():
@@ -56,14 +57,9 @@ def test_an_unknown_name_is_refused_with_the_available_ones():
         comm.create("gloo", ["cpu"])
 
 
-@pytest.mark.parametrize("name", ["nccl"])
-def test_a_planned_backend_is_not_part_of_this_version(name):
-    with pytest.raises(BackendError, match=f"'{name}' .* not part of this version"):
-        comm.create(name, ["cpu"])
-
-
 def test_a_backend_that_cannot_serve_gives_its_reason(monkeypatch):
     monkeypatch.setattr("mirror.devices.num_cuda_devices", lambda: 1)
+    monkeypatch.setattr("mirror.comm.libnccl.missing_reason", lambda: "there is no libnccl")
     with pytest.raises(
         BackendError, match=r"'host' cannot serve cuda:0, cuda:0: it serves CPU .* one of naive"
     ):
@@ -71,7 +67,7 @@ def test_a_backend_that_cannot_serve_gives_its_reason(monkeypatch):
 
 
 def test_a_device_that_does_not_exist_is_a_device_error():
-    for call in (comm.available, choose.choose, lambda devices: comm.create("naive", devices)):
+    for call in (comm.available, lambda devices: comm.create("naive", devices)):
         with pytest.raises(DeviceError, match="'cuda:99'"):
             call(["cuda:99"])
 

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import mirror
 from mirror import comm
-from mirror.comm import choose, host, host_library
+from mirror.comm import host, host_library
 from mirror.comm.base import DTYPES, HALF_DTYPES, OPS
 from mirror.errors import BackendError, ShapeError
 
@@ -253,6 +254,7 @@ def test_without_its_library_it_says_so(monkeypatch, tmp_path, content, reason):
             comm.create("host", ["cpu"])
         with pytest.raises(BackendError, match=reason):
             host.HostCommunicator(["cpu"])
-        assert choose.choose(["cpu"]) == "naive"
+        with mirror.MirroredStrategy(["cpu"]) as strategy:
+            assert strategy.backend == "naive"
     finally:
         host_library.forget()

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from mirror.data import DistributedDataset
+from mirror.data.options import InputOptions
 from mirror.errors import BatchError
 from mirror.values import ABSENT
 
@@ -54,7 +55,7 @@ def test_an_empty_dataset_has_no_batches():
     assert len(DistributedDataset([], TWO)) == 0
 
 
-def test_batches_are_taken_only_when_asked_for():
+def test_without_prefetch_batches_are_taken_only_when_asked_for():
     taken = []
 
     def batches():
@@ -62,7 +63,7 @@ def test_batches_are_taken_only_when_asked_for():
             taken.append(i)
             yield torch.arange(2)
 
-    iterator = iter(DistributedDataset(batches(), TWO))
+    iterator = iter(DistributedDataset(batches(), TWO, InputOptions(prefetch=0)))
     assert taken == []
     next(iterator)
     assert taken == [0]

@@ -230,7 +230,7 @@ def test_parameters_that_one_replica_does_not_use_count_zero_for_it(make):
 
 
 @pytest.mark.parametrize("way", ["inside", "outside"])
-def test_another_order_is_right_at_once_and_learnt_when_it_comes_twice(make, launches, way):
+def test_another_order_is_right_at_once_and_learnt_when_it_stays(make, launches, way):
     strategy = make(2)
     plain, model = pair(strategy)
     learn(strategy, model, plain)
@@ -245,7 +245,9 @@ def test_another_order_is_right_at_once_and_learnt_when_it_comes_twice(make, lau
         assert_same_grads(strategy, model, plain)
         counts.append(len(launches))
         launches.clear()
-    assert counts == [4, 0, 4, 0, 0, 4, 4]
+    # One pass tells that the order is another one (a bucket may be complete all the same), the
+    # hooks of the next learn it.
+    assert counts == [4, 1, 0, 1, 0, 4, 4]
 
 
 def test_models_that_take_turns_keep_the_order_of_the_first(make, launches):

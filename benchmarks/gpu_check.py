@@ -1,0 +1,283 @@
+"""What has to be seen on a machine with a GPU: every backend there, with streams that are late.
+
+Needs one GPU; uses all there are. With --device cpu everything but NCCL runs on simulated devices:
+to check this program, not the GPU.
+
+    python benchmarks/gpu_check.py --json found.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from timing import seconds_of
+
+import mirror
+from mirror import comm
+from mirror.comm import choose, self_test
+from mirror.comm.doctor import diagnose
+from mirror.devices import num_cuda_devices, resolve, synchronize
+
+REPLICAS = (1, 2, 4, 8)
+KERNELS = ("direct", "ring", "hierarchical")
+LATE_CYCLES = 200_000_000
+"""Of a kernel that only waits: some 0.1 s."""
+
+
+class Skipped(Exception):
+    """A check cannot be made here; the message is the reason."""
+
+
+@dataclass
+class Outcome:
+    """What came of a check."""
+
+    name: str
+    state: str
+    seconds: float
+    detail: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes all checks and prints what came of them; returns 1 if one failed, else 0."""
+    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
+    parser.add_argument("--device", default="cuda:0", help="the one that replicas share")
+    parser.add_argument(
+        "--elements", type=int, default=16 * 2**20, metavar="N", help="of a large float32 message"
+    )
+    parser.add_argument("--json", metavar="FILE", help="for what was found")
+    arguments = parser.parse_args(argv)
+    if arguments.device != "cpu" and num_cuda_devices() == 0:
+        parser.error("there is no GPU; --device cpu checks this program on simulated devices")
+    (device,) = resolve([arguments.device])
+    diagnosis = diagnose([device])
+    print(diagnosis.to_text(), "\n", flush=True)
+    outcomes = []
+    for name, check in checks(device, arguments.elements):
+        outcomes.append(made(name, check))
+        outcome = outcomes[-1]
+        print(
+            f"{outcome.state:7} {outcome.name:34} {outcome.seconds:7.2f} s  {outcome.detail}",
+            flush=True,
+        )
+    if arguments.json:
+        found = {
+            "doctor": json.loads(diagnosis.to_json()),
+            "checks": [asdict(outcome) for outcome in outcomes],
+        }
+        with open(arguments.json, "w") as file:
+            json.dump(found, file, indent=1)
+    return int(any(outcome.state == "failed" for outcome in outcomes))
+
+
+def made(name: str, check: Callable[[], str]) -> Outcome:
+    """Makes one check, whatever comes of it."""
+    outcome = Outcome(name, "failed", 0.0, "")
+
+    def run() -> None:
+        try:
+            outcome.detail = check()
+            outcome.state = "passed"
+        except Skipped as skipped:
+            outcome.state, outcome.detail = "skipped", str(skipped)
+        except Exception as error:
+            traceback.print_exc()
+            outcome.detail = f"{type(error).__name__}: {error}"
+
+    outcome.seconds = seconds_of(run)
+    return outcome
+
+
+def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields names and checks; a check returns what is worth telling."""
+    one = (device,)
+    yield "nccl, one rank", partial(conforms, "nccl", one, elements)
+    yield "nccl, one rank, late streams", partial(waits_for_streams, "nccl", one)
+    yield "nccl, one rank, time-out", partial(times_out, one)
+    for n in REPLICAS:
+        for name in KERNELS:
+            yield f"{name}, {n} on one device", partial(conforms, name, one * n, elements)
+            yield f"{name}, {n} on one, late streams", partial(waits_for_streams, name, one * n)
+    for n in REPLICAS:
+        yield f"auto and training, {n} on one device", partial(trains, one * n)
+    everything = resolve()
+    if len(everything) > 1:
+        for name in ("nccl", *KERNELS):
+            yield f"{name}, all GPUs", partial(conforms, name, everything, elements)
+            yield f"{name}, all GPUs, late streams", partial(waits_for_streams, name, everything)
+        yield "nccl, all GPUs, time-out", partial(times_out, everything)
+        yield "auto and training, all GPUs", partial(trains, everything)
+
+
+def conforms(name: str, devices: tuple[torch.device, ...], elements: int) -> str:
+    """Every collective and dtype is exact, and a large sum has the bits of copying and adding."""
+    with_backend = created(name, devices)
+    try:
+        count = self_test.examine(with_backend)
+        generator = torch.Generator().manual_seed(1)
+        # Integers, so that every order of summation is exact.
+        values = [
+            torch.randint(-99, 99, (elements,), generator=generator).float() for _ in devices
+        ]
+        tensors = [value.to(device) for value, device in zip(values, devices, strict=True)]
+        total = torch.stack(values).sum(0) if len(values) > 1 else values[0]
+        with_backend.all_reduce(tensors)
+        settle(devices)
+        for i, tensor in enumerate(tensors):
+            if not torch.equal(tensor.cpu(), total):
+                raise AssertionError(f"replica {i} has a wrong sum of {elements} elements")
+        seconds = min(
+            seconds_of(partial(reduce_once, with_backend, tensors, devices)) for _ in range(5)
+        )
+        small = [torch.ones(256, device=device) for device in devices]
+        latency = min(
+            seconds_of(partial(reduce_once, with_backend, small, devices)) for _ in range(50)
+        )
+    finally:
+        with_backend.close()
+    rate = tensors[0].nbytes / seconds / 1e9
+    return (
+        f"{count} collectives; {tensors[0].nbytes} bytes at {rate:.1f} GB/s (algbw), 1 KiB in "
+        f"{latency * 1e6:.0f} us"
+    )
+
+
+def waits_for_streams(name: str, devices: tuple[torch.device, ...]) -> str:
+    """What is reduced is what late kernels write before, and read after, on each stream."""
+    with_backend = created(name, devices)
+    expected = float(sum(range(1, len(devices) + 1)))
+    try:
+        for late in range(len(devices)):
+            tensors = [torch.zeros(100_003, device=device) for device in devices]
+            settle(devices)
+            # One replica's values come late; a collective that does not wait takes the zeros.
+            for i, (device, tensor) in enumerate(zip(devices, tensors, strict=True)):
+                if i == late and device.type == "cuda":
+                    with torch.cuda.device(device):
+                        torch.cuda._sleep(LATE_CYCLES)
+                tensor.fill_(i + 1)
+            with_backend.all_reduce(tensors)
+            doubled = [2 * tensor for tensor in tensors]
+            settle(devices)
+            for i, tensor in enumerate(doubled):
+                if not bool((tensor == 2 * expected).all()):
+                    raise AssertionError(f"replica {late} was late, and {i} read too early")
+        if len(set(devices)) == len(devices) and devices[0].type == "cuda":
+            side_streams(with_backend, devices, expected)
+    finally:
+        with_backend.close()
+    return f"{len(devices)} late replicas in turn"
+
+
+def side_streams(
+    with_backend: comm.Communicator,
+    devices: tuple[torch.device, ...],
+    expected: float,
+) -> None:
+    """The same, on streams that are not the default ones."""
+    tensors = [torch.zeros(100_003, device=device) for device in devices]
+    settle(devices)
+    for device in devices:
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+    try:
+        for i, (device, tensor) in enumerate(zip(devices, tensors, strict=True)):
+            with torch.cuda.device(device):
+                torch.cuda._sleep(LATE_CYCLES)
+                tensor.fill_(i + 1)
+        with_backend.all_reduce(tensors)
+        settle(devices)
+    finally:
+        for device in devices:
+            torch.cuda.set_stream(torch.cuda.default_stream(device))
+        torch.cuda.set_device(devices[0])
+    for i, tensor in enumerate(tensors):
+        if not bool((tensor == expected).all()):
+            raise AssertionError(f"on its own stream replica {i} was reduced too early")
+
+
+def times_out(devices: tuple[torch.device, ...]) -> str:
+    """A device that is late beyond the time-out is an error by name, and another one works."""
+    with_backend = created("nccl", devices, timeout_seconds=0.5)
+    tensors = [torch.ones(1000, device=device) for device in devices]
+    with_backend.all_reduce(tensors)
+    settle(devices)
+    with torch.cuda.device(devices[-1]):
+        torch.cuda._sleep(20 * LATE_CYCLES)
+    with_backend.all_reduce(tensors)
+    settle(devices)  # returns when the late kernel has ended, or NCCL's was aborted
+    try:
+        with_backend.all_reduce(tensors)
+    except mirror.CollectiveTimeoutError as error:
+        told = str(error)
+    else:
+        raise AssertionError("no error though a device was late by more than the time-out")
+    finally:
+        with_backend.close()
+    conforms("nccl", devices, 1000)
+    return told
+
+
+def trains(devices: tuple[torch.device, ...]) -> str:
+    """A strategy with backend="auto" leaves the parameters that one device gets."""
+    torch.manual_seed(3)
+    batches = [(torch.randn(14, 8), torch.randn(14, 3)) for _ in range(5)]
+    plain = train(batches, devices[0])
+    with mirror.MirroredStrategy(devices) as strategy:
+        with strategy.scope():
+            mirrored = train(batches, devices[0])
+        strategy.check_replicas()
+        name = strategy.backend
+    torch.testing.assert_close(mirrored, plain, rtol=1e-4, atol=1e-5)
+    return f"chose {name}"
+
+
+def train(
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+) -> list[torch.Tensor]:
+    torch.manual_seed(4)
+    layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+    model = torch.nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for inputs, targets in batches:
+        loss = torch.nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()  # blocks on the device
+    return [parameter.detach().cpu().clone() for parameter in model.parameters()]
+
+
+def created(name: str, devices: tuple[torch.device, ...], **options: object) -> comm.Communicator:
+    """Makes a communicator.
+
+    Raises:
+        Skipped: the backend does not serve the devices, for a reason other than a failed test.
+    """
+    kind = choose.known(name)
+    reason = None if kind is None else kind.unavailable_reason(devices)
+    if reason is not None:
+        raise Skipped(reason)
+    return comm.create(name, devices, **options)
+
+
+def reduce_once(
+    with_backend: comm.Communicator, tensors: list[torch.Tensor], devices: Sequence[torch.device]
+) -> None:
+    with_backend.all_reduce(tensors)
+    settle(devices)
+
+
+def settle(devices: Sequence[torch.device]) -> None:
+    for device in dict.fromkeys(devices):
+        synchronize(device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

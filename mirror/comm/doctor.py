@@ -1,0 +1,214 @@
+"""The doctor: looks at devices and backends, runs the self-tests, and says what it found."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+
+import torch
+
+from mirror.comm import choose, libnccl, self_test
+from mirror.comm.auto import Choice, Facts, facts_of, pick
+from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
+
+_SIMULATED = ("cpu",) * 4
+_LABEL = 12
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """What is known of one backend.
+
+    Attributes:
+        reason: why it cannot serve the devices, before anything is tried out; ``None`` if it can.
+        failure: how its self-test failed; ``None`` when it passed, or was not run.
+    """
+
+    name: str
+    reason: str | None
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the doctor found.
+
+    Attributes:
+        num_gpus: those visible to torch, whichever the devices are.
+        names: of each device's model.
+        nccl: the libnccl in use; ``None`` if there is none.
+        nccl_reason: why libnccl cannot be used at all.
+        auto: what ``backend="auto"`` means for the devices.
+    """
+
+    num_gpus: int
+    facts: Facts
+    names: tuple[str, ...]
+    nccl: libnccl.NcclLibrary | None
+    nccl_reason: str | None
+    backends: tuple[BackendReport, ...]
+    auto: Choice
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no self-test failed."""
+        return all(backend.failure is None for backend in self.backends)
+
+    def to_json(self) -> str:
+        """Returns everything as one JSON object."""
+        facts = self.facts
+        devices = zip(facts.devices, self.names, strict=True)
+        nccl = self.nccl
+        found = {
+            "mirror": _version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "num_gpus": self.num_gpus,
+            "devices": [{"device": str(device), "name": name} for device, name in devices],
+            "simulated": is_simulated(facts.devices),
+            "islands": facts.islands,
+            "peers": facts.peers,
+            "links": facts.links,
+            "libnccl": {
+                "path": None if nccl is None else nccl.path,
+                "version": None if nccl is None else libnccl.version_name(nccl.version),
+                "reason": self.nccl_reason,
+            },
+            "backends": [
+                {**asdict(backend), "can_serve": not (backend.reason or backend.failure)}
+                for backend in self.backends
+            ],
+            "auto": asdict(self.auto),
+            "healthy": self.healthy,
+        }
+        return json.dumps(found, indent=1)
+
+    def to_text(self) -> str:
+        """Returns everything for a terminal."""
+        paragraphs = [
+            ("versions", self._versions()),
+            ("devices", self._devices()),
+            ("topology", self._topology()),
+            ("libnccl", self._libnccl()),
+            ("backends", self._backends()),
+            ("auto", [f"{self.auto.name}: {self.auto.reason}"]),
+        ]
+        if self.num_gpus == 0:
+            paragraphs.append(("simulate", _how_to_simulate()))
+        text = []
+        for label, lines in paragraphs:
+            for line in chain.from_iterable(map(_wrapped, lines)):
+                text.append(f"{label:{_LABEL}}{line}")
+                label = ""
+        return "\n".join(text)
+
+    def _versions(self) -> Iterator[str]:
+        cuda = torch.version.cuda or "none"
+        yield (
+            f"mirror {_version()}, torch {torch.__version__}, CUDA {cuda}, Python "
+            f"{platform.python_version()}, {sys.platform} {platform.machine()}"
+        )
+
+    def _devices(self) -> Iterator[str]:
+        if self.num_gpus == 0:
+            why = "" if torch.version.cuda else "; this torch was built without CUDA"
+            yield f"no GPU is visible to torch{why}"
+        for i, (device, name) in enumerate(zip(self.facts.devices, self.names, strict=True)):
+            yield f"replica {i}: {device}" + (", simulated" if name == "cpu" else f", {name}")
+
+    def _topology(self) -> Iterator[str]:
+        islands = self.facts.islands
+        shown = " | ".join(" ".join(map(str, island)) for island in islands)
+        yield f"islands of near replicas: {shown}"
+        if is_simulated(self.facts.devices):
+            return
+        yield "peer access: = one GPU, N by NVLink, P by PCIe, - none"
+        n = len(self.facts.devices)
+        yield "   " + "".join(f"{j:3}" for j in range(n))
+        for i in range(n):
+            yield f"{i:3}" + "".join(f"{self._way(i, j):>3}" for j in range(n))
+
+    def _way(self, i: int, j: int) -> str:
+        facts = self.facts
+        if facts.devices[i] == facts.devices[j]:
+            return "="
+        if not facts.peers[i][j]:
+            return "-"
+        return "N" if facts.links[i][j] else "P"
+
+    def _libnccl(self) -> Iterator[str]:
+        if self.nccl is not None:
+            yield f"{libnccl.version_name(self.nccl.version)}, {self.nccl.path}"
+        else:
+            yield f"cannot be used: {self.nccl_reason}"
+
+    def _backends(self) -> Iterator[str]:
+        for backend in self.backends:
+            if backend.reason is not None:
+                state = f"cannot serve: {backend.reason}"
+            elif backend.failure is not None:
+                state = f"FAILED: {backend.failure}"
+            else:
+                state = "can serve; its self-test passed"
+            yield f"{backend.name:14}{state}"
+
+
+def diagnose(devices: Sequence[torch.device | str] | None = None) -> Diagnosis:
+    """Examines devices and all backends on them.
+
+    Args:
+        devices: ``None`` for all GPUs, or four simulated devices where there is none.
+
+    Raises:
+        DeviceError: a device does not exist.
+    """
+    num_gpus = num_cuda_devices()
+    if devices is None and num_gpus == 0:
+        devices = _SIMULATED
+    resolved = resolve(devices)
+    facts = facts_of(resolved)
+    nccl_reason = libnccl.missing_reason()
+    return Diagnosis(
+        num_gpus=num_gpus,
+        facts=facts,
+        names=tuple(map(describe, resolved)),
+        nccl=libnccl.library() if nccl_reason is None else None,
+        nccl_reason=nccl_reason,
+        backends=tuple(_report(name, resolved) for name in choose.names()),
+        auto=pick(facts, lambda name: choose.unavailable_reason(name, resolved)),
+    )
+
+
+def _report(name: str, devices: tuple[torch.device, ...]) -> BackendReport:
+    kind = choose.known(name)
+    if kind is None:
+        raise KeyError(name)
+    reason = kind.unavailable_reason(devices)
+    failure = self_test.failure(kind, devices) if reason is None else None
+    return BackendReport(name, reason, failure)
+
+
+def _wrapped(line: str) -> list[str]:
+    columns = max(shutil.get_terminal_size((100, 24)).columns, 60) - _LABEL
+    return textwrap.wrap(line, columns, subsequent_indent="  ", break_long_words=False)
+
+
+def _how_to_simulate() -> list[str]:
+    return [
+        'mirror.MirroredStrategy(["cpu"] * 4) trains on four simulated devices',
+        "mirror doctor --devices cpu,cpu examines two",
+    ]
+
+
+def _version() -> str:
+    try:
+        return version("mirror-strategy")
+    except PackageNotFoundError:  # used from a folder
+        return "unknown"

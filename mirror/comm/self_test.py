@@ -1,0 +1,138 @@
+"""The self-test: collectives whose results are known exactly, on the very devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mirror.comm.base import DTYPES, OPS, Communicator
+from mirror.devices import is_simulated, synchronize
+from mirror.errors import BackendError
+
+# In one block of a kernel, and in many; in chunks of equal size, if replicas are 2, 4, 8, and not.
+SIZES = (3, 4_096, 262_147)
+# Long enough for a busy GPU, short enough for a person who waits.
+SECONDS = 20.0
+
+Collective = Callable[[list[Tensor]], None]
+
+
+def examine(communicator: Communicator) -> int:
+    """Runs every collective over small integers, and compares with what must come out.
+
+    Integers that small are exact in every dtype, whatever the order of a sum.
+
+    Returns:
+        The number of collectives.
+
+    Raises:
+        BackendError: a replica got something else.
+        Exception: what the backend raised.
+    """
+    n = len(communicator.devices)
+    cases: list[tuple[str, Collective, Callable[[list[Tensor]], list[Tensor]]]] = [
+        (f"all_reduce({op!r})", _all_reduce(communicator, op), _all_reduced(op)) for op in OPS
+    ]
+    cases += [
+        ("reduce_scatter", communicator.reduce_scatter, _reduce_scattered),
+        ("all_gather", communicator.all_gather, _gathered),
+        (
+            f"broadcast(root={n - 1})",
+            lambda tensors: communicator.broadcast(tensors, n - 1),
+            lambda values: [values[-1]] * n,
+        ),
+    ]
+    num_collectives = 0
+    for size in SIZES:
+        values = _values(size, n)
+        for name, collective, expect in cases:
+            expected = expect(values)
+            for dtype in DTYPES if size < SIZES[-1] else (torch.float32,):
+                tensors = [
+                    value.to(device, dtype, copy=True)
+                    for value, device in zip(values, communicator.devices, strict=True)
+                ]
+                collective(tensors)
+                wanted = [part.to(dtype) for part in expected]
+                _compare(communicator, tensors, wanted, f"{name} of {size} {dtype}")
+                num_collectives += 1
+    return num_collectives
+
+
+def failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
+    """Returns how a backend's self-test failed on these devices; ``None`` when it passed.
+
+    It runs once in a process for each backend and devices.
+    """
+    return _failure(kind, tuple(devices))
+
+
+@cache
+def _failure(kind: type[Communicator], devices: tuple[torch.device, ...]) -> str | None:
+    factory: Callable[..., Communicator] = kind
+    try:
+        waits = {"timeout_seconds": SECONDS} if kind.waits else {}
+        communicator = factory(devices, **waits)
+        try:
+            examine(communicator)
+        finally:
+            communicator.close()
+    except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
+        return f"its self-test on these devices failed: {type(error).__name__}: {error}"
+    return None
+
+
+def _values(size: int, n: int) -> list[Tensor]:
+    """Returns ones and twos for each replica; at each place one replica only has a 2.
+
+    So that a product stays exact, in a byte, too.
+    """
+    owners = torch.arange(size, device="cpu") % n  # whatever the default device is
+    return [1 + (owners == i).to(torch.uint8) for i in range(n)]
+
+
+def _all_reduce(communicator: Communicator, op: str) -> Collective:
+    return lambda tensors: communicator.all_reduce(tensors, op)
+
+
+def _all_reduced(op: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    return lambda values: [_reduced(values, op)] * len(values)
+
+
+def _reduced(values: list[Tensor], op: str) -> Tensor:
+    stacked = torch.stack(values)
+    if op in ("sum", "prod"):
+        return (stacked.sum(0) if op == "sum" else stacked.prod(0)).to(torch.uint8)
+    return stacked.amin(0) if op == "min" else stacked.amax(0)
+
+
+def _reduce_scattered(values: list[Tensor]) -> list[Tensor]:
+    return list(_reduced(values, "sum").tensor_split(len(values)))
+
+
+def _gathered(values: list[Tensor]) -> list[Tensor]:
+    n = len(values)
+    return [torch.cat([value.tensor_split(n)[i] for i, value in enumerate(values)])] * n
+
+
+def _compare(
+    communicator: Communicator, tensors: list[Tensor], wanted: list[Tensor], what: str
+) -> None:
+    n = len(tensors)
+    if not is_simulated(communicator.devices):
+        for device in dict.fromkeys(communicator.devices):
+            synchronize(device)
+    for i, (tensor, expected) in enumerate(zip(tensors, wanted, strict=True)):
+        # Of a reduce-scatter only the replica's own chunk is specified.
+        got = (tensor if len(expected) == len(tensor) else tensor.tensor_split(n)[i]).cpu()
+        if not torch.equal(got, expected):
+            # If a replica waited in vain, the next call says so, and that is the better reason.
+            communicator.all_reduce([torch.ones(1, device=d) for d in communicator.devices])
+            at = int((got != expected).nonzero()[0])
+            raise BackendError(
+                f"replica {i} ({communicator.devices[i]}) got {got[at]} instead of "
+                f"{expected[at]} at {at} in {what}"
+            )

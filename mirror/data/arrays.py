@@ -1,0 +1,110 @@
+"""from_arrays: batches of arrays that are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from mirror.data.options import is_int
+from mirror.data.split import batch_size as num_examples_of
+from mirror.data.split import is_batched
+from mirror.values import map_structure
+
+Index = slice | Tensor
+
+
+def from_arrays(
+    arrays: Any, batch_size: int, shuffle: bool = False, seed: int | None = None
+) -> DataLoader[Any]:
+    """Returns a ``DataLoader`` over the examples of arrays that are in memory.
+
+    Whole batches are taken at once, which is as fast as copying them. Batches are fresh memory:
+    what happens to one never reaches the arrays.
+
+    Args:
+        arrays: tensors or numpy arrays that share their first dimension, nested in tuples, lists,
+            dicts, namedtuples or dataclasses; batches have the same structure. Other leaves are
+            in every batch as they are.
+        batch_size: examples per batch; the last batch has what is left.
+        shuffle: whether every pass has an order of its own.
+        seed: of these orders; ``None`` draws them from torch's global generator.
+
+    Raises:
+        BatchError: the arrays differ in length, or there is none.
+        ValueError: a batch size below 1, or a seed that is not an int.
+    """
+    if not is_int(batch_size) or batch_size < 1:
+        raise ValueError(f"batch_size must be an int >= 1, got {batch_size!r}")
+    if seed is not None and not is_int(seed):
+        raise ValueError(f"seed must be an int or None, got {seed!r}")
+    num_examples = num_examples_of(arrays)
+    generator = None if seed is None else torch.Generator().manual_seed(int(seed))
+    indices = _Indices(num_examples, int(batch_size), shuffle, generator)
+    return DataLoader(
+        _Arrays(arrays, num_examples), batch_size=None, sampler=indices, collate_fn=_as_it_is
+    )
+
+
+class _Arrays(Dataset[Any]):
+    """The examples, by a slice or a tensor of indices."""
+
+    def __init__(self, arrays: Any, num_examples: int) -> None:
+        self._arrays = arrays
+        self._num_examples = num_examples
+
+    def __len__(self) -> int:
+        return self._num_examples
+
+    def __getitem__(self, index: Index) -> Any:
+        return map_structure(lambda leaf: _take(leaf, index), self._arrays)
+
+
+class _Indices(Sampler[Index]):
+    """The batches of a pass, as slices or tensors of indices."""
+
+    def __init__(
+        self,
+        num_examples: int,
+        batch_size: int,
+        shuffle: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.generator = generator
+        self._num_examples = num_examples
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+
+    @property
+    def num_whole_batches(self) -> int:
+        """How many batches are as large as they should be."""
+        return self._num_examples // self._batch_size
+
+    def __len__(self) -> int:
+        return -(-self._num_examples // self._batch_size)
+
+    def __iter__(self) -> Iterator[Index]:
+        starts = range(0, self._num_examples, self._batch_size)
+        if not self._shuffle:
+            yield from (slice(start, start + self._batch_size) for start in starts)
+            return
+        order = torch.randperm(self._num_examples, generator=self.generator)
+        yield from (order[start : start + self._batch_size] for start in starts)
+
+
+def _take(leaf: Any, index: Index) -> Any:
+    if not is_batched(leaf):
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf[index].copy() if isinstance(index, slice) else leaf[index.numpy()]
+    if isinstance(index, slice):
+        return leaf[index].clone()
+    return leaf.index_select(0, index.to(leaf.device))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,289 @@
+"""Sources: a user's dataset as passes over its batches, which can begin in the middle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from mirror.data.streams import capture_streams, restore_streams
+
+
+class Pass:
+    """One pass over a dataset's batches.
+
+    Args:
+        batches: what gives them.
+        end: called once, when nobody reads the pass any more.
+    """
+
+    def __init__(self, batches: Iterator[Any], end: Callable[[], None] | None = None) -> None:
+        self._batches: Iterator[Any] | None = batches
+        self._end = end
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        return next(self._batches)
+
+    def end(self) -> None:
+        """Lets go of the batches, and so of a loader's worker processes; idempotent."""
+        self._batches = None
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+class Source:
+    """Any iterable of batches; a pass begins in the middle by reading what was consumed.
+
+    Attributes:
+        kind: names the way to resume in a saved state.
+        is_shared: whether all passes are one, as those of an iterator, which cannot begin again.
+    """
+
+    kind = "iterable"
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self.dataset = dataset
+        self.is_shared = isinstance(dataset, Iterator)
+
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
+        """Begins a pass after its first ``num_consumed`` batches.
+
+        Args:
+            order: of the pass to be replayed, to which the source and the global streams have
+                been set; ``None`` for a new pass.
+
+        Raises:
+            ValueError: there are not as many.
+        """
+        batches = iter(self.dataset)
+        _skip(batches, num_consumed)
+        return Pass(batches)
+
+    def order(self) -> dict[str, Any]:
+        """Returns what decides the order of a pass that would begin now."""
+        return {"streams": capture_streams()}
+
+    def check_order(self, order: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` if the order is not one of this dataset's."""
+
+    def reorder(self, order: Mapping[str, Any]) -> None:
+        """Makes the next pass have this order; the global streams are the caller's business."""
+
+    def num_whole_batches(self) -> int | None:
+        """Returns how many batches are as large as the first one, ``None`` if unknown."""
+        return None
+
+    def own_state(self) -> Any:
+        """Returns the dataset's own state, ``None`` where it has none."""
+        return None
+
+    def load_own_state(self, state: Any) -> None:
+        """Gives a state to the dataset, whose next pass begins there."""
+
+    def rewind(self, state: Any) -> None:
+        """Puts a dataset that was read ahead back to where its consumer left."""
+
+
+class StatefulSource(Source):
+    """An iterable that knows its position: torchdata's ``StatefulDataLoader``, or a stream."""
+
+    kind = "stateful"
+
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
+        """Begins where the dataset's own state says."""
+        return Pass(iter(self.dataset))
+
+    def own_state(self) -> Any:
+        return copy.deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
+
+    def load_own_state(self, state: Any) -> None:
+        self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def rewind(self, state: Any) -> None:
+        # A loader's next pass is a new epoch, wherever the last one was left.
+        if not isinstance(self.dataset, DataLoader):
+            self.load_own_state(state)
+
+
+class LoaderSource(Source):
+    """A ``DataLoader``; of a map-style one only the indices of what was consumed are read.
+
+    Each pass has a copy of the loader, so that passes do not disturb each other: a loader with
+    persistent workers has one set of them, which serves one pass at a time.
+    """
+
+    kind = "loader"
+
+    def __init__(self, dataset: DataLoader[Any]) -> None:
+        super().__init__(dataset)
+        self._loader = dataset
+        self._idle: list[DataLoader[Any]] = []  # with persistent workers
+
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
+        loader = self._idle.pop() if self._idle else _copy_of(self._loader)
+        end = (lambda: self._idle.append(loader)) if _persists(loader) else None
+        indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        if not isinstance(indices, _Indices):
+            batches: Iterator[Any] = iter(loader)
+            _skip(batches, num_consumed)
+            return Pass(batches, end)
+        indices.num_skipped = num_consumed
+        if order is not None and order.get("reuses_workers") and loader._iterator is None:
+            indices.before_first = lambda: self._replay(order)
+        # In the caller's thread: it draws the seeds from the global generator, and starts workers.
+        batches = iter(loader)
+        if loader.num_workers == 0:
+            indices.prime()
+        return Pass(batches, end)
+
+    def _replay(self, order: Mapping[str, Any]) -> None:
+        """Forgets the seed of new workers, where the pass to be replayed had drawn none."""
+        restore_streams(order["streams"])
+        self.reorder(order)
+
+    def order(self) -> dict[str, Any]:
+        samplers, generators = _samplers_of(self._loader)
+        return {
+            **super().order(),
+            "generators": [generator.get_state() for generator in generators],
+            "samplers": [_sampler_state(sampler) for sampler in samplers],
+            "reuses_workers": bool(self._idle),
+        }
+
+    def check_order(self, order: Mapping[str, Any]) -> None:
+        samplers, generators = _samplers_of(self._loader)
+        saved = len(order.get("samplers", ())), len(order.get("generators", ()))
+        if saved != (len(samplers), len(generators)):
+            raise ValueError(
+                "a state goes back into a loader with the samplers and generators it was taken "
+                f"from; it is of {saved[0]} samplers and {saved[1]} generators, this loader has "
+                f"{len(samplers)} and {len(generators)}"
+            )
+
+    def reorder(self, order: Mapping[str, Any]) -> None:
+        samplers, generators = _samplers_of(self._loader)
+        for generator, state in zip(generators, order.get("generators", ()), strict=True):
+            generator.set_state(state)
+        for sampler, state in zip(samplers, order.get("samplers", ()), strict=True):
+            _set_sampler_state(sampler, state)
+
+    def num_whole_batches(self) -> int | None:
+        known: int | None = getattr(self._loader.sampler, "num_whole_batches", None)
+        size = self._loader.batch_size
+        if size is not None and isinstance(self._loader.sampler, Sized):
+            return len(self._loader.sampler) // size
+        return known
+
+
+def source_of(dataset: Iterable[Any]) -> Source:
+    """Returns the source for a dataset.
+
+    Raises:
+        TypeError: it cannot be iterated.
+    """
+    if not isinstance(dataset, Iterable):
+        raise TypeError(
+            "a dataset must be an iterable of batches, a DataLoader for instance; got "
+            f"a {type(dataset).__name__}; wrap a map-style dataset in "
+            "torch.utils.data.DataLoader(dataset, batch_size=...)"
+        )
+    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+        return StatefulSource(dataset)
+    if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
+        return LoaderSource(dataset)
+    return Source(dataset)
+
+
+class _Indices:
+    """Stands for a loader's (batch) sampler: skips, and draws its seed when it is primed."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+        self._iterator: Iterator[Any] = iter(())
+        self._primed: list[Any] = []
+        self.num_skipped = 0
+        self.before_first: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iterator, self._primed = iter(self._sampler), []
+        return self
+
+    def __next__(self) -> Any:
+        if self._primed:
+            return self._primed.pop()
+        before_first, self.before_first = self.before_first, None
+        if before_first is not None:
+            before_first()
+        num_skipped, self.num_skipped = self.num_skipped, 0
+        _skip(self._iterator, num_skipped)
+        return next(self._iterator)
+
+    def prime(self) -> None:
+        """Reads the first index now: a sampler draws from the global generator when it begins."""
+        try:
+            self._primed = [next(self)]
+        except StopIteration:
+            self._iterator = iter(())
+
+
+def _copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
+    clone = copy.copy(loader)
+    clone._iterator = None  # its persistent workers are not ours
+    if not isinstance(loader.dataset, IterableDataset):
+        # Past the setter, which forbids it: only the loader's own iterator asks for indices.
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        clone.__dict__[name] = _Indices(getattr(loader, name))
+    return clone
+
+
+def _persists(loader: DataLoader[Any]) -> bool:
+    return loader.persistent_workers and loader.num_workers > 0
+
+
+def _skip(batches: Iterator[Any], count: int) -> None:
+    ended = object()
+    for k in range(count):
+        if next(batches, ended) is ended:
+            raise ValueError(
+                f"a dataset must have the batches that the loaded state counts as consumed, "
+                f"{count}; this one ended after {k}; resume with the dataset that was saved"
+            )
+
+
+def _samplers_of(loader: DataLoader[Any]) -> tuple[list[Any], list[torch.Generator]]:
+    """Returns the samplers that a loader is made of, inner ones too, and their generators."""
+    samplers: dict[int, Any] = {}
+    generators: dict[int, torch.Generator] = {}
+    holders: list[Any] = [loader]
+    for holder in holders:  # grows
+        for name, value in sorted(getattr(holder, "__dict__", {}).items()):
+            if isinstance(value, torch.Generator):
+                generators.setdefault(id(value), value)
+            elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
+                if id(value) not in samplers:
+                    samplers[id(value)] = value
+                    holders.append(value)
+    return list(samplers.values()), list(generators.values())
+
+
+def _sampler_state(sampler: Any) -> dict[str, Any]:
+    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+        return {"own": copy.deepcopy(sampler.state_dict())}
+    epoch = getattr(sampler, "epoch", None)
+    return {"epoch": epoch} if isinstance(epoch, int) else {}
+
+
+def _set_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
+    if "own" in state:
+        sampler.load_state_dict(state["own"])
+    elif "epoch" in state:
+        sampler.epoch = state["epoch"]

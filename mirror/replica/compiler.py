@@ -1,0 +1,189 @@
+"""torch.compile: what it must not follow, and its hold on a thread, handed on to the replicas.
+
+[Note: Compiled calls]
+While compiled code runs, the compiler has a hold on its thread: the interpreter shows it every
+function that begins, and it follows that function through all it calls. It cannot follow a call
+that is split, because other threads go on with it, nor may it look into the lockstep.
+
+    what is compiled                      what happens
+    the model, by torch.compile(model)    the compiled call is split, outside the compiler; each
+    or model.compile()                    replica makes it on its thread, fullgraph or not
+    a function that calls the model,      the graph breaks at the model; the replicas run it under
+    outside run                           the hold of the thread that split the call
+    a function inside run                 followed, with the replica's copies as parameters; the
+                                          graph breaks at what merges the replicas
+    optimizer.step()                      the graph breaks, and the step runs uncompiled
+
+The compiler guards on the replica's index, so every replica compiles once; its one lock serialises
+them. The names used of torch._C are not public: without them calls of compiled modules raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from mirror.errors import StrategyError
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+try:
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+        set_eval_frame,
+    )
+except ImportError:  # another torch than the ones this was written for
+    _IS_KNOWN = False
+else:
+    _IS_KNOWN = True
+
+Hold = Any  # None, False (run what is compiled already), or what the interpreter calls
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+_WHY = (
+    "mirror's replicas take turns in threads of their own there; what fullgraph=True covers must "
+    "be a mirrored model itself, compiled after it was mirrored, or be called by strategy.run"
+)
+_UNLIMITED = nullcontext()
+
+
+def opaque(function: FunctionT) -> FunctionT:
+    """Marks what the compiler does not follow: its graph breaks there, all below runs as it is."""
+    _mark(function)
+    if _IS_KNOWN:
+        _set_actions(function, _FrameAction.SKIP, _FrameAction.SKIP)
+    return function
+
+
+def letting_go(function: FunctionT) -> FunctionT:
+    """Marks what the compiler does not follow and which calls ``let_go`` itself."""
+    _mark(function)
+    return not_compiled(function)
+
+
+def not_compiled(function: FunctionT) -> FunctionT:
+    """Has no code made of ``function`` itself; what it calls, and who calls it, may have."""
+    if _IS_KNOWN:
+        _set_actions(function, _FrameAction.SKIP, _FrameAction.DEFAULT)
+    return function
+
+
+def let_go() -> Hold:
+    """Takes the compiler's hold off the calling thread and returns it, for ``take_hold``."""
+    return set_eval_frame(None) if _IS_KNOWN else None
+
+
+def take_hold(hold: Hold) -> None:
+    """Puts the compiler's hold on the calling thread."""
+    if _IS_KNOWN:
+        set_eval_frame(hold)
+
+
+def call_held(hold: Hold, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls ``module`` on a replica's thread under the hold of the thread that split the call."""
+    if not hold:
+        return module(*args, **kwargs)
+    # Loaded already: there is a hold.
+    from torch._dynamo import trace_rules
+    from torch._dynamo.external_utils import wrap_inline
+
+    # The compiler begins with no function of torch's own; this frame is not.
+    call = wrap_inline(module) if trace_rules.check(module.forward) else module
+    prior = set_eval_frame(hold)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        set_eval_frame(prior)
+
+
+def limits_for(num_replicas: int) -> AbstractContextManager[Any]:
+    """Lets every replica compile a function as often as one device may."""
+    if not _is_used():
+        return _UNLIMITED
+    config = sys.modules["torch._dynamo.config"]
+    limits: AbstractContextManager[Any] = config.patch(
+        recompile_limit=config.recompile_limit * num_replicas,
+        accumulated_recompile_limit=config.accumulated_recompile_limit * num_replicas,
+    )
+    return limits
+
+
+def forget_compiled() -> None:
+    """Has all that is compiled compiled anew, when it is next called."""
+    if _is_used():
+        torch._dynamo.reset_code_caches()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returned."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def group_of(module: nn.Module | None) -> ReplicaGroup | None:
+    """Returns the group that calls of a module are routed through."""
+    call = None if module is None else module.__dict__.get("_compiled_call_impl")
+    group: ReplicaGroup | None = getattr(call, "group", None)
+    return group
+
+
+def watch_compile(route: Callable[[nn.Module, ReplicaGroup], None]) -> None:
+    """Keeps calls of mirrored modules split when they are compiled; once, for good.
+
+    Args:
+        route: routes the calls of a module through a group.
+    """
+    original = nn.Module.compile
+    if hasattr(original, "_is_watched"):
+        return
+
+    @functools.wraps(original)
+    def compile_routed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        group = group_of(module)
+        original(module, *args, **kwargs)
+        if group is not None:
+            route(module, group)
+
+    def route_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        group = group_of(submodule)
+        if group is not None and is_compiled(module):  # torch.compile(submodule) is making it
+            group.record(module)
+
+    compile_routed._is_watched = True  # type: ignore[attr-defined]
+    nn.Module.compile = compile_routed  # type: ignore[method-assign, assignment]
+    register_module_module_registration_hook(route_compiled)
+
+
+def refuse_unknown_compiler() -> None:
+    """Raises StrategyError if this torch cannot be kept from following split calls."""
+    if not _IS_KNOWN:
+        raise StrategyError(
+            f"torch {torch.__version__} lacks the functions by which mirror keeps torch.compile "
+            "out of split calls; use one of 2.7 to 2.13, or leave the model uncompiled"
+        )
+
+
+def _is_used() -> bool:
+    """Whether anything in this process has been given to torch.compile."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and bool(frames.always_optimize_code_objects.values)
+
+
+def _mark(function: Any) -> None:
+    # What torch.compiler.disable marks, which would import the whole compiler.
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = _WHY
+
+
+def _set_actions(function: Any, own: Any, below: Any) -> None:
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(own, below))

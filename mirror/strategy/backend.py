@@ -1,0 +1,49 @@
+"""From a strategy's ``backend`` argument to its communicator."""
+
+from __future__ import annotations
+
+import torch
+
+from mirror.comm.auto import choose
+from mirror.comm.base import Communicator
+from mirror.comm.choose import create, known
+from mirror.errors import BackendError
+from mirror.strategy.options import CommunicationOptions
+
+
+def make_communicator(
+    backend: object, devices: tuple[torch.device, ...], options: CommunicationOptions
+) -> Communicator:
+    """Returns the communicator that a strategy's arguments ask for.
+
+    Args:
+        backend: "auto", a name, or a communicator over the same devices.
+
+    Raises:
+        BackendError: it is none of these, or cannot serve the devices or the options.
+    """
+    if isinstance(backend, Communicator):
+        if tuple(backend.devices) != devices:
+            raise BackendError(
+                f"the communicator serves {[str(d) for d in backend.devices]}, the strategy has "
+                f"{[str(d) for d in devices]}; make it over the same devices, in the same order"
+            )
+        return backend
+    if not isinstance(backend, str):
+        raise BackendError(f"backend must be a name or a Communicator, got {backend!r}")
+
+    def make(name: str) -> Communicator:
+        kind = known(name)
+        if kind is not None and kind.waits and options.timeout_seconds is not None:
+            return create(name, devices, timeout_seconds=options.timeout_seconds)
+        return create(name, devices)
+
+    if backend == "auto":
+        return choose(devices, make, deterministic=options.deterministic)[0]
+    kind = known(backend)
+    if options.deterministic and kind is not None and not kind.deterministic:
+        raise BackendError(
+            f"deterministic=True needs a backend that sums in replica order, and {backend!r} sums "
+            "in an order of its own; pass 'direct', 'host' or 'naive'"
+        )
+    return make(backend)
