@@ -566,3 +566,13 @@ def test_the_default_backend_trains_as_one_device(way, compiled, make_strategy):
         loss, step = torch.compile(loss), torch.compile(step)
     assert_same(train(way, strategy, model, optimizer, loss, step, batches()), expected)
     assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own
+def test_the_step_of_an_optimizer_without_mirrored_parameters_compiles(make_strategy):
+    make_strategy(2).run(lambda: None)
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    assert parameter.tolist() == [0.5] * 3

@@ -76,7 +76,6 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-@opaque
 def _find_gradients() -> None:
     replica: Any = current.replica
     for gradients in tuple(_gradients):
@@ -84,14 +83,20 @@ def _find_gradients() -> None:
         gradients.find(replica.replica_id if is_own else None)
 
 
+# Not opaque: the compiler may follow the steps of optimizers that are not mirrored.
+
+
 def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     timeline, lane = _here()
     if timeline is not None:
         timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
 
 
-@opaque
 def _step_ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     timeline, lane = _here()
     if timeline is not None:
         timeline.end(lane, OPTIMIZER)
