@@ -884,3 +884,22 @@ def test_backward_after_close_starts_no_thread(make_strategy):
     strategy.close()
     loss.backward()
     assert not any("mirror side" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_gradient_passed_to_backward_on_all_replicas_is_not_shared(make_strategy, reduction):
+    # Autograd makes a view of what `backward` was given the gradient of a parameter: replicas
+    # given one tensor weighed and summed it in place, over each other, since a reduction of
+    # gradients no longer looks at where they lie.
+    strategy = make_strategy(2, gradient_reduction=reduction)
+    layer = mirrored_layer(strategy, in_features=3)
+    given = torch.ones(3)
+
+    def step():
+        context = mirror.get_replica_context()
+        context.weight = 1 + context.replica_id_in_sync_group
+        layer.weight.view(-1).backward(given)
+
+    strategy.run(step)
+    assert torch.equal(given, torch.ones(3))
+    assert_same(layer.weight.grad, torch.full((1, 3), 2.0 if reduction == "sum" else 1.0))

@@ -301,14 +301,13 @@ class ReplicaGroup:
                 self.swaps.pop().refuse_swaps()
             run.finish()
         except BaseException:
-            if self._is_going_on(run):
+            if run.goes_on():
                 self.running = outer
                 self.timeline.drop_open()
                 self.recover()
             raise
         finally:
-            if self._is_going_on(run):
-                self.running = outer
+            self.running = outer if run.goes_on() else self.running
             state.restore()
             self.note_run(run.active)
         if self.num_replicas > 1:
@@ -317,10 +316,6 @@ class ReplicaGroup:
         if outer is None:
             self.timeline.note_run()
         return run
-
-    def _is_going_on(self, run: Run) -> bool:
-        """Whether nobody has left the run to itself: its caller's run was interrupted then."""
-        return self.running is not None and self.running.is_within(run)
 
     def recomputing(self, replica_id: int) -> ReplicaContext:
         """Returns a context for what is recomputed of one replica's part in a backward pass."""

@@ -65,6 +65,7 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
             timeline.begin(lane, BACKWARD)
         if lane != CROSS:
             current.replica.run.lockstep.start_next()  # type: ignore[union-attr]
+            args = _with_own_gradients(*args)
         try:
             return run(*args, **kwargs)
         finally:
@@ -74,6 +75,12 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
                 timeline.end(lane, BACKWARD)
 
     return noted
+
+
+def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
+    """Clones the gradients a user has passed: all replicas' may be one, and end in ``.grad``."""
+    own = (grad.clone() if grad is not None and grad.dim() else grad for grad in grads)
+    return outputs, tuple(own), *rest
 
 
 def _find_gradients() -> None:

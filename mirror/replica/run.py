@@ -63,9 +63,12 @@ class Run:
             for r in active
         }
 
-    def is_within(self, other: Run) -> bool:
-        """Whether this run is the other, or was started by its merge_call."""
-        return self is other or (self.outer is not None and self.outer.is_within(other))
+    def goes_on(self) -> bool:
+        """Whether the run has not been left to itself, by an interrupt of the one around it."""
+        running = self.group.running
+        while running is not None and running is not self:
+            running = running.outer
+        return running is not None
 
     def shares(self) -> dict[int, float]:
         """Returns what each replica's gradient counts for. See [Note: Shares]."""

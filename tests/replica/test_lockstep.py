@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from mirror.replica import pace
 from tests.oracle import assert_same, finishes
 from tests.replica.interrupts import CASES
 
@@ -41,6 +42,13 @@ def in_run(strategy, fn, batch):
 def net(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Has every turn count as a long one."""
+    monkeypatch.setattr(pace, "LONG_SECONDS", -1.0)
+    monkeypatch.setattr(pace, "LOOKS", 1)
 
 
 # Ctrl-C
@@ -89,8 +97,22 @@ def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy):
     assert sum("mirror replica" in thread.name for thread in threading.enumerate()) == N - 1
 
 
-def test_staggered_simulated_devices_run_at_once(make_strategy):
+def test_staggered_simulated_devices_go_backward_at_once(make_strategy):
     strategy = make_strategy(N, schedule="staggered")
+    all_here = threading.Barrier(N, timeout=10)
+
+    def fn():
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda grad: (all_here.wait(), None)[1])
+        x.sum().backward()
+
+    _, error, _ = finishes(lambda: strategy.run(fn))
+    assert error is None
+
+
+def test_staggered_simulated_devices_whose_turns_are_long_run_at_once(make_strategy, eager):
+    strategy = make_strategy(N, schedule="staggered")
+    strategy.run(meet)
     all_here = threading.Barrier(N, timeout=10)
     _, error, _ = finishes(lambda: strategy.run(all_here.wait))
     assert error is None
@@ -101,7 +123,7 @@ def test_replicas_that_run_at_once_share_the_threads_of_the_caller(make_strategy
     try:
         torch.set_num_threads(7)
         strategy = make_strategy(N, schedule="staggered")
-        assert strategy.run(torch.get_num_threads).values == (2,) * N
+        assert strategy.run(torch.get_num_threads).values[1:] == (2,) * (N - 1)
         assert torch.get_num_threads() == 7
         assert make_strategy(N).run(torch.get_num_threads).values == (7,) * N
     finally:
@@ -269,8 +291,11 @@ def hurried():
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_an_adversarial_step_is_that_of_one_device(make_strategy, hurried, n):
+@pytest.mark.parametrize("turns", ["long", "short"])
+def test_an_adversarial_step_is_that_of_one_device(make_strategy, hurried, request, n, turns):
     # Two models, two optimizers, two steps each, a scaler, SyncBatchNorm, clipping, buckets.
+    if turns == "long":
+        request.getfixturevalue("eager")
     packs = mirror.CommunicationOptions(bytes_per_pack=100)
     strategy = make_strategy(n, schedule="staggered", communication_options=packs)
     plain = [mirror.nn.convert_sync_batchnorm(net(seed)) for seed in (1, 2)]
@@ -307,7 +332,7 @@ def test_an_adversarial_step_is_that_of_one_device(make_strategy, hurried, n):
             assert_same(model.state_dict(), expected.state_dict())
 
 
-def test_many_short_runs_at_once_all_end(make_strategy, hurried):
+def test_many_short_runs_at_once_all_end(make_strategy, hurried, eager):
     strategy = make_strategy(8, schedule="staggered")
 
     def use():
