@@ -94,8 +94,10 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         if replica is None or replica.group is not variable.group:
             return variable.first_grad()
         here, gradients = replica.replica_id, variable.group.gradients
-        # What grad_in does where nothing is to be waited for, as in every zero_grad.
-        if gradients.pending[here] or gradients.deferring or gradients.deferred:
+        # What grad_in does where nothing is to be waited for, as in every zero_grad. The compiler
+        # must not follow this: it would take what is pending now for what always is.
+        waits = gradients.pending[here] or gradients.deferring or gradients.deferred
+        if waits or torch.compiler.is_compiling():
             return variable.grad_in(here)
         return variable.targets[here].grad
 

@@ -125,6 +125,7 @@ class Variable:
         for copy in self.copies:
             self.group.gradients.watch_closely(copy)
 
+    @opaque
     def grad_in(self, replica_id: int) -> Tensor | None:
         """Returns the gradient that one replica's code sees."""
         here = self.here()
@@ -139,6 +140,7 @@ class Variable:
             gradients.observe(here)
         return self.targets[replica_id].grad
 
+    @opaque
     def first_grad(self) -> Tensor | None:
         """Returns the reduced gradient in the cross-replica context, and notes that it left."""
         self.group.check_between_runs("a gradient")
@@ -148,6 +150,7 @@ class Variable:
             self.group.handed_out_grads[self] = grad
         return grad
 
+    @opaque
     def set_grad(self, value: Tensor | None) -> None:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
         replica, gradients = current.replica, self.group.gradients
