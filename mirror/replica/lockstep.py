@@ -14,8 +14,8 @@ for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per 
                                                     a thread of its own
     staggered    also when those that have it       a thread of its own: the caller starts the next
                  stand still on their device        one when nobody has moved
-    concurrent   also when a backward pass begins,  as under lockstep
-                 which needs no Python; all at once
+    concurrent   also when a backward pass begins,  a thread of its own: all share the
+                 which needs no Python; all at once caller's intra-op threads
                  where they compute for long: what
                  "staggered" is on simulated devices
 
@@ -69,7 +69,7 @@ class Lockstep:
         self.usable = True
         self.takes_turns = schedule == "lockstep"
         self._staggered = schedule == "staggered"
-        self._first_runs_here = not self._staggered and timeout_seconds is None
+        self._first_runs_here = self.takes_turns and timeout_seconds is None
         self._is_concurrent = schedule == "concurrent"
         self._pace = Pace()
         self._timeout_seconds = timeout_seconds
