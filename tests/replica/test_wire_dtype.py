@@ -1,0 +1,82 @@
+"""Gradients that travel in another dtype than their own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+from mirror.comm.packing import flatten
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-6, torch.float64: 1e-6}
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The dtypes of what the host backend reduces."""
+    kinds = []
+    kind = type(mirror.comm.create("host", ["cpu"]))
+    original = kind.all_reduce
+
+    def all_reduce(self, tensors, op="sum", scale=1.0):
+        kinds.append(tensors[0].dtype)
+        original(self, tensors, op, scale)
+
+    monkeypatch.setattr(kind, "all_reduce", all_reduce)
+    return kinds
+
+
+def gradients(make_strategy, way, backend, **options):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    strategy = make_strategy(
+        3, backend=backend, communication_options=mirror.CommunicationOptions(**options)
+    )
+    model = strategy.mirror(copy.deepcopy(plain))
+    x = torch.randn(10, 6)
+    plain(x).square().mean().backward()
+    if way == "inside":
+        (batch,) = strategy.distribute_dataset([x])
+        strategy.run(lambda part: model(part).square().mean().backward(), args=(batch,))
+    else:
+        model(x).square().mean().backward()
+    every = strategy.local_results(
+        strategy.run(lambda: [p.grad.clone() for p in model.parameters()])
+    )
+    return every, [p.grad for p in plain.parameters()]
+
+
+@pytest.mark.parametrize("way", ["inside", "outside"])
+@pytest.mark.parametrize("backend", ["host", "ring", "direct", "naive"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gradients_are_rounded_and_alike_on_all_replicas(make_strategy, dtype, backend, way):
+    every, expected = gradients(make_strategy, way, backend, wire_dtype=dtype)
+    for own in every:
+        for mine, first, right in zip(own, every[0], expected, strict=True):
+            assert mine.dtype == torch.float32
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_they_travel_in_packs_of_the_wire_dtype(make_strategy, sent):
+    gradients(make_strategy, "outside", "host", wire_dtype=torch.bfloat16)
+    assert sent == [torch.bfloat16]
+    sent.clear()
+    gradients(make_strategy, "outside", "host", wire_dtype=torch.bfloat16, bytes_per_pack=0)
+    assert sent == [torch.bfloat16] * 4
+
+
+def test_half_gradients_keep_their_dtype(make_strategy, sent):
+    strategy = make_strategy(
+        2, communication_options=mirror.CommunicationOptions(wire_dtype=torch.float32)
+    )
+    model = strategy.mirror(nn.Linear(4, 4).bfloat16())
+    model(torch.ones(4, 4, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad.dtype == torch.bfloat16
+    assert sent == [torch.bfloat16]
+
+
+def test_flatten_casts_in_the_same_pass():
+    parts = [torch.arange(6.0).view(2, 3).t(), torch.tensor(0.1)]
+    assert flatten(parts, torch.bfloat16).tolist() == flatten(parts).bfloat16().tolist()
