@@ -12,8 +12,9 @@ waits. What a replica has not yet reduced is noted per replica: with one note fo
 Every hook takes the GIL, in the middle of a backward pass that otherwise does without it, while
 another replica's Python wants it. So once a pass has brought the same gradients in the same order
 as the one before, those copies lose their hooks. What a pass leaves in their slots is found when
-it ends: every pass begins and ends in ``passes.py``; ``pending`` lacks it until then. Buckets that
-fill in another order than the one learnt bring the hooks back, to learn it.
+it ends, or at the next look after a pass outside ``run``: every pass begins and ends in
+``passes.py``. ``pending`` lacks it until then. Buckets that fill in another order than the one
+learnt bring the hooks back, to learn it.
 
 [Note: Shares]
 A backward pass inside ``run`` starts from each replica's own loss, the mean over its own
@@ -82,6 +83,7 @@ class Gradients:
         # See [Note: Silent copies].
         self._silent: list[list[ReplicaParameter]] = [[] for _ in group.devices]
         self._silent_order: Arrivals | None = None
+        self.may_have_arrived = False  # whether a pass outside run has to be looked after
         self._may_be_silent = group.num_replicas > 1 and watch_gradients(self)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
 
@@ -105,6 +107,11 @@ class Gradients:
             if found or pending:
                 others = [copy for copy in pending if "_is_silent" not in copy.__dict__]
                 pending[:] = [*self.buckets.launched(r), *found, *others]
+
+    def _look(self) -> None:
+        if self.may_have_arrived:
+            self.may_have_arrived = False
+            self.find()
 
     def _silence(self, arrivals: Arrivals) -> None:
         """Does without the hooks of copies whose gradients come in a known order."""
@@ -167,11 +174,13 @@ class Gradients:
 
     def settle(self, shares: Mapping[int, float]) -> None:
         """Reduces all there is: pending gradients by ``shares``, and deferred ones."""
+        self._look()
         if self.deferred or any(self.pending):
             self.reduce(shares)
 
     def finish(self, shares: Mapping[int, float]) -> None:
         """Ends a run, or a stretch of the cross-replica context: reduces or defers the rest."""
+        self._look()
         shown, self._shown = self._shown, []
         if any(total._version != version for total, version in shown):
             raise StrategyError(
@@ -207,6 +216,7 @@ class Gradients:
 
     def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
         """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
+        self._look()
         if any(self.pending[r] for r in replicas):
             self.buckets.drop(variable, replicas)
         summands = self.deferred.get(variable)

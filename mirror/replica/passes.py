@@ -87,7 +87,10 @@ def _find_gradients() -> None:
     replica: Any = current.replica
     for gradients in tuple(_gradients):
         is_own = replica is not None and gradients is replica.group.gradients
-        gradients.find(replica.replica_id if is_own else None)
+        if is_own:
+            gradients.find(replica.replica_id)
+        else:
+            gradients.may_have_arrived = True  # looked for when that strategy is used next
 
 
 # Not opaque: the compiler may follow the steps of optimizers that are not mirrored.
