@@ -62,14 +62,12 @@ class Timeline:
 
     Attributes:
         steps: of the last steps, the whole and each kind's own seconds by lane.
-        num_runs: how many runs there were.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.num_replicas = len(names)
         self.names = (*names, "cross-replica context", "reductions beside backward")
         self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
-        self.num_runs = 0
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._sums: list[dict[str, float]] = []
         self._events: list[dict[str, Any]] | None = None
@@ -111,7 +109,6 @@ class Timeline:
 
     def note_run(self) -> None:
         """Notes that an outermost run has ended, and with it a step if an optimizer stepped."""
-        self.num_runs += 1
         if self._has_updated:
             self._end_step()
 

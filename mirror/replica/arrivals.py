@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mirror.replica.tensors import GRAD
+from mirror.values import are_identical
 
 if TYPE_CHECKING:
     from mirror.replica.parameters import ReplicaParameter
@@ -43,11 +43,11 @@ class Arrivals:
         self.copies = [[v.copies[r] for v in self.variables] for r in range(len(arrived))]
         self.targets = [[v.targets[r] for v in self.variables] for r in range(len(arrived))]
         self.is_complex = any(v.copies[0].is_complex() for v in self.variables)
-        self.is_regular = all(map(_are_same, self._arrived, self.copies))
+        self.is_regular = all(map(are_identical, self._arrived, self.copies))
 
     def are(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether the same copies have arrived in the same order."""
-        return all(map(_are_same, self._arrived, arrived))
+        return all(map(are_identical, self._arrived, arrived))
 
     def after(self, num_taken: int) -> Arrivals:
         """Returns the arrivals without the first ones of every replica."""
@@ -123,7 +123,3 @@ def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> No
             summands.append(grad)
     if sums:
         torch._foreach_add_(sums, summands)
-
-
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))

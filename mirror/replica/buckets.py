@@ -27,13 +27,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mirror.comm.packing import FIRST_PACK_BYTES
+from mirror.comm.packing import plan_packs
 from mirror.context import current
 from mirror.devices import Side
 from mirror.replica.arrivals import (
@@ -48,6 +47,7 @@ from mirror.replica.arrivals import (
 )
 from mirror.replica.compiler import opaque
 from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
+from mirror.values import are_identical
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -193,7 +193,7 @@ class Buckets:
         return all(
             # Of silent copies the slots, looked at in a moment, tell.
             "_is_silent" in copies[part.stop - 1].__dict__
-            or (len(pending) >= part.stop and all(map(is_, pending[part], copies[part])))
+            or are_identical(pending[part], copies[part])
             for pending, copies in zip(gradients.pending, order.copies, strict=True)
         )
 
@@ -250,12 +250,5 @@ def bucket_ends(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[int]:
 
         sizes 1 1 3 1 1 1, 3 bytes per pack  ->  2 3 6
     """
-    ends: list[int] = []
-    filled = 0
-    for i, size in enumerate(sizes_bytes):
-        limit = bytes_per_pack if ends else min(bytes_per_pack, FIRST_PACK_BYTES)
-        if filled and filled + size > limit:
-            ends.append(i)
-            filled = 0
-        filled += size
-    return [*ends, len(sizes_bytes)] if sizes_bytes else []
+    one_kind = [torch.uint8] * len(sizes_bytes)  # a bucket may mix dtypes; packs are made of it
+    return [pack[-1] + 1 for pack in plan_packs(sizes_bytes, one_kind, bytes_per_pack)]

@@ -118,7 +118,7 @@ class Lockstep:
         with self._mutex:  # the first ones may stop before all have been given their turn
             if here:
                 self._next()
-            if not here or self._pace.is_eager:
+            else:
                 self._give_turns()
         for replica_id in here:
             self._run_here(replica_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
+from mirror.values import are_identical
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -40,7 +40,7 @@ class Parameters:
             self.are_mirrored
             and len(groups) == len(self._lists)
             and all(
-                len(options["params"]) == len(known) and all(map(is_, options["params"], known))
+                are_identical(options["params"], known)
                 for options, known in zip(groups, self._lists, strict=True)
             )
         )

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from mirror.context import current
 from mirror.errors import ReplicaMismatchError
 from mirror.replica.variables import Variable, same_bits, variable_of
-from mirror.values import map_structure
+from mirror.values import are_identical, map_structure
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -157,7 +156,7 @@ class ReplicaStates:
     def publish_first(self) -> None:
         """Enters the first replica's state, which is the optimizer's own, under the parameters."""
         entries = list(self._by_replica[0].values())
-        if len(entries) == len(self._published) and all(map(is_, entries, self._published)):
+        if are_identical(entries, self._published):
             return
         self._published = entries
         for key, value in self._by_replica[0].items():
