@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import torch
 from mirror.errors import DeviceError
 
 _CPU = torch.device("cpu")
+_NOTHING = nullcontext()
 _NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]+))?", re.IGNORECASE)
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
 _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
@@ -81,7 +82,7 @@ def describe(device: torch.device) -> str:
 
 def using(device: torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the calling thread's current one; does nothing for the CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
 def synchronize(device: torch.device) -> None:
@@ -273,19 +274,16 @@ def stream_address(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-@contextmanager
-def backward_in_calling_thread(devices: Sequence[torch.device]) -> Iterator[None]:
+def backward_in_calling_thread(
+    devices: Sequence[torch.device],
+) -> AbstractContextManager[object]:
     """Makes backward passes of the calling thread run in it, rather than in autograd's threads.
 
     A replica's backward may contain a merge point, at which it waits for the other replicas.
     Autograd has one thread per GPU, so replicas that share a GPU would wait for each other in
     that one thread for ever. A CPU backward runs in the calling thread anyway.
     """
-    if is_simulated(devices):
-        yield
-    else:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
+    return _NOTHING if is_simulated(devices) else torch.autograd.set_multithreading_enabled(False)
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -88,7 +88,8 @@ class Timeline:
         """Closes the innermost span of this kind, and what is open inside it."""
         now = perf_counter()
         opened, sums = self._open[lane], self._sums[lane]
-        if not any(span.kind is kind for span in opened):
+        is_innermost = bool(opened) and opened[-1].kind is kind
+        if not is_innermost and not any(span.kind is kind for span in opened):
             return  # opened before an error
         while opened:
             span = opened.pop()

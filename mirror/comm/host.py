@@ -65,7 +65,7 @@ class HostCommunicator(Communicator):
             super().all_reduce_checked(columns, op, scale, bytes_per_pack, wire_dtype)
             return
         copied: dict[int, list[Tensor]] = {}
-        if not all(tensor.is_contiguous() for tensor in chain(*columns)):
+        if False in [tensor.is_contiguous() for tensor in chain(*columns)]:
             rows = list(zip(*columns, strict=True))
             copied = {i: _copies(row) for i, row in enumerate(rows) if not _lie_alike(row)}
             for i, copies in copied.items():
@@ -73,13 +73,14 @@ class HostCommunicator(Communicator):
             reduced: Sequence[Sequence[Tensor]] = list(zip(*rows, strict=True))
         else:
             reduced = columns
-        first = reduced[0]
-        for dtype in {tensor.dtype for tensor in first}:
-            which = [i for i, tensor in enumerate(first) if tensor.dtype is dtype]
-            addresses = [[column[i].data_ptr() for i in which] for column in reduced]
+        dtypes = {tensor.dtype for tensor in reduced[0]}
+        for dtype in dtypes:
+            alike = reduced
+            if len(dtypes) > 1:
+                alike = [[tensor for tensor in c if tensor.dtype is dtype] for c in reduced]
             self._library.all_reduce(
-                list(chain(*zip(*addresses, strict=True))),
-                [first[i].numel() for i in which],
+                [tensor.data_ptr() for row in zip(*alike, strict=True) for tensor in row],
+                [tensor.numel() for tensor in alike[0]],
                 dtype,
                 op,
                 float(scale),

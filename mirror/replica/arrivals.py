@@ -107,7 +107,7 @@ def _scaled(grad: Tensor, share: float) -> Tensor:
 
 def are_usual(grads: Sequence[Tensor | None]) -> bool:
     """Whether all are there, dense and without a graph."""
-    return all(g is not None and not (g.requires_grad or g.is_sparse) for g in grads)
+    return not [g for g in grads if g is None or g.requires_grad or g.is_sparse]
 
 
 def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> None:

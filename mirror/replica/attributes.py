@@ -48,6 +48,7 @@ _MISSING: Any = object()
 # What torch itself keeps on a module, ``training`` among it, says the same on every replica; the
 # lists of their weights that RNNs keep are made anew by every call.
 _SHARED = frozenset((*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs"))
+_DICTS = frozenset(("_parameters", "_buffers", "_modules"))
 _installing = threading.Lock()
 
 
@@ -259,6 +260,10 @@ def watch_attributes() -> None:
                 group = group_of(self)
                 if group is not None:
                     group.record(self)  # the replicas must not share it
+        elif name in _DICTS:
+            group = group_of(self)
+            if group is not None:
+                group.record(self)  # the new one is to be watched as well
         original(self, name, value)
 
     setattr_noticed._is_watched = True  # type: ignore[attr-defined]

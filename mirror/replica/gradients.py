@@ -33,7 +33,7 @@ replica's reduced gradient, before it is added to ``.grad``, and the others take
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +57,13 @@ from mirror.replica.buckets import Buckets
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
 from mirror.replica.passes import watch_gradients
+from mirror.replica.unusual import are_unusual, present, reduce_unusual
 from mirror.replica.variables import Variable
 from mirror.timeline import CROSS, REDUCTION
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
+    from mirror.replica.optimizer_groups import Parameters
 
 
 class Gradients:
@@ -201,6 +203,31 @@ class Gradients:
                 set_local_grad(copy, None)
             copies.clear()
 
+    def clear(self, parameters: Parameters) -> bool:
+        """Drops reduced gradients, if nothing is pending or deferred; returns whether it did.
+
+        Those of the current replica; of all in the cross-replica context.
+        """
+        group, replica = self._the_group(), current.replica
+        if replica is not None and replica.group is group:
+            here = replica.replica_id
+            if self.deferred or self.pending[here]:
+                return False
+            cleared = [parameters.targets[here]]
+        else:
+            group.check_between_runs("a gradient")
+            self._look()
+            if self.deferred or any(self.pending):
+                return False
+            cleared = parameters.targets
+            if group.handed_out_grads:
+                for variable in parameters.variables:
+                    group.handed_out_grads.pop(variable, None)
+        for targets in cleared:
+            for target in targets:
+                target.grad = None
+        return True
+
     def forget(self, variable: Variable) -> None:
         """Drops what is pending of a variable that is gone."""
         self._arrivals = None
@@ -277,12 +304,12 @@ class Gradients:
             grads = [column[i] for column in columns]
             if all(grad is None for grad in grads):
                 continue
-            if _are_unusual(grads):
-                _reduce_unusual(variable, grads, scale)
+            if are_unusual(grads):
+                reduce_unusual(variable, grads, scale)
             else:
                 usual.append(i)
         filled: list[Column] = [
-            [_present(column[i], variables[i], r) for i in usual]
+            [present(column[i], variables[i], r) for i in usual]
             for r, column in enumerate(columns)
         ]
         return [variables[i] for i in usual], filled
@@ -358,34 +385,3 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return b if a is None else a
     with torch.set_grad_enabled(a.requires_grad or b.requires_grad):
         return a + b
-
-
-def _present(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor:
-    if grad is None:
-        return torch.zeros_like(variable.targets[replica_id])
-    return grad
-
-
-def _are_unusual(grads: Sequence[Tensor | None]) -> bool:
-    return any(g is not None and (g.is_sparse or g.requires_grad or g.is_complex()) for g in grads)
-
-
-def _reduce_unusual(variable: Variable, grads: Sequence[Tensor | None], scale: float) -> None:
-    """Reduces sparse gradients, as sparse, and those that carry a graph, keeping it."""
-    present = [grad for grad in grads if grad is not None]
-    if not all(grad.is_sparse for grad in present):
-        present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
-    with torch.set_grad_enabled(any(grad.requires_grad for grad in present)):
-        total = present[0].to(variable.targets[0].device)
-        for grad in present[1:]:
-            total = total + grad.to(total.device)
-        if scale != 1.0:
-            total = total * scale
-        if total.is_sparse:
-            total = total.coalesce()
-        for hook in tuple(variable.hooks.values()):
-            replaced = hook(total)
-            total = total if replaced is None else replaced
-        for r, target in enumerate(variable.targets):
-            mine = total if r == 0 else total.clone().to(target.device)
-            target.grad = mine if target.grad is None else target.grad + mine

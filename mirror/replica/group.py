@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -27,7 +26,7 @@ from mirror.errors import StrategyError
 from mirror.replica.buffers import Buffer
 from mirror.replica.gradients import Gradients
 from mirror.replica.lockstep import Lockstep
-from mirror.replica.module import ReplicaDict, is_watched, mirror_module, route_call
+from mirror.replica.module import ReplicaDict, mirror_module, route_call
 from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
 from mirror.replica.passes import watch_passes
 from mirror.replica.recompute import NoMerges
@@ -93,7 +92,7 @@ class ReplicaGroup:
         self._wire_dtype = wire_dtype
         self._timeout_seconds = timeout_seconds
         self.locksteps: list[Lockstep] = []
-        self._recorded, self._watched = dict[int, ModuleRef](), dict[int, ModuleRef]()
+        self._recorded: dict[int, ModuleRef] = {}
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self._device_types = tuple({"cpu", *(device.type for device in self.devices)})
@@ -124,18 +123,8 @@ class ReplicaGroup:
             self._recorded[key] = weakref.ref(module)
             route_call(module, self)
 
-    def watch(self, module: nn.Module) -> None:
-        """Has the module's dicts looked at before each run."""
-        self._watched[id(module)] = weakref.ref(module)
-
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
-        for key, reference in list(self._watched.items()):
-            module = reference()
-            if module is None:
-                del self._watched[key]
-            elif not is_watched(module):
-                self.record(module)
         while self._recorded:
             recorded, self._recorded = list(self._recorded.values()), {}
             for reference in recorded:
@@ -193,7 +182,7 @@ class ReplicaGroup:
     def carry(self) -> None:
         """Carries what changed in the cross-replica context to the other replicas."""
         for variable in self.variables.values():
-            if variable.changed():
+            if variable.handles or variable.copies[0]._version != variable.version:
                 variable.carry()
         for variable, grad in list(self.handed_out_grads.items()):
             if variable.targets[0].grad is grad:
@@ -287,10 +276,9 @@ class ReplicaGroup:
             separate_streams(self._generators)
         sharers = len(run.active) if self._schedule == "concurrent" else 1
         state = ThreadState.capture(self._device_types, sharers)
-        # On the caller's thread its state holds already.
         here = lockstep.in_callers_thread(run.active)
         tasks = {
-            r: self._task(fn, context, None if r in here else state)
+            r: self._task(fn, context, state, is_here=r in here)
             for r, context in run.contexts.items()
         }
         self.running = run
@@ -333,7 +321,12 @@ class ReplicaGroup:
         return any(frame.group is self for frame in frames)
 
     def _task(
-        self, fn: Callable[[int], Any], context: ReplicaContext, state: ThreadState | None
+        self,
+        fn: Callable[[int], Any],
+        context: ReplicaContext,
+        state: ThreadState,
+        *,
+        is_here: bool,
     ) -> Callable[[], Any]:
         device, replica_id = context.device, context.replica_id
         variables, timeline = copy_context(), self.timeline
@@ -353,12 +346,11 @@ class ReplicaGroup:
             if len(context.run.active) == 1:
                 with using(device):
                     return call()
-            with (
-                using(device),
-                backward_in_calling_thread((device,)),
-                nullcontext() if state is None else state.applied(device),
-            ):
-                return variables.run(call)
+            state.share_threads()
+            with using(device), backward_in_calling_thread((device,)):
+                if is_here:  # the caller's state holds already
+                    return variables.run(call)
+                return state.call(lambda: variables.run(call), device)
 
         return task
 

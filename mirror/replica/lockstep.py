@@ -14,10 +14,10 @@ for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per 
                                                     a thread of its own
     staggered    also when those that have it       a thread of its own: the caller starts the next
                  stand still on their device        one when nobody has moved
-    concurrent   also when a backward pass begins,  a thread of its own: all share the
-                 which needs no Python; all at once caller's intra-op threads
-                 where they compute for long: what
-                 "staggered" is on simulated devices
+    concurrent   all at once where they compute     as under lockstep; where they run at once, a
+                 for long, else as under lockstep:  thread of its own. All share the caller's
+                 what "staggered" is on simulated   intra-op threads in either case
+                 devices
 
 So nothing but the determinism of the simulation may rest on "only one runs".
 
@@ -42,7 +42,7 @@ from mirror.replica.merge_point import MergePoint, Raised, Released
 from mirror.replica.pace import Pace
 from mirror.replica.stack import add_note, frame_of, user_line
 from mirror.replica.standstill import divergence, timeout
-from mirror.replica.wake import closed_gate, current_cpu, wait_near
+from mirror.replica.wake import Gate
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
 BLOCKED_AFTER_SECONDS = 0.0003
@@ -60,6 +60,9 @@ class Lockstep:
         names: how messages call the replicas, ``"replica 2 of 4 (cuda:2)"``.
         schedule: ``"lockstep"``, ``"staggered"`` or ``"concurrent"``, see [Note: Turns].
         timeout_seconds: how long no replica may move before the run fails; ``None``: for ever.
+
+    Attributes:
+        takes_turns: whether one replica moves at a time in this run, or the next one.
     """
 
     def __init__(
@@ -67,17 +70,14 @@ class Lockstep:
     ) -> None:
         self.names = names
         self.usable = True
-        self.takes_turns = schedule == "lockstep"
+        self._schedule = schedule
         self._staggered = schedule == "staggered"
-        self._first_runs_here = self.takes_turns and timeout_seconds is None
-        self._is_concurrent = schedule == "concurrent"
         self._pace = Pace()
         self._timeout_seconds = timeout_seconds
         self._mutex = threading.Lock()
-        self._finished = closed_gate()
-        self._turns = [closed_gate() for _ in names]
+        self._finished = Gate()
+        self._turns = [Gate() for _ in names]
         self._threads: dict[int, threading.Thread] = {}
-        self._cpu: int | None = None
         self._begin_run({})
 
     def _begin_run(self, tasks: dict[int, Callable[[], Any]]) -> None:
@@ -94,6 +94,8 @@ class Lockstep:
         self._acting = False  # whether a merge's action runs, for which no deadline holds
         self._interrupted = False  # whether one who waited was
         self._moves = 0  # counts turns, so that the caller sees progress
+        is_eager = self._schedule == "concurrent" and self._pace.is_long
+        self.takes_turns = not (self._staggered or is_eager)
 
     def run(self, tasks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
         """Runs one task per replica id and returns their results by replica id.
@@ -106,9 +108,8 @@ class Lockstep:
         self._begin_run(tasks)
         if len(tasks) == 1:
             return self._run_alone(*tasks.popitem())
-        self._cpu = current_cpu() if self.takes_turns else None
-        if self._is_concurrent:
-            self._pace.begin_run()
+        if self._schedule == "concurrent" and self.takes_turns:
+            self._pace.begin_turn()
         here = self.in_callers_thread(tasks)
         for replica_id in here:
             self._threads[replica_id] = threading.current_thread()
@@ -140,7 +141,8 @@ class Lockstep:
         """Returns who has no thread of its own: a lone replica, else replica 0, or nobody."""
         if len(replica_ids) == 1:
             return tuple(replica_ids)
-        return (0,) if self._first_runs_here and 0 in replica_ids else ()
+        is_watched = self._timeout_seconds is not None
+        return (0,) if self.takes_turns and not is_watched and 0 in replica_ids else ()
 
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
@@ -165,11 +167,18 @@ class Lockstep:
         return outcome
 
     def close(self) -> None:
-        """Ends the threads; idempotent. Not while a run is going on."""
+        """Ends the threads and waits for that; idempotent. Not while a run is going on."""
+        threads = list(self._threads.values())
+        self.dismiss()
+        for thread in threads:
+            thread.join()
+
+    def dismiss(self) -> None:
+        """Has every thread end when it next waits for its turn, if it ever does."""
         self.usable = False
         for replica_id in self._threads:
             with suppress(RuntimeError):  # the gate is open already
-                self._turns[replica_id].release()
+                self._turns[replica_id].open(near=False)
         self._threads = {}
 
     # The turn, passed on by the thread that stops.
@@ -187,7 +196,7 @@ class Lockstep:
             if not self._runnable:
                 self._meet(replica_id)
             if not self._runnable:
-                self._finished.release()
+                self._finished.open(near=self.takes_turns)
                 return False
             return self._give_turns(replica_id)
 
@@ -199,18 +208,10 @@ class Lockstep:
             if successor == mine:
                 came_back = True
             else:
-                self._turns[successor].release()
-            if not self._pace.is_eager:
+                self._turns[successor].open(near=self.takes_turns)
+            if self.takes_turns or self._staggered:
                 break
         return came_back
-
-    def start_next(self) -> None:
-        """Gives the next replica a turn as well: the calling one goes on without the GIL."""
-        if self._is_concurrent and not self._pace.is_eager and len(self._order) > 1:
-            with self._mutex:
-                self._pace.end_turn()
-                if self._runnable and self._failure is None:
-                    self._turns[self._next()].release()
 
     def _next(self) -> int:
         successor = self._runnable.popleft()
@@ -262,7 +263,7 @@ class Lockstep:
 
     def _wait(self, replica_id: int) -> bool:
         """Waits for the turn; returns whether there are any: none after ``close``."""
-        wait_near(self._turns[replica_id], self._cpu)
+        self._turns[replica_id].wait()
         return self.usable
 
     def _run_here(self, replica_id: int) -> None:
@@ -340,7 +341,7 @@ class Lockstep:
         try:
             seen: object = None
             deadline = self._deadline()
-            while not self._finished.acquire(timeout=wait):
+            while not self._finished.wait(wait):
                 position = self._position()
                 if position != seen or self._acting:
                     seen, deadline = position, self._deadline()
@@ -365,7 +366,7 @@ class Lockstep:
     def _start_another(self) -> None:
         with self._mutex:
             if self._runnable and self._running and self._failure is None:
-                self._turns[self._next()].release()
+                self._turns[self._next()].open(near=False)
 
     def _abandon(self, failure: BaseException) -> None:
         """Fails the run from outside; threads that cannot be stopped are left to themselves."""
@@ -379,10 +380,10 @@ class Lockstep:
         timed_out = isinstance(failure, CollectiveTimeoutError)
         try:
             if self._running:
-                self._finished.acquire(timeout=0.2 if timed_out else DRAIN_SECONDS)
+                self._finished.wait(0.2 if timed_out else DRAIN_SECONDS)
         finally:
             # An asynchronous exception may have struck our own code: never reuse these threads.
-            self.close()
+            self.dismiss()
 
     def _tell_where(self) -> str:
         lines = []

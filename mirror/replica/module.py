@@ -154,12 +154,13 @@ class OpaqueDict(ReplicaDict):
 class TransparentCall:
     """What calling a mirrored module does: splits the outermost call, else just runs."""
 
-    __slots__ = ("group", "is_checkpointed", "module", "own", "renormalizes")
+    __slots__ = ("group", "is_checkpointed", "is_plain", "module", "own", "renormalizes")
 
     def __init__(self, module: nn.Module, group: ReplicaGroup) -> None:
         self.module = weakref.ref(module)
         self.group = group
         self.renormalizes = renormalizes(module)
+        self.is_plain = not (self.renormalizes or isinstance(module, LazyModuleMixin))
         self.own: dict[str, OwnValues] = {}  # see [Note: Own attributes]
         self.is_checkpointed = False  # whether a whole call may be recomputed in backward
 
@@ -170,12 +171,15 @@ class TransparentCall:
         replica = current.replica
         if replica is None or replica.group is not self.group:
             return self._call_outside(module, args, kwargs)
+        if not self.is_plain:
+            self._make_ready(module, replica, args, kwargs)
+        return module._call_impl(*args, **kwargs)
+
+    def _make_ready(self, module: nn.Module, replica: Any, args: Any, kwargs: Any) -> None:
         if isinstance(module, LazyModuleMixin):
             self._initialize(module, args, kwargs)
         if self.renormalizes:
-            indices = args[0] if args else kwargs["input"]
-            renormalize_everywhere(module, replica, indices)  # type: ignore[arg-type]
-        return module._call_impl(*args, **kwargs)
+            renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
 
     @letting_go
     def _call_outside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -272,18 +276,7 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
             entries = attributes[key]
             if not isinstance(entries, kind) or entries.module() is not module:
                 attributes[key] = kind(dict(entries.items()), module, group)
-    group.watch(module)
     route_call(module, group)
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether the module still has the dicts it was given; ``del sequential[0]`` drops them."""
-    attributes = module.__dict__
-    return (
-        type(attributes["_modules"]) is WatchedDict
-        and isinstance(attributes["_parameters"], ReplicaDict)
-        and type(attributes["_buffers"]) is ReplicaDict
-    )
 
 
 def route_call(module: nn.Module, group: ReplicaGroup) -> None:

@@ -24,8 +24,8 @@ first one's step writes into its copy is kept. The first replica's state is the 
 Replicas that share a device, the simulated ones above all, need not compute the same update N
 times over: replica 0 steps, in the merge, or in the pre-hook outside ``run``; the others copy its
 values, which takes a fifth of the time and keeps one state instead of N. The steps that were
-called then go over groups without parameters. Torch's optimizers cope with that, others may not:
-those step on every replica. The state of replicas 1 .. N-1 is copied from the first one's when
+called then find no parameter groups. Torch's optimizers cope with that, others may not: those step
+on every replica. The state of replicas 1 .. N-1 is copied from the first one's when
 their code looks at it.
 """
 
@@ -35,7 +35,6 @@ import itertools
 import sys
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -54,6 +53,7 @@ from mirror.errors import StrategyError
 from mirror.replica.compiler import Hold, let_go, letting_go, not_compiled, take_hold
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.optimizer_groups import (
+    Once,
     Parameters,
     has_hooks,
     mirrored_group,
@@ -62,6 +62,7 @@ from mirror.replica.optimizer_groups import (
 )
 from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.parameters import MirroredParameter
+from mirror.replica.zero_grad import watch_zero_grad
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
 
-_NOBODY = -1  # who is lent groups without parameters
+_NOBODY = -1  # who is lent no parameter groups
 _serials = itertools.count(1)
 _watching = threading.Lock()
 _hooks: list[Any] = []
@@ -81,6 +82,7 @@ def watch_optimizer_steps() -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
+            watch_zero_grad()
             # Both hooks must see one frame, which the compiler would break up.
             not_compiled(Optimizer.profile_hook_step(lambda self: None))  # they share their code
 
@@ -108,7 +110,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     if closure is not None:
         with torch.enable_grad():
-            once = _Once(closure())
+            once = Once(closure())
         args, kwargs = (args[0], once, *args[2:]), {k: kwargs[k] for k in kwargs if k != "closure"}
     mirror.step_here(step, replica, closure is not None)
     return args, kwargs
@@ -193,7 +195,7 @@ class OptimizerMirror:
 
     def _step_first(self, optimizer: Optimizer) -> None:
         """Steps the first replica, and has the others take over. See [Note: One device...]."""
-        self._lend(0, sys._getframe())
+        self._lend_out(0, self._lent_groups[0], self.states.of(0), sys._getframe())
         try:
             with using(self.group.devices[0]):
                 raw_step(optimizer)(optimizer)
@@ -204,12 +206,12 @@ class OptimizerMirror:
     @torch.no_grad()
     def _follow(self) -> None:
         """Gives the other replicas, on the same device, what a step of the first one wrote."""
-        variables = self.parameters.variables
-        moved = [v for v in variables if v.targets[0].grad is not None or v.changed()]
-        first: list[Tensor] = [variable.targets[0] for variable in moved]
-        for r in range(1, self.group.num_replicas if moved else 0):
-            others: list[Tensor] = [variable.targets[r] for variable in moved]
-            torch._foreach_copy_(others, first)
+        moved, targets = self.parameters.variables, self.parameters.targets
+        if [target for target in targets[0] if target.grad is None]:
+            moved = [v for v in moved if v.targets[0].grad is not None or v.changed()]
+            targets = list(zip(*[variable.targets for variable in moved], strict=True))
+        for others in targets[1:]:
+            torch._foreach_copy_(others, targets[0])
         for variable in moved:
             variable.version = variable.copies[0]._version
         self.states.follow_first()
@@ -296,6 +298,13 @@ class OptimizerMirror:
             for variable in self.parameters.variables:
                 variable.version = variable.copies[0]._version
 
+    def clear_gradients(self) -> bool:
+        """Drops the gradients of all parameters, if none is pending; returns whether it did."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self.parameters.are_in(optimizer.param_groups):
+            return False
+        return self.group.gradients.clear(self.parameters)
+
     def is_within_step(self, frame: FrameType) -> bool:
         """Whether ``frame`` was called by the step in progress."""
         caller: FrameType | None = frame if self.step is not None else None
@@ -343,9 +352,8 @@ class OptimizerMirror:
         self._random = random_state(self.group.devices[replica_id])
 
     def _lend_nothing(self, step: FrameType) -> None:
-        """Lends groups without parameters, for the steps of those who have been stepped."""
-        nothing: list[dict[str, Any]] = [{**options, "params": []} for options in self._groups]
-        self._lend_out(_NOBODY, nothing, defaultdict(dict), step)
+        """Lends no groups, for the steps of those who have been stepped."""
+        self._lend_out(_NOBODY, [], {}, step)
         self._random = None
 
     def _lend_out(
@@ -382,19 +390,3 @@ class OptimizerMirror:
                 if key != "params" and options.get(key, options) is not value:
                     options[key] = value
         self.states.publish_first()
-
-
-class _Once:
-    """A closure that was evaluated before the replicas merged."""
-
-    def __init__(self, loss: Any) -> None:
-        self._losses = [loss]
-
-    def __call__(self) -> Any:
-        if not self._losses:
-            raise StrategyError(
-                "this optimizer evaluates its closure several times, on losses that differ "
-                "between replicas; call step(closure) outside strategy.run, where the closure's "
-                "forward spans all replicas"
-            )
-        return self._losses.pop()

@@ -1,4 +1,4 @@
-"""What an optimizer's parameter groups hold, what of it is one replica's, and its bare step."""
+"""What an optimizer holds and takes: parameter groups, one replica's, its bare step, a closure."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ class Parameters:
 
     Attributes:
         variables: of all groups' mirrored parameters, in order.
+        targets: per replica, its own ordinary parameters of these.
         are_mirrored: whether there are no other parameters.
     """
 
-    __slots__ = ("_lists", "are_mirrored", "variables")
+    __slots__ = ("_lists", "are_mirrored", "targets", "variables")
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._lists = [tuple(options["params"]) for options in groups]
         held = [parameter for parameters in self._lists for parameter in parameters]
         mirrored = [p for p in held if isinstance(p, MirroredParameter)]
         self.variables: list[Variable] = [parameter._mirrored for parameter in mirrored]
+        self.targets = list(zip(*[variable.targets for variable in self.variables], strict=True))
         self.are_mirrored = len(mirrored) == len(held)
 
     def are_in(self, groups: Sequence[dict[str, Any]]) -> bool:
@@ -88,3 +90,19 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
     function = type(optimizer).step
     raw: Callable[..., Any] = getattr(function, "__wrapped__", function)
     return raw
+
+
+class Once:
+    """A closure that was evaluated before the replicas merged."""
+
+    def __init__(self, loss: Any) -> None:
+        self._losses = [loss]
+
+    def __call__(self) -> Any:
+        if not self._losses:
+            raise StrategyError(
+                "this optimizer evaluates its closure several times, on losses that differ "
+                "between replicas; call step(closure) outside strategy.run, where the closure's "
+                "forward spans all replicas"
+            )
+        return self._losses.pop()

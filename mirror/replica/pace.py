@@ -1,8 +1,8 @@
-"""Pace: whether replicas that may run at once should all start at once.
+"""Pace: whether replicas compute for so long between merges that they should run at once.
 
-Python runs in one thread at a time, and to pass it on costs more than a small operation takes. So
-replicas of small operations take turns until they begin a backward pass, which needs no Python;
-where the first of them keeps its turn for longer, they all start at once.
+Python runs in one thread at a time, and to wake another CPU, or to wait for the interpreter there,
+costs more than a small operation takes. So replicas of small operations take turns on one CPU;
+where the first of them keeps its turn for longer, they run at once.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from __future__ import annotations
 from collections import deque
 from time import monotonic
 
-LONG_SECONDS = 0.001
-LOOKS = 4  # the shortest of so many turns counts, of runs in which one replica started alone
+LONG_SECONDS = 0.002
+LOOKS = 4  # the shortest of so many turns counts: the first ones of a program are long
 
 
 class Pace:
-    """How long the first replica of a run keeps its turn.
+    """How long the first replica of a run keeps its turn, while replicas take turns.
 
     Attributes:
-        is_eager: whether all replicas of this run start at once.
+        is_long: whether the next run should let them run at once. It stays so.
     """
 
-    __slots__ = ("_began", "_seconds", "is_eager")
+    __slots__ = ("_began", "_seconds", "is_long")
 
     def __init__(self) -> None:
-        self.is_eager = False
+        self.is_long = False
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=LOOKS)
 
-    def begin_run(self) -> None:
-        """Decides for the run that begins."""
-        self.is_eager = len(self._seconds) == LOOKS and min(self._seconds) > LONG_SECONDS
-        self._began = None if self.is_eager else monotonic()
+    def begin_turn(self) -> None:
+        """Starts the clock."""
+        self._began = monotonic()
 
     def end_turn(self) -> None:
-        """Notes that a turn has ended; the first one counts."""
+        """Notes that a turn has ended; the first one after ``begin_turn`` counts."""
         if self._began is not None:
             self._seconds.append(monotonic() - self._began)
             self._began = None
+            self.is_long = len(self._seconds) == LOOKS and min(self._seconds) > LONG_SECONDS

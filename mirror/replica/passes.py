@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import (
@@ -29,7 +29,7 @@ from mirror.timeline import BACKWARD, CROSS, OPTIMIZER, Timeline, latest
 _START = "_engine_run_backward"
 _lock = threading.Lock()
 _hooks: list[Any] = []
-_gradients: WeakSet[Any] = WeakSet()  # what wants to know of backward passes
+_gradients: tuple[weakref.ref[Any], ...] = ()  # what wants to know of backward passes
 
 
 def watch_passes(install_others: Callable[[], None]) -> None:
@@ -52,7 +52,10 @@ def watch_passes(install_others: Callable[[], None]) -> None:
 
 def watch_gradients(gradients: Any) -> bool:
     """Has ``gradients.find`` called after backward passes; whether that is possible."""
-    _gradients.add(gradients)
+    global _gradients
+    with _lock:
+        alive = (known for known in _gradients if known() is not None)
+        _gradients = (*alive, weakref.ref(gradients))
     return hasattr(torch.autograd, _START)
 
 
@@ -64,7 +67,6 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
         if lane != CROSS:
-            current.replica.run.lockstep.start_next()  # type: ignore[union-attr]
             args = _with_own_gradients(*args)
         try:
             return run(*args, **kwargs)
@@ -85,11 +87,11 @@ def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]
 
 def _find_gradients() -> None:
     replica: Any = current.replica
-    for gradients in tuple(_gradients):
-        is_own = replica is not None and gradients is replica.group.gradients
-        if is_own:
+    for known in _gradients:
+        gradients = known()
+        if replica is not None and gradients is replica.group.gradients:
             gradients.find(replica.replica_id)
-        else:
+        elif gradients is not None:
             gradients.may_have_arrived = True  # looked for when that strategy is used next
 
 

@@ -50,9 +50,6 @@ class NoMerges:
 
     takes_turns = True
 
-    def start_next(self) -> None:
-        """Does nothing: nobody waits for a turn."""
-
     def merge(self, replica_id: int, point: object) -> Any:
         """Refuses: nobody can wait here."""
         raise StrategyError(

@@ -99,7 +99,7 @@ class Run:
                 "this replica context belongs to a run that has ended, or to another thread; call "
                 "mirror.get_replica_context() where you need it"
             )
-        if any(optimizer.is_within_step(sys._getframe()) for optimizer in context.lent):
+        if context.lent and any(o.is_within_step(sys._getframe()) for o in context.lent):
             raise StrategyError(
                 f"{point} was called inside optimizer.step, where every replica steps alone; call "
                 "it before the step"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,23 +45,48 @@ class ThreadState:
                 if torch.is_autocast_enabled(kind)
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            default_device=torch.get_default_device(),
+            # A default device is a function mode; torch's own look at them takes 10 us.
+            default_device=(
+                torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+            ),
             saved_tensors_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
             num_threads=torch.get_num_threads(),
             sharers=sharers,
         )
 
-    @contextmanager
-    def applied(self, device: torch.device) -> Iterator[None]:
-        """Makes the state hold in a replica's thread; a default GPU becomes the replica's own."""
+    def share_threads(self) -> None:
+        """Gives the calling thread, a replica's, its share of the caller's intra-op threads."""
         num_threads = max(1, self.num_threads // self.sharers)
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
             self._has_set_threads = True
+
+    def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
+        """Calls ``fn`` in a replica's thread under this state, and puts back what was there.
+
+        A default GPU becomes the replica's own.
+        """
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self.grad)
+        try:
+            return fn() if self._is_usual() else self._call_in_contexts(fn, device)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    def _is_usual(self) -> bool:
+        """Whether nothing holds but what threads begin with."""
+        return (
+            not self.inference
+            and not self.autocast
+            and self.saved_tensors_hooks is None
+            and self.default_device == _CPU
+        )
+
+    def _call_in_contexts(self, fn: Callable[[], Any], device: torch.device) -> Any:
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
+                torch._C._set_grad_enabled(self.grad)
             for kind, dtype in self.autocast:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
@@ -72,11 +97,11 @@ class ThreadState:
             if self.saved_tensors_hooks is not None:
                 hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
                 stack.enter_context(hooks)
-            yield
+            return fn()
 
     def restore(self) -> None:
         """Undoes, in the caller's thread, what a replica did that ran in it."""
-        torch.set_grad_enabled(self.grad)
+        torch._C._set_grad_enabled(self.grad)
         # Threads that start later begin with the number that was set last.
         if self._has_set_threads:
             torch.set_num_threads(self.num_threads)

@@ -2,9 +2,10 @@
 
 [Note: Waking up]
 A sleeping thread is woken on an idle CPU, which takes 20 us and more to get going, and finds cold
-caches there. Taking turns needs one CPU only, so under ``"lockstep"`` a replica waits with its
-affinity set to the caller's CPU and gets its own back when it is woken: a turn costs 6 us instead
-of 27. What it computes, and the workers it starts, may use every CPU as before.
+caches there: a step of small operations takes half as long again. Taking turns needs one CPU only,
+so who gives the turn away, and is about to sleep, moves the one that gets it to the CPU it runs on
+itself. That thread takes its own affinity back when it goes on: what it computes, and the workers
+it starts, may use every CPU as before.
 """
 
 from __future__ import annotations
@@ -13,37 +14,62 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 
-def closed_gate() -> threading.Lock:
-    """Returns a lock that is held: whoever acquires it waits until it is released."""
-    gate = threading.Lock()
-    gate.acquire()
-    return gate
+class Gate:
+    """Where one thread waits until another one lets it go on."""
+
+    __slots__ = ("_lock", "_sleeper")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._sleeper: tuple[int, set[int]] | None = None  # the thread, and its affinity
+
+    def wait(self, timeout: float = -1.0) -> bool:
+        """Waits until the gate is opened and closes it; returns whether it was in time.
+
+        Args:
+            timeout: seconds; -1 waits for ever.
+        """
+        if _current_cpu is None:
+            return self._lock.acquire(timeout=timeout)
+        allowed = os.sched_getaffinity(0)
+        self._sleeper = threading.get_native_id(), allowed
+        try:
+            return self._lock.acquire(timeout=timeout)
+        finally:
+            self._sleeper = None
+            os.sched_setaffinity(0, allowed)
+
+    def open(self, *, near: bool) -> None:
+        """Lets one thread through.
+
+        Args:
+            near: whether it is to go on where the calling thread is. See [Note: Waking up].
+
+        Raises:
+            RuntimeError: the gate is open already.
+        """
+        sleeper = self._sleeper if near else None
+        if sleeper is not None and _current_cpu is not None:
+            cpu = _current_cpu()
+            if cpu in sleeper[1]:
+                with suppress(OSError):  # the thread has ended
+                    os.sched_setaffinity(sleeper[0], {cpu})
+        self._lock.release()
 
 
-def wait_near(gate: threading.Lock, cpu: int | None) -> None:
-    """Waits at a gate, to wake up on one CPU. See [Note: Waking up]."""
-    if cpu is None:
-        gate.acquire()
-        return
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {cpu} & allowed or allowed)
-    try:
-        gate.acquire()
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def _cpu_finder() -> Callable[[], int | None]:
-    """Returns libc's ``sched_getcpu``; where there is none, nothing is known."""
+def _cpu_finder() -> Callable[[], int] | None:
+    """Returns libc's ``sched_getcpu``; ``None`` where there is none."""
     if not hasattr(os, "sched_setaffinity"):
-        return lambda: None
+        return None
     try:
         find: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
     except (AttributeError, OSError):
-        return lambda: None
+        return None
     return find
 
 
-current_cpu = _cpu_finder()
+_current_cpu = _cpu_finder()

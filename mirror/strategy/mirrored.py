@@ -204,7 +204,8 @@ class MirroredStrategy:
         active, weights = taking_part(self.num_replicas_in_sync, args, kwargs)
 
         def call(replica_id: int) -> Any:
-            return fn(*select(args, replica_id), **select(kwargs, replica_id))
+            own_kwargs = select(kwargs, replica_id) if kwargs else {}
+            return fn(*select(args, replica_id), **own_kwargs)
 
         with limits_for(self.num_replicas_in_sync):
             run = self._group.run(call, active, weights=weights)
@@ -397,4 +398,4 @@ class MirroredStrategy:
 
 def _end_threads(locksteps: list[Lockstep]) -> None:
     for lockstep in locksteps:
-        lockstep.close()
+        lockstep.dismiss()

@@ -97,17 +97,24 @@ def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy):
     assert sum("mirror replica" in thread.name for thread in threading.enumerate()) == N - 1
 
 
-def test_staggered_simulated_devices_go_backward_at_once(make_strategy):
+def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strategy, monkeypatch):
+    monkeypatch.setattr(pace, "LONG_SECONDS", float("inf"))
     strategy = make_strategy(N, schedule="staggered")
-    all_here = threading.Barrier(N, timeout=10)
+    running = []
 
     def fn():
-        x = torch.ones(1, requires_grad=True)
-        x.register_hook(lambda grad: (all_here.wait(), None)[1])
-        x.sum().backward()
+        r = me()
+        for _ in range(3):
+            running.append(r)
+            sum(range(10_000))  # longer than another thread needs to take over
+            running.append(r)
+            meet()
+        return threading.current_thread()
 
-    _, error, _ = finishes(lambda: strategy.run(fn))
-    assert error is None
+    for _ in range(2 * pace.LOOKS):
+        first, *_ = strategy.run(fn).values
+        assert first is threading.current_thread()
+    assert running[0::2] == running[1::2]
 
 
 def test_staggered_simulated_devices_whose_turns_are_long_run_at_once(make_strategy, eager):
