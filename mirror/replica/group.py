@@ -276,11 +276,7 @@ class ReplicaGroup:
             separate_streams(self._generators)
         sharers = len(run.active) if self._schedule == "concurrent" else 1
         state = ThreadState.capture(self._device_types, sharers)
-        here = lockstep.in_callers_thread(run.active)
-        tasks = {
-            r: self._task(fn, context, state, is_here=r in here)
-            for r, context in run.contexts.items()
-        }
+        tasks = {r: self._task(fn, context, state) for r, context in run.contexts.items()}
         self.running = run
         self.timeline.use()
         try:
@@ -321,12 +317,7 @@ class ReplicaGroup:
         return any(frame.group is self for frame in frames)
 
     def _task(
-        self,
-        fn: Callable[[int], Any],
-        context: ReplicaContext,
-        state: ThreadState,
-        *,
-        is_here: bool,
+        self, fn: Callable[[int], Any], context: ReplicaContext, state: ThreadState
     ) -> Callable[[], Any]:
         device, replica_id = context.device, context.replica_id
         variables, timeline = copy_context(), self.timeline
@@ -346,10 +337,7 @@ class ReplicaGroup:
             if len(context.run.active) == 1:
                 with using(device):
                     return call()
-            state.share_threads()
             with using(device), backward_in_calling_thread((device,)):
-                if is_here:  # the caller's state holds already
-                    return variables.run(call)
                 return state.call(lambda: variables.run(call), device)
 
         return task

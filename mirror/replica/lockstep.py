@@ -9,7 +9,8 @@ for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per 
     thread    r0 > r1 > r2          r2 > r1 > r0          r0 > r1 > r2
 
     schedule     who is given the turn              the first replica runs in
-    lockstep     the next one, when one stops       the caller's thread, saving two hand-overs;
+    lockstep     the next one, when one stops       the caller's thread, saving two hand-overs,
+                                                    and so does the next one if that has returned;
                                                     with a timeout, which the caller watches, in
                                                     a thread of its own
     staggered    also when those that have it       a thread of its own: the caller starts the next
@@ -27,18 +28,17 @@ and they do not stand at one point, the run fails with the line where each stand
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
-from mirror.replica.merge_point import MergePoint, Raised, Released
+from mirror.replica.merge_point import MergePoint, Raised, Released, release
 from mirror.replica.pace import Pace
 from mirror.replica.stack import add_note, frame_of, user_line
 from mirror.replica.standstill import divergence, timeout
@@ -53,8 +53,7 @@ DRAIN_SECONDS = 5.0
 class Lockstep:
     """The threads of one group of replicas; runs one set of tasks at a time.
 
-    A replica that takes part is in exactly one of ``_runnable``, ``_running`` and ``_waiting``,
-    or has ended.
+    A replica in it is in exactly one of ``_runnable``, ``_running``, ``_waiting``, or has ended.
 
     Args:
         names: how messages call the replicas, ``"replica 2 of 4 (cuda:2)"``.
@@ -68,20 +67,19 @@ class Lockstep:
     def __init__(
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
-        self.names = names
-        self.usable = True
-        self._schedule = schedule
-        self._staggered = schedule == "staggered"
-        self._pace = Pace()
+        self.names, self.usable = names, True
+        self._schedule, self._staggered = schedule, schedule == "staggered"
         self._timeout_seconds = timeout_seconds
-        self._mutex = threading.Lock()
+        self._pace, self._mutex = Pace(), threading.Lock()
         self._finished = Gate()
-        self._turns = [Gate() for _ in names]
-        self._threads: dict[int, threading.Thread] = {}
+        self._turns, self._turn_here = [Gate() for _ in names], Gate()
+        self._threads: dict[int, threading.Thread] = {}  # made when first needed
         self._begin_run({})
 
     def _begin_run(self, tasks: dict[int, Callable[[], Any]]) -> None:
         self._tasks = tasks
+        self._caller = threading.current_thread()
+        self._here: int | None = None  # who has the turn in the caller's thread
         self._runnable = deque(tasks)  # in the order in which they get the turn
         self._running: set[int] = set()
         self._waiting: dict[int, MergePoint] = {}
@@ -110,21 +108,11 @@ class Lockstep:
             return self._run_alone(*tasks.popitem())
         if self._schedule == "concurrent" and self.takes_turns:
             self._pace.begin_turn()
-        here = self.in_callers_thread(tasks)
-        for replica_id in here:
-            self._threads[replica_id] = threading.current_thread()
-        for replica_id in tasks:
-            if replica_id not in self._threads:
-                self._start_thread(replica_id)
-        with self._mutex:  # the first ones may stop before all have been given their turn
-            if here:
-                self._next()
-            else:
+        if self.takes_turns and self._timeout_seconds is None:
+            self._run_here()
+        else:
+            with self._mutex:  # the first ones may stop before all have been given their turn
                 self._give_turns()
-        for replica_id in here:
-            self._run_here(replica_id)
-            self._threads.pop(replica_id, None)
-        if not here:
             self._await()
         failure, failed_replica, results = self._failure, self._failed_replica, self._results
         self._begin_run({})  # keeps nothing of this run alive
@@ -137,13 +125,6 @@ class Lockstep:
                 del failure
         return {replica_id: results[replica_id] for replica_id in tasks}
 
-    def in_callers_thread(self, replica_ids: Collection[int]) -> tuple[int, ...]:
-        """Returns who has no thread of its own: a lone replica, else replica 0, or nobody."""
-        if len(replica_ids) == 1:
-            return tuple(replica_ids)
-        is_watched = self._timeout_seconds is not None
-        return (0,) if self.takes_turns and not is_watched and 0 in replica_ids else ()
-
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
         if len(self._order) < 2:
@@ -152,7 +133,7 @@ class Lockstep:
             raise Released
         try:
             if not self._stop(replica_id, point):
-                self._wait(replica_id)
+                self._gate_of(replica_id).wait()
         except BaseException:  # an interrupt: this replica will not take its turn
             self._interrupted = True
             with self._mutex, suppress(ValueError):
@@ -208,10 +189,18 @@ class Lockstep:
             if successor == mine:
                 came_back = True
             else:
-                self._turns[successor].open(near=self.takes_turns)
+                self._wake(successor, near=self.takes_turns)
             if self.takes_turns or self._staggered:
                 break
         return came_back
+
+    def _wake(self, replica_id: int, *, near: bool) -> None:
+        if replica_id not in (self._here, *self._threads):
+            self._start_thread(replica_id)
+        self._gate_of(replica_id).open(near=near)
+
+    def _gate_of(self, replica_id: int) -> Gate:
+        return self._turn_here if replica_id == self._here else self._turns[replica_id]
 
     def _next(self) -> int:
         successor = self._runnable.popleft()
@@ -245,8 +234,8 @@ class Lockstep:
     def _act(self, last: int, points: dict[int, MergePoint]) -> None:
         payloads = {r: points[r].payload for r in sorted(points)}
         action = points[min(points)].action
-        # Everybody else stands still; the mutex is let go because the action may run user code
-        # that starts a run of its own (merge_call) and the caller looks in on us.
+        # Everybody else stands still; the mutex is let go because the action may start a run of
+        # its own (merge_call) and the caller looks in on us.
         self._running.add(last)  # whom an interrupt must reach
         self._mutex.release()
         self._acting = True
@@ -261,25 +250,41 @@ class Lockstep:
 
     # The threads.
 
-    def _wait(self, replica_id: int) -> bool:
-        """Waits for the turn; returns whether there are any: none after ``close``."""
-        self._turns[replica_id].wait()
-        return self.usable
+    def _await_turn(self, replica_id: int) -> bool:
+        """Waits in a replica's own thread; returns whether there are any: not if dismissed."""
+        return self._turns[replica_id].wait() and self.usable
 
-    def _run_here(self, replica_id: int) -> None:
-        """Runs the first replica in the caller's thread, and waits for the others."""
+    def _run_here(self) -> None:
+        """Runs the replicas in the caller's thread, until one has to wait for another."""
         try:
-            self._perform(replica_id)
-            self._skip_the_unstarted()
-            self._stop(replica_id, None)
+            self._here = self._next()
+            while self._here is not None:
+                ended = self._here
+                self._perform(ended)
+                self._skip_the_unstarted()
+                self._here = self._next_here(ended)
         except BaseException as interrupt:  # struck our own code
-            self._running.discard(replica_id)
+            if self._here is not None:
+                self._running.discard(self._here)
             self._abandon(interrupt)
             return
         if self._interrupted and self._failure is not None:
             self._abandon(self._failure)  # while another had the turn
         else:
             self._await()
+
+    def _next_here(self, ended: int) -> int | None:
+        """Ends a replica in the caller's thread; returns whom that thread can run next."""
+        with self._mutex:
+            if not self._waiting and self._runnable and self._runnable[0] in self._unstarted:
+                self._running.discard(ended)
+                self._pace.end_turn()
+                return self._next()
+        self._stop(ended, None)
+        return None
+
+    def _thread_of(self, replica_id: int) -> threading.Thread:
+        return self._caller if replica_id == self._here else self._threads[replica_id]
 
     def _start_thread(self, replica_id: int) -> None:
         thread = threading.Thread(
@@ -291,7 +296,7 @@ class Lockstep:
 
     def _work(self, replica_id: int) -> None:
         try:
-            while self._wait(replica_id):
+            while self._await_turn(replica_id):
                 self._perform(replica_id)
                 if not self.usable:
                     return
@@ -360,23 +365,19 @@ class Lockstep:
         """Returns what changes while any replica moves: turns taken, instructions executed."""
         if not self._staggered:
             return self._moves
-        at = [frame_of(self._threads[r]) for r in tuple(self._running)]
+        at = [frame_of(self._thread_of(r)) for r in tuple(self._running)]
         return self._moves, [(id(frame), frame.f_lasti if frame else -1) for frame in at]
 
     def _start_another(self) -> None:
         with self._mutex:
             if self._runnable and self._running and self._failure is None:
-                self._turns[self._next()].open(near=False)
+                self._wake(self._next(), near=False)
 
     def _abandon(self, failure: BaseException) -> None:
         """Fails the run from outside; threads that cannot be stopped are left to themselves."""
         self._failure, self._failed_replica = failure, None
         for replica_id in tuple(self._running):
-            ident = self._threads[replica_id].ident
-            if ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(ident), ctypes.py_object(Released)
-                )
+            release(self._thread_of(replica_id))
         timed_out = isinstance(failure, CollectiveTimeoutError)
         try:
             if self._running:
@@ -392,8 +393,7 @@ class Lockstep:
             if point is not None:
                 what = f"waits in {point} at {user_line(self._frames[replica_id])}"
             elif replica_id in self._running:
-                where = user_line(frame_of(self._threads[replica_id]))
-                what = f"still runs at {where}"
+                what = f"still runs at {user_line(frame_of(self._thread_of(replica_id)))}"
             else:
                 what = "waits for its turn" if replica_id in self._runnable else "has returned"
             lines.append(f"  {self.names[replica_id]}: {what}")

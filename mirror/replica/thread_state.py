@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class ThreadState:
     num_threads: int
     sharers: int
     _has_set_threads: bool = False
+    _caller: int = field(default_factory=threading.get_ident)
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...], sharers: int) -> ThreadState:
@@ -54,35 +57,35 @@ class ThreadState:
             sharers=sharers,
         )
 
-    def share_threads(self) -> None:
-        """Gives the calling thread, a replica's, its share of the caller's intra-op threads."""
+    def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
+        """Calls ``fn`` for a replica, under this state in whatever thread, and undoes what it did.
+
+        A default GPU becomes the replica's own.
+        """
         num_threads = max(1, self.num_threads // self.sharers)
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
             self._has_set_threads = True
-
-    def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
-        """Calls ``fn`` in a replica's thread under this state, and puts back what was there.
-
-        A default GPU becomes the replica's own.
-        """
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.grad)
         try:
-            return fn() if self._is_usual() else self._call_in_contexts(fn, device)
+            is_here = threading.get_ident() == self._caller  # where all holds already
+            if not is_here and self._needs_contexts():
+                fn = partial(self._call_in_contexts, fn)
+            same_kind = self.default_device.type == device.type
+            default_device = device if same_kind else self.default_device
+            if default_device == (self.default_device if is_here else _CPU):
+                return fn()
+            with default_device:
+                return fn()
         finally:
             torch._C._set_grad_enabled(before)
 
-    def _is_usual(self) -> bool:
-        """Whether nothing holds but what threads begin with."""
-        return (
-            not self.inference
-            and not self.autocast
-            and self.saved_tensors_hooks is None
-            and self.default_device == _CPU
-        )
+    def _needs_contexts(self) -> bool:
+        """Whether anything holds but what threads begin with."""
+        return bool(self.inference or self.autocast or self.saved_tensors_hooks is not None)
 
-    def _call_in_contexts(self, fn: Callable[[], Any], device: torch.device) -> Any:
+    def _call_in_contexts(self, fn: Callable[[], Any]) -> Any:
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -91,17 +94,13 @@ class ThreadState:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
                 )
-            if self.default_device != _CPU:
-                same_kind = self.default_device.type == device.type
-                stack.enter_context(device if same_kind else self.default_device)
             if self.saved_tensors_hooks is not None:
                 hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
                 stack.enter_context(hooks)
             return fn()
 
     def restore(self) -> None:
-        """Undoes, in the caller's thread, what a replica did that ran in it."""
-        torch._C._set_grad_enabled(self.grad)
+        """Gives the caller its intra-op threads back."""
         # Threads that start later begin with the number that was set last.
         if self._has_set_threads:
             torch.set_num_threads(self.num_threads)

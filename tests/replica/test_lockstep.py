@@ -349,3 +349,32 @@ def test_many_short_runs_at_once_all_end(make_strategy, hurried, eager):
 
     _, error, _ = finishes(use, hang_after=60)
     assert error is None
+
+
+def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(make_strategy):
+    strategy = make_strategy(N)
+    number = contextvars.ContextVar("number", default=-1)
+    ran_in = []
+
+    def fn():
+        assert number.get() == -1
+        assert torch.is_grad_enabled()
+        number.set(me())
+        torch.set_grad_enabled(False)
+        ran_in.append(threading.current_thread())
+
+    for _ in range(3):
+        strategy.run(fn)
+    assert ran_in == [threading.current_thread()] * 3 * N
+    assert torch.is_grad_enabled()
+    assert not [thread for thread in threading.enumerate() if "mirror replica" in thread.name]
+
+
+def test_a_replica_in_the_callers_thread_may_meet_the_later_ones(make_strategy):
+    # The first one returns, so the second one runs in the caller's thread as well, and waits there.
+    strategy = make_strategy(N)
+    strategy.run(meet)
+    for _ in range(2):
+        with pytest.raises(mirror.DivergenceError, match=r"replica 0 of 3 .*has returned"):
+            strategy.run(lambda: me() and meet())
+    assert strategy.run(meet).values == (N,) * N
