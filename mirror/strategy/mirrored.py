@@ -364,16 +364,16 @@ class MirroredStrategy:
 
         Raises:
             StrategyError: called inside ``run``, or while another trace is taken.
-            OSError: the file cannot be written.
+            OSError: no file can be written there; raised before what is inside runs.
         """
         self._check_cross("trace")
         timeline = self._group.timeline
         timeline.use()
-        timeline.start_recording()
+        timeline.start_recording(path)
         try:
             yield
         finally:
-            timeline.stop_recording(path)
+            timeline.stop_recording()
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""
