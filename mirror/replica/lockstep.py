@@ -27,7 +27,6 @@ and they do not stand at one point, the run fails with the line where each stand
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from collections import deque
@@ -40,7 +39,7 @@ from typing import Any
 from mirror.errors import CollectiveTimeoutError, DivergenceError
 from mirror.replica.merge_point import MergePoint, Raised, Released
 from mirror.replica.pace import Pace
-from mirror.replica.stack import add_note, frame_of, user_line
+from mirror.replica.stack import add_note, callees_of, frame_of, raise_in, user_line
 from mirror.replica.standstill import divergence, timeout
 from mirror.replica.wake import Gate
 
@@ -63,13 +62,14 @@ class Lockstep:
 
     Attributes:
         takes_turns: whether one replica moves at a time in this run, or the next one.
+        usable: whether it may run tasks again.
     """
 
     def __init__(
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
         self.names = names
-        self.usable = True
+        self.usable, self._closed = True, False
         self._schedule = schedule
         self._staggered = schedule == "staggered"
         self._pace = Pace()
@@ -129,6 +129,8 @@ class Lockstep:
         failure, failed_replica, results = self._failure, self._failed_replica, self._results
         self._begin_run({})  # keeps nothing of this run alive
         if failure is not None:
+            if not self.usable:
+                self.dismiss()
             if failed_replica is not None:
                 add_note(failure, f"in {self.names[failed_replica]}")
             try:
@@ -148,7 +150,7 @@ class Lockstep:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
         if len(self._order) < 2:
             return point.action({replica_id: point.payload})[replica_id]
-        if self._failure is not None or not self.usable:
+        if self._failure is not None or self._closed:
             raise Released
         try:
             if not self._stop(replica_id, point):
@@ -159,7 +161,7 @@ class Lockstep:
                 self._waiting.pop(replica_id, None)
                 self._runnable.remove(replica_id)
             raise
-        if self._failure is not None or not self.usable:
+        if self._failure is not None or self._closed:
             raise Released
         outcome = self._results.pop(replica_id)
         if isinstance(outcome, Raised):
@@ -175,7 +177,7 @@ class Lockstep:
 
     def dismiss(self) -> None:
         """Has every thread end when it next waits for its turn, if it ever does."""
-        self.usable = False
+        self._closed, self.usable = True, False
         for replica_id in self._threads:
             with suppress(RuntimeError):  # the gate is open already
                 self._turns[replica_id].open(near=False)
@@ -264,7 +266,7 @@ class Lockstep:
     def _wait(self, replica_id: int) -> bool:
         """Waits for the turn; returns whether there are any: none after ``close``."""
         self._turns[replica_id].wait()
-        return self.usable
+        return not self._closed
 
     def _run_here(self, replica_id: int) -> None:
         """Runs the first replica in the caller's thread, and waits for the others."""
@@ -282,24 +284,19 @@ class Lockstep:
             self._await()
 
     def _start_thread(self, replica_id: int) -> None:
-        thread = threading.Thread(
-            target=self._work, args=(replica_id,), name=f"mirror {self.names[replica_id]}"
-        )
-        thread.daemon = True
+        name = f"mirror {self.names[replica_id]}"
+        thread = threading.Thread(target=self._work, args=(replica_id,), name=name, daemon=True)
         self._threads[replica_id] = thread
         thread.start()
 
     def _work(self, replica_id: int) -> None:
-        try:
+        with suppress(Released):  # sent by _abandon, it may arrive anywhere
             while self._wait(replica_id):
                 self._perform(replica_id)
-                if not self.usable:
+                if self._closed:
                     return
                 self._skip_the_unstarted()
                 self._stop(replica_id, None)
-        except Released:
-            # Sent by _abandon, it may arrive anywhere; this thread is not used again.
-            return
 
     def _perform(self, replica_id: int) -> None:
         try:
@@ -370,19 +367,21 @@ class Lockstep:
 
     def _abandon(self, failure: BaseException) -> None:
         """Fails the run from outside; threads that cannot be stopped are left to themselves."""
-        self._failure, self._failed_replica = failure, None
-        for replica_id in tuple(self._running):
-            ident = self._threads[replica_id].ident
-            if ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(ident), ctypes.py_object(Released)
-                )
-        timed_out = isinstance(failure, CollectiveTimeoutError)
+        abandoned, unwound = [self] if self.usable else [], set[threading.Thread]()
+        for run in abandoned:  # grows
+            # An asynchronous exception may strike our own code: never reuse these threads.
+            run.usable = False
+            run._failure, run._failed_replica = failure if run is self else Released(), None
+            for thread in {run._threads[r] for r in tuple(run._running)} - unwound:
+                unwound.add(thread)
+                raise_in(thread, Released)
+                # It may wait for a run that it has started, and hear nothing before that ends.
+                abandoned += callees_of(thread, Lockstep.run)
+        seconds = 0.2 if isinstance(failure, CollectiveTimeoutError) else DRAIN_SECONDS
         try:
             if self._running:
-                self._finished.wait(0.2 if timed_out else DRAIN_SECONDS)
+                self._finished.wait(seconds)
         finally:
-            # An asynchronous exception may have struck our own code: never reuse these threads.
             self.dismiss()
 
     def _tell_where(self) -> str:
