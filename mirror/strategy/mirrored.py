@@ -14,7 +14,7 @@ from torch import nn
 from mirror.comm.base import Communicator
 from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
-from mirror.data.options import InputContext, InputOptions
+from mirror.data.options import InputContext, InputOptions, or_default
 from mirror.devices import is_simulated, resolve
 from mirror.errors import StrategyError
 from mirror.replica.comparison import compare_replicas
@@ -91,7 +91,7 @@ class MirroredStrategy:
     ) -> None:
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
-        options = communication_options or CommunicationOptions()
+        options = or_default(communication_options, CommunicationOptions)
         self._devices = resolve(devices)
         communicator = make_communicator(backend, self._devices, options)
         self._backend = communicator.name
