@@ -231,6 +231,8 @@ class DistributedIterator:
         """
         dataset, position = self._dataset, self._position
         dataset._check_usable()
+        if not self._leave.alive:  # closed; another iteration may go on with its reader
+            raise StopIteration
         timeline, begun = dataset._timeline, perf_counter()
         if timeline is not None:
             timeline.begin(CROSS, INPUT)
