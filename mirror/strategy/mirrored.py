@@ -31,13 +31,7 @@ from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.options import CommunicationOptions, check_choice
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.value_context import ValueContext
-from mirror.values import (
-    PerReplica,
-    local_results,
-    map_structure,
-    regroup,
-    select,
-)
+from mirror.values import PerReplica, local_results, map_structure, regroup, select
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")
