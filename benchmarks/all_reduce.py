@@ -21,6 +21,7 @@ from datetime import date
 from functools import partial
 
 import torch
+from arguments import ROUNDS, at_least, new_file, new_picture
 from gloo import Gloo, inputs, max_error
 from timing import Elsewhere, Samples, interleaved, seconds_of
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch import Tensor
 from mirror import comm
 from mirror.comm import host_library
 from mirror.devices import is_simulated, resolve, synchronize
+from mirror.errors import DeviceError
 
 KIB, MIB = 2**10, 2**20
 SIZES = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB)
@@ -86,10 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints tables; returns 1 when a target was missed, else 0."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if arguments.device == "all":
-        places = [resolve()]
-    else:
-        places = [resolve([arguments.device] * n) for n in arguments.replicas]
+    try:
+        if arguments.device == "all":
+            places = [resolve()]
+        else:
+            places = [resolve([arguments.device] * n) for n in arguments.replicas]
+    except DeviceError as error:
+        parser.error(str(error))
     names = {name for devices in places for name in comm.available(devices)}
     unknown = set(arguments.backends or ()) - names
     if unknown:
@@ -283,10 +288,8 @@ def _write_json(path: str, rows: list[Row], targets: list[Target]) -> None:
 
 def _plot(path: str, rows: list[Row]) -> None:
     """Draws busbw over bytes, a panel for each number of replicas."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("--plot needs matplotlib; run: pip install 'mirror-strategy[bench]'")
+    from matplotlib.figure import Figure
+
     replicas = sorted({row.n for row in rows})
     figure = Figure(figsize=(4.5 * len(replicas), 4), layout="constrained")
     panels = figure.subplots(1, len(replicas), squeeze=False)[0]
@@ -315,18 +318,29 @@ def _parser() -> argparse.ArgumentParser:
         prog="all-reduce", description="All-reduce by every backend: nccl-tests' columns."
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...; all: every GPU once")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8], metavar="N")
+    parser.add_argument("--replicas", type=at_least(1), nargs="+", default=[2, 4, 8], metavar="N")
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES", help="of one replica"
+        "--sizes",
+        type=at_least(1),
+        nargs="+",
+        default=SIZES,
+        metavar="BYTES",
+        help="of one replica",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--backends", nargs="+", metavar="NAME", help="default: all available")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=ROUNDS, default=15)
     parser.add_argument(
-        "--gloo", type=int, default=4, metavar="N", help="up to so many processes; 0 for none"
+        "--gloo",
+        type=at_least(0),
+        default=4,
+        metavar="N",
+        help="up to so many processes; 0 for none",
     )
-    parser.add_argument("--json", metavar="FILE", help="for the numbers")
-    parser.add_argument("--plot", metavar="FILE", help="for a picture of the bus bandwidths")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="for the numbers")
+    parser.add_argument(
+        "--plot", type=new_picture, metavar="FILE", help="for a picture of the bus bandwidths"
+    )
     return parser
 
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from arguments import at_least, new_file
 from timing import seconds_of
 
 import mirror
@@ -24,6 +25,7 @@ from mirror import comm
 from mirror.comm import choose, self_test
 from mirror.comm.doctor import diagnose
 from mirror.devices import num_cuda_devices, resolve, synchronize
+from mirror.errors import DeviceError
 
 REPLICAS = (1, 2, 4, 8)
 KERNELS = ("direct", "ring", "hierarchical")
@@ -50,13 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     parser.add_argument("--device", default="cuda:0", help="the one that replicas share")
     parser.add_argument(
-        "--elements", type=int, default=16 * 2**20, metavar="N", help="of a large float32 message"
+        "--elements",
+        type=at_least(1),
+        default=16 * 2**20,
+        metavar="N",
+        help="of a large float32 message",
     )
-    parser.add_argument("--json", metavar="FILE", help="for what was found")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="for what was found")
     arguments = parser.parse_args(argv)
     if arguments.device != "cpu" and num_cuda_devices() == 0:
         parser.error("there is no GPU; --device cpu checks this program on simulated devices")
-    (device,) = resolve([arguments.device])
+    try:
+        (device,) = resolve([arguments.device])
+    except DeviceError as error:
+        parser.error(str(error))
     diagnosis = diagnose([device])
     print(diagnosis.to_text(), "\n", flush=True)
     outcomes = []

@@ -31,6 +31,7 @@ from pathlib import Path
 # Read when torch is loaded; set_num_threads would not reach what other threads start.
 os.environ["OMP_NUM_THREADS"] = "1"
 import torch
+from arguments import ROUNDS, at_least, new_file
 from cases import Case
 from contestants import WAYS
 from models import batch_of, build, loss_of
@@ -243,10 +244,12 @@ def table(found: dict[str, object]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host time of a step against the replicas.")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N")
+    parser.add_argument(
+        "--replicas", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16], metavar="N"
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--json", metavar="FILE", help="for the numbers")
+    parser.add_argument("--rounds", type=ROUNDS, default=21)
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="for the numbers")
     arguments = parser.parse_args()
     found = measure(arguments.replicas, arguments.ways, arguments.rounds)
     print(table(found))

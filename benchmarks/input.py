@@ -18,6 +18,7 @@ from time import sleep
 from typing import Any
 
 import torch
+from arguments import ROUNDS, at_least, new_file
 from timing import Samples, interleaved
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -161,12 +162,14 @@ def starving(strategy: mirror.MirroredStrategy, arguments: argparse.Namespace) -
 def main() -> int:
     """Measures, prints a table, and returns the number of targets missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--megabytes", type=int, default=64, help="of a batch")
-    parser.add_argument("--batches", type=int, default=6, help="per pass")
-    parser.add_argument("--slow-batches", type=int, default=50, help="per pass of the slow loader")
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--json", help="file for the numbers")
+    parser.add_argument("--rounds", type=ROUNDS, default=9)
+    parser.add_argument("--megabytes", type=at_least(1), default=64, help="of a batch")
+    parser.add_argument("--batches", type=at_least(1), default=6, help="per pass")
+    parser.add_argument(
+        "--slow-batches", type=at_least(1), default=50, help="per pass of the slow loader"
+    )
+    parser.add_argument("--threads", type=at_least(1), default=1, help="of torch")
+    parser.add_argument("--json", type=new_file, help="file for the numbers")
     arguments = parser.parse_args()
     # A team of torch's threads waits for its slowest, which on a busy machine times the machine.
     torch.set_num_threads(arguments.threads)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import date
 
 import torch
+from arguments import ROUNDS, new_file
 from timing import Samples, interleaved
 from torch import nn
 
@@ -185,8 +186,8 @@ def importing(rounds: int) -> list[Row]:
 def main() -> int:
     """Measures, prints a table, and returns the number of targets missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", help="file for the numbers")
+    parser.add_argument("--rounds", type=ROUNDS, default=40)
+    parser.add_argument("--json", type=new_file, help="file for the numbers")
     arguments = parser.parse_args()
     print(
         f"{date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, "

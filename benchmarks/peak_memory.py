@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import at_least
 from cases import CASES
 from contestants import WAYS
 from models import batch_of, build
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=JUDGED)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--devices", nargs="+", default=["cpu"] * 4, help="one for each replica")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
     arguments = parser.parse_args()
     if arguments.worker:
         serve(lambda _: _work(arguments.worker))

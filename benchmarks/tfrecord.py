@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from arguments import ROUNDS, at_least, new_file
 from timing import Samples, interleaved
 
 from mirror.data import FixedLenFeature, TFRecordDataset, TFRecordWriter, serialize_example
@@ -97,10 +98,10 @@ def _exhaust(dataset: TFRecordDataset) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the rows; returns 1 if large records are read slower than the target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record-bytes", type=int, nargs="+", default=[200, 100_000])
-    parser.add_argument("--file-bytes", type=int, default=50_000_000)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json")
+    parser.add_argument("--record-bytes", type=at_least(1), nargs="+", default=[200, 100_000])
+    parser.add_argument("--file-bytes", type=at_least(1), default=50_000_000)
+    parser.add_argument("--rounds", type=ROUNDS, default=9)
+    parser.add_argument("--json", type=new_file)
     arguments = parser.parse_args(argv)
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     with tempfile.TemporaryDirectory() as folder:

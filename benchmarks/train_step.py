@@ -12,7 +12,6 @@ Afterwards ``host_time.py`` and ``peak_memory.py`` run, unless --parts leaves th
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
@@ -30,6 +29,7 @@ from typing import Any
 
 import peak_memory
 import torch
+from arguments import ROUNDS, at_least, new_file, new_picture
 from cases import CASES, FOR_GPUS, Case
 from contestants import PEERS, SCHEDULES, WAYS, Contestant, Field, started
 from resident import Residents
@@ -219,34 +219,34 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="dealt in turn to the replicas: cpu, cuda:0 (simulated), cuda:0 cuda:1 ...; "
         "all: every GPU",
     )
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N")
+    parser.add_argument(
+        "--replicas", type=at_least(1), nargs="+", default=[1, 2, 4, 8], metavar="N"
+    )
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--tensorflow", default="", metavar="PYTHON", help="one that has it")
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="of each contestant"
+        "--threads", type=at_least(1), default=torch.get_num_threads(), help="of each contestant"
     )
     parser.add_argument("--read-loss", action="store_true", help="loss.item() in every step")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=ROUNDS, default=21)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
-        "--host-replicas", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N"
+        "--host-replicas", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16], metavar="N"
     )
     parser.add_argument(
         "--memory-cases", nargs="+", choices=CASES, default=peak_memory.JUDGED, metavar="CASE"
     )
-    parser.add_argument("--memory-replicas", type=int, default=4, metavar="N")
+    parser.add_argument("--memory-replicas", type=at_least(1), default=4, metavar="N")
     parser.add_argument("--quick", action="store_true", help="to see that it works")
-    parser.add_argument("--json", metavar="FILE", help="for the numbers")
-    parser.add_argument("--plot", metavar="FILE", help="for a picture of the step times")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="for the numbers")
+    parser.add_argument(
+        "--plot", type=new_picture, metavar="FILE", help="for a picture of the step times"
+    )
     if "--quick" in (sys.argv[1:] if argv is None else argv):
         parser.set_defaults(**QUICK)
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 2 or arguments.threads < 1:
-        parser.error("--rounds must be at least 2, --threads at least 1")
-    if min(*arguments.replicas, *arguments.host_replicas, arguments.memory_replicas) < 1:
-        parser.error("there is at least one replica")
     if arguments.devices == ["all"]:
         arguments.devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     _check(arguments, parser)
@@ -268,11 +268,6 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         if asked.returncode != 0:
             parser.error(f"{arguments.tensorflow} has no TensorFlow:\n{asked.stderr[-1000:]}")
         arguments.tensorflow_version = f", TensorFlow {asked.stdout.strip()}"
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib; run: pip install 'mirror-strategy[bench]'")
-    for file in filter(None, (arguments.json, arguments.plot)):
-        if not Path(file).absolute().parent.is_dir():
-            parser.error(f"the folder of {file} does not exist")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--batch-size", type=_positive, default=64, metavar="N", help="of all replicas together"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N")
     parser.add_argument(
         "--data",
         type=Path,
@@ -154,6 +154,13 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _seed(text: str) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if not 0 <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 0 to 2**64 - 1, got {text!r}")
+    return value
 
 
 def _positive(text: str) -> int:

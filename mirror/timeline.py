@@ -9,6 +9,7 @@ lanes but for ``WAITING`` add up to the step.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -71,6 +72,7 @@ class Timeline:
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._sums: list[dict[str, float]] = []
         self._events: list[dict[str, Any]] | None = None
+        self._target = Path()  # of the spans kept
         self._step_began = perf_counter()
         self._has_updated = False
         self._clear()
@@ -132,17 +134,19 @@ class Timeline:
 
     # Traces
 
-    def start_recording(self) -> None:
+    def start_recording(self, path: str | os.PathLike[str]) -> None:
         """Keeps single spans from now on.
 
         Raises:
             StrategyError: they are being kept already.
+            OSError: no file can be written there.
         """
         if self._events is not None:
             raise StrategyError("a trace is being taken already; end it before you begin another")
+        self._target = _writable(path)
         self._events = []
 
-    def stop_recording(self, path: str | os.PathLike[str]) -> None:
+    def stop_recording(self) -> None:
         """Writes the spans kept as a Chrome trace, whole or not at all."""
         events, self._events = self._events or [], None
         hidden = self._hidden_share(events)
@@ -155,11 +159,10 @@ class Timeline:
             "otherData": {"hidden_share_of_communication": hidden},
             "traceEvents": threads + events,
         }
-        target = Path(path)
-        scratch = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        scratch = _scratch_beside(self._target)
         try:
             scratch.write_text(json.dumps(trace))
-            scratch.replace(target)
+            scratch.replace(self._target)
         finally:
             scratch.unlink(missing_ok=True)
 
@@ -188,3 +191,26 @@ class Timeline:
 
     def _clear(self) -> None:
         self._sums = [dict.fromkeys(KINDS, 0.0) for _ in self.names]
+
+
+def _writable(path: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path of a file that can be written; tries it, and leaves nothing.
+
+    Raises:
+        OSError: it cannot.
+    """
+    target = Path(path).resolve()  # the program may change its directory before the end
+    try:
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EISDIR, "it is no regular file")
+        scratch = _scratch_beside(target)
+        scratch.touch()
+        scratch.unlink()
+    except OSError as error:
+        rule = "a trace needs the path of a file in a directory that exists and can be written to"
+        raise OSError(error.errno, f"{error.strerror}; {rule}", str(target)) from None
+    return target
+
+
+def _scratch_beside(target: Path) -> Path:
+    return target.with_name(f"{target.name}.{os.getpid()}.tmp")

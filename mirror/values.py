@@ -141,6 +141,9 @@ def map_structure(fn: Callable[..., object], tree: Any, *others: Any) -> Any:
     """
     kind = type(tree)
     if kind in _LEAVES:
+        for other in others:
+            if type(other) is not kind:
+                _check_leaf(tree, other)
         return fn(tree, *others)
     if kind is tuple or kind is list:
         if not others:
@@ -152,6 +155,8 @@ def map_structure(fn: Callable[..., object], tree: Any, *others: Any) -> Any:
         return {key: map_structure(fn, child) for key, child in tree.items()}
     children = None if isinstance(tree, (torch.Tensor, PerReplica)) else children_of(tree)
     if children is None:
+        for other in others:
+            _check_leaf(tree, other)
         return fn(tree, *others)
     for other in others:
         _check_alike(tree, other, children)
@@ -259,6 +264,11 @@ def children_of(tree: Any) -> dict[Any, Any] | None:
 
 def _child(tree: Any, key: Any) -> Any:
     return getattr(tree, key) if dataclasses.is_dataclass(tree) else tree[key]
+
+
+def _check_leaf(leaf: Any, other: Any) -> None:
+    if not isinstance(other, (torch.Tensor, PerReplica)) and children_of(other) is not None:
+        raise StructureError(f"a {type(leaf).__name__} here, a {type(other).__name__} there")
 
 
 def _check_alike(tree: Any, other: Any, children: dict[Any, Any]) -> None:

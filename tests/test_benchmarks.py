@@ -115,14 +115,56 @@ def test_a_contestant_with_another_loss_is_not_timed(load):
         ("--devices cpu cuda:0", "takes cpu, or some of the GPUs"),
         ("--tensorflow /no/such/python", "/no/such/python is no program"),
         ("--tensorflow false", "has no TensorFlow"),
-        ("--json /no/such/folder/found.json", "the folder of /no/such/folder/found.json"),
-        ("--rounds 1", "--rounds must be at least 2"),
-        ("--replicas 2 0", "at least one replica"),
+        ("--json /no/such/folder/found.json", "'/no/such/folder/found.json' cannot be written"),
+        ("--rounds 1", "--rounds: needs a whole number of at least 2, got '1'"),
+        ("--replicas 2 0", "--replicas: needs a whole number of at least 1, got '0'"),
     ],
 )
 def test_what_cannot_end_well_does_not_begin(load, capsys, options, complaint):
     with pytest.raises(SystemExit):
         load("train_step")._arguments(options.split())
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "program", ["all_reduce", "overhead", "host_time", "input", "tfrecord", "train_step"]
+)
+def test_every_program_looks_at_its_arguments_before_it_measures(
+    load, capsys, monkeypatch, tmp_path, program
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which host_time sets for itself
+    taken = tmp_path / "taken.json"
+    taken.write_text("older")
+    missing = tmp_path / "missing" / "found.json"
+    for options, complaint in (
+        ("--rounds 1", "--rounds: needs a whole number of at least 2, got '1'"),
+        ("--rounds few", "--rounds: needs a whole number of at least 2, got 'few'"),
+        (f"--json {tmp_path}", f"--json: '{tmp_path}' cannot be written"),
+        (f"--json {missing}", f"--json: '{missing}' cannot be written"),
+        (f"--json {taken} --rounds 1", "--rounds: needs"),
+        (f"--json {tmp_path / 'new.json'} --rounds 1", "--rounds: needs"),
+    ):
+        monkeypatch.setattr(sys, "argv", [program, *options.split()])
+        with pytest.raises(SystemExit) as exited:
+            load(program).main()
+        assert exited.value.code == 2
+        assert complaint in capsys.readouterr().err
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"taken.json": "older"}
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--replicas 2 0", "--replicas: needs a whole number of at least 1"),
+        ("--sizes -4", "--sizes: needs a whole number of at least 1"),
+        ("--device cuda:99", "'cuda:99' does not exist"),
+        ("--backends carrier-pigeon", "no backend ['carrier-pigeon'] can serve these devices"),
+    ],
+)
+def test_all_reduce_says_what_it_cannot_measure(load, capsys, options, complaint):
+    with pytest.raises(SystemExit) as exited:
+        load("all_reduce").main(options.split())
+    assert exited.value.code == 2
     assert complaint in capsys.readouterr().err
 
 

@@ -655,6 +655,26 @@ def test_replica_context_is_refused_after_its_run(make_strategy):
         kept[0].merge_call(lambda strategy: None)
 
 
+@pytest.mark.parametrize("other", [(1.0,), [1.0], {"x": 1.0}])
+@pytest.mark.parametrize("leaf", [torch.ones(2), 1.0, "a"])
+def test_a_leaf_beside_a_structure_is_an_error(make_strategy, leaf, other):
+    # Where the first replica's part was a leaf, the others' structures passed for leaves.
+    strategy = make_strategy(2)
+
+    def mixed():
+        return leaf if mirror.get_replica_context().replica_id_in_sync_group == 0 else other
+
+    with pytest.raises(mirror.StructureError, match="there; return the same structure"):
+        strategy.run(mixed)
+    with pytest.raises(mirror.StructureError, match=f"a {type(other).__name__} there"):
+        strategy.distribute_values_from_function(
+            lambda context: (leaf, other)[context.replica_id_in_sync_group]
+        )
+    batches = strategy.distribute_dataset_from_function(lambda context: [[leaf], [other]])
+    with pytest.raises(mirror.BatchError, match="must have one structure"):
+        list(batches)
+
+
 def test_another_thread_cannot_read_gradients_during_run(make_strategy):
     # A logging thread that looked at .grad reduced half a step: 7.5 for a mean of 3.
     strategy = make_strategy(2)

@@ -29,6 +29,8 @@ def test_help_names_the_commands(capsys):
         (["train"], "invalid choice: 'train'"),
         (["demo", "--epochs", "0"], "--epochs: needs a whole number of at least 1, got '0'"),
         (["demo", "--replicas", "-1"], "--replicas: needs a whole number of at least 1"),
+        (["demo", "--seed", str(2**64)], "--seed: needs a whole number from 0 to 2**64 - 1"),
+        (["demo", "--seed", "-1"], "--seed: needs a whole number from 0 to 2**64 - 1"),
         (["demo", "--batch-size", "many"], "--batch-size: needs a whole number of at least 1"),
         (["demo", "--devices", "cpu", "--replicas", "2"], "not allowed with argument --devices"),
     ],

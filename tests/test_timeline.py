@@ -355,14 +355,40 @@ def test_an_error_in_a_trace_is_written_and_passed_on(make_strategy, tmp_path, w
     assert sum(span["cat"] == BACKWARD for span in spans) == 2
 
 
-def test_a_trace_that_cannot_be_written_raises_and_leaves_no_file(make_strategy, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("missing/trace.json", FileNotFoundError),
+        ("folder", IsADirectoryError),
+        ("kept.json/trace.json", NotADirectoryError),
+        ("x" * 300, OSError),
+    ],
+)
+def test_a_trace_that_cannot_be_written_raises_before_it_begins(
+    make_strategy, tmp_path, name, error
+):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "kept.json").write_text("kept")
     strategy = make_strategy(2)
-    trace = strategy.trace(tmp_path / "missing" / "trace.json")
-    with pytest.raises(OSError, match="missing"), trace:
-        pass
+    trace = strategy.trace(tmp_path / name)
+    with pytest.raises(error, match="a trace needs the path of a file") as raised, trace:
+        pytest.fail("a trace that nobody can keep")
+    assert raised.value.filename == str(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "kept.json"]
+    assert (tmp_path / "kept.json").read_text() == "kept"
     with strategy.trace(tmp_path / "trace.json"):  # the failed one is over
         pass
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert (tmp_path / "trace.json").exists()
+
+
+def test_a_relative_path_is_that_of_the_beginning(make_strategy, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    strategy = make_strategy(2)
+    with strategy.trace("trace.json"):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert (tmp_path / "trace.json").exists()
+    assert not (tmp_path / "elsewhere" / "trace.json").exists()
 
 
 def test_each_strategy_traces_its_own(make_strategy, tmp_path):

@@ -36,12 +36,15 @@ def from_arrays(
 
     Raises:
         BatchError: the arrays differ in length, or there is none.
-        ValueError: a batch size below 1, or a seed that is not an int.
+        ValueError: a batch size that is not an int >= 1, a ``shuffle`` that is not a bool, or a
+            seed that is not an int of 64 bits.
     """
     if not is_int(batch_size) or batch_size < 1:
         raise ValueError(f"batch_size must be an int >= 1, got {batch_size!r}")
-    if seed is not None and not is_int(seed):
-        raise ValueError(f"seed must be an int or None, got {seed!r}")
+    if not isinstance(shuffle, bool):
+        raise ValueError(f"shuffle must be a bool, got {shuffle!r}; a seed is passed as seed=")
+    if seed is not None and not (is_int(seed) and -(2**63) <= seed < 2**64):
+        raise ValueError(f"seed must be an int of 64 bits or None, got {seed!r}")
     num_examples = num_examples_of(arrays)
     generator = None if seed is None else torch.Generator().manual_seed(int(seed))
     indices = _Indices(num_examples, int(batch_size), shuffle, generator)

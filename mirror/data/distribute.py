@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mirror.data.balance import Balance
-from mirror.data.options import InputOptions
+from mirror.data.options import InputOptions, or_default
 from mirror.data.position import Position, Saved
 from mirror.data.prefetch import Closed, OnDemand, Prefetcher
 from mirror.data.source import Source, source_of
@@ -58,12 +58,12 @@ class DistributedDataset:
             timeline: notes how long consumers wait.
 
         Raises:
-            TypeError: the dataset cannot be iterated.
+            TypeError: the dataset is no iterable of batches, or the options are something else.
             ValueError: the weights do not go with the devices, or with ``joins``.
         """
         self.waited_seconds = 0.0
         self.num_delivered = 0
-        self._options = options or InputOptions()
+        self._options = or_default(options, InputOptions)
         self._balance, shares = _shares(self._options, len(devices), joins, measure)
         self._source = source_of(dataset)
         self._assembly = Assembly(devices, self._options, shares, joins=joins)
@@ -231,6 +231,8 @@ class DistributedIterator:
         """
         dataset, position = self._dataset, self._position
         dataset._check_usable()
+        if not self._leave.alive:  # closed; another iteration may go on with its reader
+            raise StopIteration
         timeline, begun = dataset._timeline, perf_counter()
         if timeline is not None:
             timeline.begin(CROSS, INPUT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,11 @@ class FixedLenFeature:
     default_value: ArrayLike | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shape, Iterable):
+            raise TypeError(
+                "the shape of a FixedLenFeature is a sequence of integers, () for a single "
+                f"value; got {self.shape!r}"
+            )
         shape = tuple(operator.index(size) for size in self.shape)
         if any(size < 0 for size in shape):
             raise ValueError(
@@ -97,14 +102,15 @@ class VarLenFeature:
 
 
 def _feature_dtype(dtype: DTypeLike) -> np.dtype[np.generic]:
-    found = np.dtype(dtype)
+    rule = "a feature holds numpy.float32, numpy.int64 or bytes, whatever was written to it"
+    try:
+        found = np.dtype(dtype)
+    except TypeError:  # a dtype of torch, a name that is none
+        raise TypeError(f"{rule}; got {dtype!r}") from None
     if found.kind in "SO":
         return np.dtype(object)
     if found not in (np.float32, np.int64):
-        raise ValueError(
-            "a feature holds numpy.float32, numpy.int64 or bytes, whatever was written to it; got "
-            f"{found}; convert the parsed array with astype"
-        )
+        raise ValueError(f"{rule}; got {found}; convert the parsed array with astype")
     return found
 
 

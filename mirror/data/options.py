@@ -6,7 +6,9 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+OptionsT = TypeVar("OptionsT")
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,10 @@ class InputContext:
         """Returns the number of examples that each replica gets of a global batch.
 
         Raises:
-            ValueError: the replicas do not divide the global batch size.
+            ValueError: the global batch size is not an int >= 1 that the replicas divide.
         """
+        if not is_int(global_batch_size) or global_batch_size < 1:
+            raise ValueError(f"global_batch_size must be an int >= 1, got {global_batch_size!r}")
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise ValueError(
@@ -81,6 +85,22 @@ class InputContext:
                 f"replicas, got {global_batch_size}; distribute_dataset splits any size"
             )
         return size
+
+
+def or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
+    """Returns the options of a ``kind`` that a caller has passed, the default ones for ``None``.
+
+    Raises:
+        TypeError: it is something else, a dict for instance.
+    """
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise TypeError(
+            f"options must be a mirror.{kind.__name__} or None, got {options!r}; options in a "
+            f"dict are passed as mirror.{kind.__name__}(**options)"
+        )
+    return options
 
 
 def is_int(value: object) -> bool:

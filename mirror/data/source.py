@@ -185,8 +185,14 @@ def source_of(dataset: Iterable[Any]) -> Source:
     """Returns the source for a dataset.
 
     Raises:
-        TypeError: it cannot be iterated.
+        TypeError: it cannot be iterated, or gives keys or characters.
     """
+    if isinstance(dataset, (Mapping, str, bytes)):
+        raise TypeError(
+            "a dataset must be an iterable of batches; got a "
+            f"{type(dataset).__name__}, which gives its keys or characters; batches of arrays in "
+            "memory, a dict of them too, are made by mirror.data.from_arrays(arrays, batch_size)"
+        )
     if not isinstance(dataset, Iterable):
         raise TypeError(
             "a dataset must be an iterable of batches, a DataLoader for instance; got "

@@ -17,6 +17,7 @@ from mirror.data.checksum import crc32c_function
 from mirror.data.compressed import check_compression
 from mirror.data.example import parse_example
 from mirror.data.features import FixedLenFeature, VarLenFeature
+from mirror.data.options import is_int
 from mirror.data.tfrecord import RecordReader, read_record
 from mirror.data.tfrecord_index import Numbering, load_or_scan, scan
 from mirror.errors import RecordError
@@ -100,10 +101,10 @@ class TFRecordDataset(Dataset[Any]):
         Raises:
             FileNotFoundError: a path names no file.
             ImportError: google-crc32c is not installed.
+            TypeError: paths, features or a transform that are none.
             ValueError: an argument is none of the above, or there are no paths.
         """
-        names = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-        self.paths = tuple(os.fspath(path) for path in names)
+        self.paths = _as_paths(paths)
         self.compression = check_compression(compression)
         if not self.paths:
             raise ValueError("a TFRecordDataset needs at least one path; got none")
@@ -116,7 +117,9 @@ class TFRecordDataset(Dataset[Any]):
                     f"a TFRecordDataset reads files; {path!r} is none; a pattern is expanded by "
                     "sorted(glob.glob(pattern))"
                 )
-        self._features = None if features is None else dict(features)
+        self._features = _as_features(features)
+        if transform is not None and not callable(transform):
+            raise TypeError(f"transform is a function of a record; got {transform!r}")
         self._transform = transform
         self._skips_damage = on_damage == "skip"
         self._saves_index = save_index
@@ -277,9 +280,11 @@ class TFRecordDataset(Dataset[Any]):
             ValueError: the state is that of another dataset or shard.
         """
         names = {*_Position._fields, *_Part._fields}
-        if set(state) != names or not 0 <= state["file"] <= len(self.paths):
+        fits = isinstance(state, Mapping) and set(state) == names
+        fits = fits and all(is_int(value) and value >= 0 for value in state.values())
+        if not fits or state["file"] > len(self.paths):
             raise ValueError(
-                f"this is no state of a TFRecordDataset of {len(self.paths)} files: {dict(state)}"
+                f"this is no state of a TFRecordDataset of {len(self.paths)} files: {state!r}"
             )
         self._position = _Position(**{name: state[name] for name in _Position._fields})
         begun = self._position.offset or self._position.number
@@ -346,6 +351,27 @@ class TFRecordStream(TFRecordDataset, IterableDataset[Any]):
         if self.compression is not None:
             why = f"a file with compression={self.compression!r} can only be read from its start"
         return f"{why}, so this dataset {what}; iterate over it, or write the records uncompressed"
+
+
+def _as_paths(paths: object) -> tuple[str, ...]:
+    names = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    if isinstance(names, Iterable):
+        found = tuple(names)
+        if all(isinstance(name, (str, os.PathLike)) for name in found):
+            return tuple(os.fspath(name) for name in found)
+    raise TypeError(f"paths are a string, an os.PathLike, or several of them; got {paths!r}")
+
+
+def _as_features(features: object) -> dict[str, FixedLenFeature | VarLenFeature] | None:
+    if features is None:
+        return None
+    if isinstance(features, Mapping):
+        kinds = (FixedLenFeature, VarLenFeature)
+        if all(isinstance(feature, kinds) for feature in features.values()):
+            return dict(features)
+    raise TypeError(
+        f"features are a FixedLenFeature or VarLenFeature for each name; got {features!r}"
+    )
 
 
 def _close_files(open_files: dict[int, int]) -> None:

@@ -24,6 +24,7 @@ from mirror.devices import (
 )
 from mirror.errors import StrategyError
 from mirror.replica.buffers import Buffer
+from mirror.replica.claim import by_one_thread
 from mirror.replica.gradients import Gradients
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import ReplicaDict, mirror_module, route_call
@@ -91,6 +92,7 @@ class ReplicaGroup:
         self.bytes_per_pack = bytes_per_pack
         self._wire_dtype = wire_dtype
         self._timeout_seconds = timeout_seconds
+        self.claims = dict[str, int]()  # see mirror/replica/claim.py
         self.locksteps: list[Lockstep] = []
         self._recorded: dict[int, ModuleRef] = {}
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
@@ -245,6 +247,7 @@ class ReplicaGroup:
 
     # Running
 
+    @by_one_thread
     def run(
         self,
         fn: Callable[[int], Any],
@@ -343,10 +346,8 @@ class ReplicaGroup:
         return task
 
     def _lockstep(self, depth: int) -> Lockstep:
-        while len(self.locksteps) <= depth:
-            self.locksteps.append(self._new_lockstep())
-        if not self.locksteps[depth].usable:
-            self.locksteps[depth] = self._new_lockstep()
+        while len(self.locksteps) <= depth or not self.locksteps[depth].usable:
+            self.locksteps[depth : depth + 1] = [self._new_lockstep()]
         return self.locksteps[depth]
 
     def _new_lockstep(self) -> Lockstep:

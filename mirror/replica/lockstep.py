@@ -8,17 +8,13 @@ for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per 
     turn      0    1    2 | merge | 2    1    0 | merge | 0    1    2 | all returned
     thread    r0 > r1 > r2          r2 > r1 > r0          r0 > r1 > r2
 
-    schedule     who is given the turn              the first replica runs in
-    lockstep     the next one, when one stops       the caller's thread, saving two hand-overs,
-                                                    and so does the next one if that has returned;
-                                                    with a timeout, which the caller watches, in
-                                                    a thread of its own
-    staggered    also when those that have it       a thread of its own: the caller starts the next
-                 stand still on their device        one when nobody has moved
-    concurrent   all at once where they compute     as under lockstep; where they run at once, a
-                 for long, else as under lockstep:  thread of its own. All share the caller's
-                 what "staggered" is on simulated   intra-op threads in either case
-                 devices
+    schedule     who is given the turn
+    lockstep     the next one, when one stops. The first replica runs in the caller's thread, which
+                 saves two hand-overs, and so does the next one if that has returned; with a
+                 timeout, which the caller watches, they all have threads of their own
+    staggered    also the next one when those that have it stand still on their device
+    concurrent   as under lockstep, or all at once where they compute for long: what "staggered"
+                 is on simulated devices. They share the caller's intra-op threads
 
 So nothing but the determinism of the simulation may rest on "only one runs".
 
@@ -38,9 +34,9 @@ from types import FrameType
 from typing import Any
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
-from mirror.replica.merge_point import MergePoint, Raised, Released, release
+from mirror.replica.merge_point import MergePoint, Raised, Released
 from mirror.replica.pace import Pace
-from mirror.replica.stack import add_note, frame_of, user_line
+from mirror.replica.stack import add_note, callees_of, frame_of, raise_in, user_line
 from mirror.replica.standstill import divergence, timeout
 from mirror.replica.wake import Gate
 
@@ -62,12 +58,13 @@ class Lockstep:
 
     Attributes:
         takes_turns: whether one replica moves at a time in this run, or the next one.
+        usable: whether it may run tasks again.
     """
 
     def __init__(
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
-        self.names, self.usable = names, True
+        self.names, self.usable, self._closed = names, True, False
         self._schedule, self._staggered = schedule, schedule == "staggered"
         self._timeout_seconds = timeout_seconds
         self._pace, self._mutex = Pace(), threading.Lock()
@@ -117,6 +114,8 @@ class Lockstep:
         failure, failed_replica, results = self._failure, self._failed_replica, self._results
         self._begin_run({})  # keeps nothing of this run alive
         if failure is not None:
+            if not self.usable:
+                self.dismiss()
             if failed_replica is not None:
                 add_note(failure, f"in {self.names[failed_replica]}")
             try:
@@ -129,7 +128,7 @@ class Lockstep:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
         if len(self._order) < 2:
             return point.action({replica_id: point.payload})[replica_id]
-        if self._failure is not None or not self.usable:
+        if self._failure is not None or self._closed:
             raise Released
         try:
             if not self._stop(replica_id, point):
@@ -140,7 +139,7 @@ class Lockstep:
                 self._waiting.pop(replica_id, None)
                 self._runnable.remove(replica_id)
             raise
-        if self._failure is not None or not self.usable:
+        if self._failure is not None or self._closed:
             raise Released
         outcome = self._results.pop(replica_id)
         if isinstance(outcome, Raised):
@@ -156,7 +155,7 @@ class Lockstep:
 
     def dismiss(self) -> None:
         """Has every thread end when it next waits for its turn, if it ever does."""
-        self.usable = False
+        self._closed, self.usable = True, False
         for replica_id in self._threads:
             with suppress(RuntimeError):  # the gate is open already
                 self._turns[replica_id].open(near=False)
@@ -252,7 +251,7 @@ class Lockstep:
 
     def _await_turn(self, replica_id: int) -> bool:
         """Waits in a replica's own thread; returns whether there are any: not if dismissed."""
-        return self._turns[replica_id].wait() and self.usable
+        return self._turns[replica_id].wait() and not self._closed
 
     def _run_here(self) -> None:
         """Runs the replicas in the caller's thread, until one has to wait for another."""
@@ -287,24 +286,19 @@ class Lockstep:
         return self._caller if replica_id == self._here else self._threads[replica_id]
 
     def _start_thread(self, replica_id: int) -> None:
-        thread = threading.Thread(
-            target=self._work, args=(replica_id,), name=f"mirror {self.names[replica_id]}"
-        )
-        thread.daemon = True
+        name = f"mirror {self.names[replica_id]}"
+        thread = threading.Thread(target=self._work, args=(replica_id,), name=name, daemon=True)
         self._threads[replica_id] = thread
         thread.start()
 
     def _work(self, replica_id: int) -> None:
-        try:
+        with suppress(Released):  # sent by _abandon, it may arrive anywhere
             while self._await_turn(replica_id):
                 self._perform(replica_id)
-                if not self.usable:
+                if self._closed:
                     return
                 self._skip_the_unstarted()
                 self._stop(replica_id, None)
-        except Released:
-            # Sent by _abandon, it may arrive anywhere; this thread is not used again.
-            return
 
     def _perform(self, replica_id: int) -> None:
         try:
@@ -375,15 +369,21 @@ class Lockstep:
 
     def _abandon(self, failure: BaseException) -> None:
         """Fails the run from outside; threads that cannot be stopped are left to themselves."""
-        self._failure, self._failed_replica = failure, None
-        for replica_id in tuple(self._running):
-            release(self._thread_of(replica_id))
-        timed_out = isinstance(failure, CollectiveTimeoutError)
+        abandoned, unwound = [self] if self.usable else [], set[threading.Thread]()
+        for run in abandoned:  # grows
+            # An asynchronous exception may strike our own code: never reuse these threads.
+            run.usable = False
+            run._failure, run._failed_replica = failure if run is self else Released(), None
+            for thread in set(map(run._thread_of, tuple(run._running))) - unwound:
+                unwound.add(thread)
+                raise_in(thread, Released)
+                # It may wait for a run that it has started, and hear nothing before that ends.
+                abandoned += callees_of(thread, Lockstep.run)
+        seconds = 0.2 if isinstance(failure, CollectiveTimeoutError) else DRAIN_SECONDS
         try:
             if self._running:
-                self._finished.wait(0.2 if timed_out else DRAIN_SECONDS)
+                self._finished.wait(seconds)
         finally:
-            # An asynchronous exception may have struck our own code: never reuse these threads.
             self.dismiss()
 
     def _tell_where(self) -> str:

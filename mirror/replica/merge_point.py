@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +38,3 @@ class Raised:
 
 class Released(BaseException):
     """Unwinds a replica whose run has failed elsewhere; never reaches the user."""
-
-
-def release(thread: threading.Thread) -> None:
-    """Raises Released in another thread, when it next executes Python."""
-    if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(Released)
-        )

@@ -1,12 +1,15 @@
-"""Where a thread stands in the user's code."""
+"""Where a thread stands in the user's code, and what reaches it there."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -31,6 +34,24 @@ def frame_of(thread: threading.Thread) -> FrameType | None:
         finally:
             if collecting:
                 gc.enable()
+
+
+def callees_of(thread: threading.Thread, method: Callable[..., object]) -> list[Any]:
+    """Returns the objects whose ``method`` another thread is in, innermost first."""
+    callees, frame = [], frame_of(thread)
+    while frame is not None:
+        if frame.f_code is method.__code__:
+            callees.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return callees
+
+
+def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Raises an exception in another thread, before the next Python instruction it executes."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(error)
+        )
 
 
 def user_line(frame: FrameType | None) -> str:

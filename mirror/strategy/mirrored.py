@@ -14,7 +14,7 @@ from torch import nn
 from mirror.comm.base import Communicator
 from mirror.context import current, entered
 from mirror.data.distribute import DistributedDataset
-from mirror.data.options import InputContext, InputOptions
+from mirror.data.options import InputContext, InputOptions, or_default
 from mirror.devices import is_simulated, resolve
 from mirror.errors import StrategyError
 from mirror.replica.comparison import compare_replicas
@@ -31,13 +31,7 @@ from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.options import CommunicationOptions, check_choice
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.value_context import ValueContext
-from mirror.values import (
-    PerReplica,
-    local_results,
-    map_structure,
-    regroup,
-    select,
-)
+from mirror.values import PerReplica, local_results, map_structure, regroup, select
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")
@@ -91,7 +85,7 @@ class MirroredStrategy:
     ) -> None:
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
-        options = communication_options or CommunicationOptions()
+        options = or_default(communication_options, CommunicationOptions)
         self._devices = resolve(devices)
         communicator = make_communicator(backend, self._devices, options)
         self._backend = communicator.name
@@ -364,16 +358,16 @@ class MirroredStrategy:
 
         Raises:
             StrategyError: called inside ``run``, or while another trace is taken.
-            OSError: the file cannot be written.
+            OSError: no file can be written there; raised before what is inside runs.
         """
         self._check_cross("trace")
         timeline = self._group.timeline
         timeline.use()
-        timeline.start_recording()
+        timeline.start_recording(path)
         try:
             yield
         finally:
-            timeline.stop_recording(path)
+            timeline.stop_recording()
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""

@@ -124,7 +124,7 @@ def _read_idx(path: Path, num_dims: int) -> np.ndarray:
     try:
         with gzip.open(path) as file:
             content = file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ImagesError(
             f"{path} does not exist; pass a directory with the four gzipped files of MNIST or "
             "Fashion-MNIST"

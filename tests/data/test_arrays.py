@@ -93,5 +93,8 @@ def test_bad_arrays_and_seeds_are_refused():
         mirror.data.from_arrays((np.arange(3), np.arange(4)), 2)
     with pytest.raises(BatchError, match="without any"):
         mirror.data.from_arrays([1, "a"], 2)
-    with pytest.raises(ValueError, match="seed must be an int or None"):
-        mirror.data.from_arrays(np.arange(3), 2, seed="x")
+    for seed in ("x", 2**64):
+        with pytest.raises(ValueError, match="seed must be an int of 64 bits or None"):
+            mirror.data.from_arrays(np.arange(3), 2, seed=seed)
+    with pytest.raises(ValueError, match="got 7; a seed is passed as seed="):
+        mirror.data.from_arrays(np.arange(3), 2, 7)

@@ -313,6 +313,9 @@ def test_a_feature_that_is_not_as_said_is_refused(feature, what):
         (lambda: FixedLenFeature((), np.float64), ValueError, "float32, numpy.int64 or bytes"),
         (lambda: VarLenFeature(np.int32), ValueError, "got int32"),
         (lambda: VarLenFeature(str), ValueError, "or bytes"),
+        (lambda: VarLenFeature(torch.int64), TypeError, "got torch.int64"),  # type: ignore[arg-type]
+        (lambda: VarLenFeature("float23"), TypeError, "or bytes.*got 'float23'"),
+        (lambda: FixedLenFeature(3, int), TypeError, "sequence of.*got 3"),  # type: ignore[arg-type]
         (lambda: FixedLenFeature((-1,), int), ValueError, "use VarLenFeature"),
         (lambda: FixedLenFeature((2.5,), int), TypeError, "integer"),  # type: ignore[arg-type]
         (lambda: FixedLenFeature((2,), int, [1, 2, 3]), ValueError, "broadcast"),

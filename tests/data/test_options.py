@@ -43,6 +43,20 @@ def test_good_options_are_kept():
     assert InputOptions().prefetch == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, 2, InputOptions])
+def test_what_is_no_options_is_refused(options):
+    with pytest.raises(TypeError, match="InputOptions or None, got"):
+        DistributedDataset([], TWO, options)
+    with pytest.raises(TypeError, match="CommunicationOptions or None, got"):
+        mirror.MirroredStrategy(["cpu"], communication_options=options)
+
+
+@pytest.mark.parametrize("dataset", [{"x": torch.ones(2, 2)}, "train.csv", b"abc"])
+def test_keys_and_characters_are_no_batches(dataset):
+    with pytest.raises(TypeError, match="which gives its keys or characters"):
+        DistributedDataset(dataset, TWO)
+
+
 def test_weights_are_one_per_replica():
     with pytest.raises(ValueError, match="one per replica, 2 of them; got 3"):
         DistributedDataset([], TWO, InputOptions(weights=[1, 2, 3]))
@@ -54,6 +68,9 @@ def test_the_context_divides_the_global_batch():
     assert context.get_per_replica_batch_size(12) == 3
     with pytest.raises(ValueError, match="multiple of the 4 replicas, got 10"):
         context.get_per_replica_batch_size(10)
+    for size in (0, -4, 8.0, "8"):
+        with pytest.raises(ValueError, match="global_batch_size must be an int >= 1"):
+            context.get_per_replica_batch_size(size)
 
 
 @pytest.mark.parametrize("num_examples", [0, 1, 2, 7, 8, 33, 10**12 + 1])

@@ -159,6 +159,16 @@ class StreamGoesOn:
         self.place = state["place"]
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_closed_iterator_gives_nothing_and_the_next_one_goes_on(prefetch):
+    dataset = distributed((torch.full((2,), i) for i in range(3)), prefetch=prefetch)
+    iterator = iter(dataset)
+    assert whole(next(iterator)).tolist() == [0, 0]
+    iterator.close()
+    assert list(iterator) == []
+    assert [whole(batch)[0].item() for batch in dataset] == [1, 2]
+
+
 def test_a_stream_that_was_read_ahead_goes_on_where_its_consumer_left():
     stream = StreamGoesOn()
     dataset = distributed(stream)

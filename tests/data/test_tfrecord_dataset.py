@@ -546,11 +546,16 @@ def test_torchdatas_loader_resumes_after_every_batch(tmp_path, compression):
         assert list(second) == whole[count:]
 
 
-@pytest.mark.parametrize("change", [{"file": 6}, {"file": -1}, {"more": 0}])
+@pytest.mark.parametrize(
+    "change",
+    [{"file": 6}, {"file": -1}, {"file": None}, {"offset": -1}, {"number": "1"}, {"more": 0}],
+)
 def test_a_foreign_state_is_refused(paths, change):
     dataset = TFRecordDataset(paths)
     with pytest.raises(ValueError, match="no state of a TFRecordDataset of 5 files"):
         dataset.load_state_dict({**dataset.state_dict(), **change})
+    with pytest.raises(ValueError, match="no state of a TFRecordDataset of 5 files: None"):
+        dataset.load_state_dict(None)
 
 
 # --- the object ------------------------------------------------------------------------------
@@ -575,6 +580,12 @@ def test_a_dataset_can_be_pickled(tmp_path, compression):
         (["no/*.tfrecord"], {}, FileNotFoundError, "glob"),
         ([Path()], {}, FileNotFoundError, "is none"),
         ([[]], {}, ValueError, "at least one path"),
+        ([None], {}, TypeError, "paths are .* got None"),
+        ([b"x"], {}, TypeError, "paths are .* got b'x'"),
+        ([[b"x"]], {}, TypeError, "paths are"),
+        ([FILES / "empty.tfrecord"], {"features": {"x": "int64"}}, TypeError, "features are"),
+        ([FILES / "empty.tfrecord"], {"features": ["x"]}, TypeError, "features are"),
+        ([FILES / "empty.tfrecord"], {"transform": 5}, TypeError, "transform is a function"),
         ([FILES / "empty.tfrecord", "LZ4"], {}, ValueError, "'GZIP' or 'ZLIB'; got 'LZ4'"),
         ([FILES / "empty.tfrecord"], {"on_damage": "ignore"}, ValueError, "got 'ignore'"),
     ],

@@ -46,6 +46,10 @@ def meet():
     return mirror.get_replica_context().all_reduce("sum", torch.ones(1))
 
 
+def meet_in_a_run_inside():
+    return mirror.get_replica_context().merge_call(lambda strategy: strategy.run(meet))
+
+
 def in_the_first_replica():
     if me() == 0:
         interrupt()
@@ -89,13 +93,33 @@ def in_a_run_inside_merge_call():
     def inner():
         if me() == 1:
             interrupt()
+            busy()
+        meet()
+
+    mirror.get_replica_context().merge_call(lambda strategy: strategy.run(inner))
+
+
+def in_a_run_inside_merge_call_that_cannot_be_stopped():
+    def inner():
+        if me() == 1:
+            interrupt()
             over.wait()
         meet()
 
-    def merged(strategy):
-        strategy.run(inner)
+    mirror.get_replica_context().merge_call(lambda strategy: strategy.run(inner))
 
-    mirror.get_replica_context().merge_call(merged)
+
+def in_a_run_of_another_strategy():
+    def inner():
+        if me() == 1:
+            interrupt()
+            busy()
+        meet()
+
+    if me() == 1:
+        with mirror.MirroredStrategy(["cpu"] * 2, schedule=sys.argv[1]) as another:
+            another.run(inner)
+    meet()
 
 
 def in_a_backward_pass():
@@ -134,6 +158,8 @@ CASES = (
     while_the_first_replica_has_returned,
     while_all_wait_for_merge_call,
     in_a_run_inside_merge_call,
+    in_a_run_inside_merge_call_that_cannot_be_stopped,
+    in_a_run_of_another_strategy,
     in_a_backward_pass,
     twice,
 )
@@ -175,6 +201,8 @@ if __name__ == "__main__":
             strategy.run(case)
         except KeyboardInterrupt:
             raised = "KeyboardInterrupt"
+        nested = strategy.run(meet_in_a_run_inside)
+        assert nested.values == (N,) * N, nested  # while one may still block in such a run
         over.set()
         for thread in threading.enumerate():
             if "mirror replica" in thread.name:

@@ -214,6 +214,45 @@ def test_another_thread_cannot_run_the_same_strategy_meanwhile(strategy):
     assert strategy.run(meet).values == (N,) * N
 
 
+def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkeypatch):
+    starting, refused = threading.Event(), threading.Event()
+    prepare = strategy._group.prepare
+
+    def prepare_slowly():
+        if not starting.is_set():
+            starting.set()
+            assert refused.wait(10)
+        prepare()
+
+    def start():
+        sums.append(strategy.run(meet).values)
+
+    sums = []
+    monkeypatch.setattr(strategy._group, "prepare", prepare_slowly)
+    first = threading.Thread(target=start)
+    first.start()
+    assert starting.wait(10)
+    try:
+        with pytest.raises(mirror.StrategyError, match="another thread"):
+            strategy.run(meet)
+    finally:
+        refused.set()
+        first.join(10)
+    start()
+    assert sums == [(N,) * N] * 2
+
+
+def test_a_run_that_cannot_start_lets_other_threads_run(strategy, monkeypatch):
+    def fail():
+        raise ValueError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(strategy._group, "prepare", fail)
+        _, error, _ = finishes(lambda: strategy.run(meet))  # in a thread of its own
+        assert isinstance(error, ValueError)
+    assert strategy.run(meet).values == (N,) * N
+
+
 # What a thread keeps to itself
 
 
@@ -371,7 +410,7 @@ def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(mak
 
 
 def test_a_replica_in_the_callers_thread_may_meet_the_later_ones(make_strategy):
-    # The first one returns, so the second one runs in the caller's thread as well, and waits there.
+    # The first one has returned, so the second one runs, and waits, in the caller's thread, too.
     strategy = make_strategy(N)
     strategy.run(meet)
     for _ in range(2):

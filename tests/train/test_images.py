@@ -95,6 +95,13 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path):
         load_images(tmp_path / "nowhere")
 
 
+def test_a_file_that_is_taken_for_a_directory_is_named(tmp_path):
+    file = tmp_path / "train-images-idx3-ubyte.gz"
+    file.write_bytes(b"")
+    with pytest.raises(ImagesError, match=r"does not exist; pass a directory with the"):
+        load_images(file)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "damage",
