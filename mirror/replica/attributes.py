@@ -38,6 +38,7 @@ from mirror.context import current
 from mirror.errors import StrategyError, StructureError
 from mirror.replica.call import join_outputs
 from mirror.replica.compiler import forget_compiled, group_of, opaque
+from mirror.replica.seams import sewn
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
@@ -166,17 +167,17 @@ class OwnValues:
 
     def _join(self, values: dict[int, Any], before: Any, run: Run) -> Any:
         parts = list(values.values())
-        home = run.group.devices[0]
         weights = run.all_weights() or [1.0] * run.group.num_replicas
         if len(parts) > 1 and all(part is parts[0] for part in parts):
             return parts[0]
         # What was batched is so again, also when the parts are now as large as all of it was.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
         if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
-            return _mean([part.to(home) for part in parts], [weights[r] for r in values])
+            here = [part.to(run.group.devices[0]) for part in sewn(run.group, values, parts)]
+            return _mean(here, [weights[r] for r in values])
         self._is_batched = False
         try:
-            joined = join_outputs(values, weights, home)
+            joined = join_outputs(run.group, values, weights)
         except StructureError:
             every = [values.get(r, ABSENT) for r in range(run.group.num_replicas)]
             return PerReplica(every)

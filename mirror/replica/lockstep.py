@@ -71,7 +71,7 @@ class Lockstep:
         self._staggered = schedule == "staggered"
         self._first_runs_here = self.takes_turns and timeout_seconds is None
         self._is_concurrent = schedule == "concurrent"
-        self._pace = Pace()
+        self.pace = Pace()
         self._timeout_seconds = timeout_seconds
         self._mutex = threading.Lock()
         self._finished = closed_gate()
@@ -108,7 +108,7 @@ class Lockstep:
             return self._run_alone(*tasks.popitem())
         self._cpu = current_cpu() if self.takes_turns else None
         if self._is_concurrent:
-            self._pace.begin_run()
+            self.pace.begin_run()
         here = self.in_callers_thread(tasks)
         for replica_id in here:
             self._threads[replica_id] = threading.current_thread()
@@ -181,7 +181,7 @@ class Lockstep:
             if point is not None:
                 self._waiting[replica_id] = point
                 self._frames[replica_id] = sys._getframe()
-            self._pace.end_turn()
+            self.pace.end_turn()
             if self._running:
                 return False
             if not self._runnable:
@@ -200,15 +200,15 @@ class Lockstep:
                 came_back = True
             else:
                 self._turns[successor].release()
-            if not self._pace.is_eager:
+            if not self.pace.is_eager:
                 break
         return came_back
 
     def start_next(self) -> None:
         """Gives the next replica a turn as well: the calling one goes on without the GIL."""
-        if self._is_concurrent and not self._pace.is_eager and len(self._order) > 1:
+        if self._is_concurrent and not self.pace.is_eager and len(self._order) > 1:
             with self._mutex:
-                self._pace.end_turn()
+                self.pace.end_turn()
                 if self._runnable and self._failure is None:
                     self._turns[self._next()].release()
 

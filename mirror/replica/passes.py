@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 
 from mirror.context import current
 from mirror.replica.compiler import opaque
+from mirror.replica.parallel_pass import backward_at_once
 from mirror.timeline import BACKWARD, CROSS, OPTIMIZER, Timeline, latest
 
 _START = "_engine_run_backward"
@@ -67,7 +68,9 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
             current.replica.run.lockstep.start_next()  # type: ignore[union-attr]
             args = _with_own_gradients(*args)
         try:
-            return run(*args, **kwargs)
+            if lane != CROSS or not backward_at_once(run, args, kwargs):
+                return run(*args, **kwargs)
+            return None
         finally:
             if kwargs.get("accumulate_grad", True):
                 _find_gradients()
