@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from mirror.context import current, entered
-from mirror.replica.seams import Node, parts_of
+from mirror.replica.seams import Node, live_seams, parts_of
 from mirror.replica.thread_state import ThreadState
 from mirror.timeline import BACKWARD, CROSS
 
@@ -37,7 +37,7 @@ def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     Returns:
         Whether the pass has been run.
     """
-    if len(args) != 5 or kwargs != _WHOLE_PASS or _is_followed():
+    if not live_seams or len(args) != 5 or kwargs != _WHOLE_PASS or _is_followed():
         return False
     outputs, grads, keep_graph, create_graph, inputs = args
     parts = None if create_graph or inputs else parts_of(outputs)

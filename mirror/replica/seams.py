@@ -52,7 +52,7 @@ Node = Any
 _KEY = "mirror.seam"
 _SILENT_KINDS = {"CopySlices", "CppFunction"}  # they hold another node; are of any kind
 _MOST_NODES = 256  # of step 1: what it holds runs in one thread
-_seams: weakref.WeakSet[Seam] = weakref.WeakSet()
+live_seams: weakref.WeakSet[Seam] = weakref.WeakSet()
 _hooks_of: dict[type, Callable[[Node], Sequence[Any]] | None] = {}  # by kind; see _unpacking
 
 
@@ -65,7 +65,7 @@ class Seam:
         self.group = weakref.ref(group)
         self.replica_id = replica_id
         self.thread_id = threading.get_ident()
-        _seams.add(self)
+        live_seams.add(self)
 
 
 def sewn(group: ReplicaGroup, replica_ids: Iterable[int], parts: Sequence[Any]) -> list[Any]:
@@ -117,7 +117,7 @@ class Parts:
 
 def parts_of(outputs: Sequence[Any]) -> Parts | None:
     """Returns what the pass from ``outputs`` comes apart into, ``None`` where it does not."""
-    if not _seams or not all(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
+    if not all(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
         return None
     owners: dict[Node, int] = {}
     ends, seams = [], dict[Seam, Node]()
