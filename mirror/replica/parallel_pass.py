@@ -134,5 +134,5 @@ def _is_followed() -> bool:
         or torch.is_anomaly_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
-        or (compiled is not None and compiled.compiled_autograd_enabled)
+        or getattr(compiled, "compiled_autograd_enabled", False)
     )

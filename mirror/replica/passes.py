@@ -2,7 +2,8 @@
 
 Torch has hooks for optimizer steps, and for gradients, but none for the start of a backward pass:
 the function through which ``backward`` and ``torch.autograd.grad`` start the engine is wrapped,
-once, when the first strategy is made. It costs a microsecond a pass.
+once, when the first strategy is made. It costs a microsecond a pass. There, too, passes outside
+``run`` come apart: see [Note: Seams].
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ each other or with step 1, and that nothing in them may concern another replica:
 
 Else the pass is run as it is. Each replica's nodes run in the order in which one pass would run
 them, so gradients have the same bits. A hook of a tensor may ask for a gradient, which merges the
-replicas: it waits until the others have ended, or wait there too, and from then on goes alone.
+replicas: it waits until the others have ended, or wait there too, and from then on goes alone. A
+hook of several tensors (``register_multi_grad_hook``) is called for each part with what it has.
 
 Simulated devices alone have seams, where runs start all at once: see [Note: Turns]. GPUs work
 beside each other anyway.
@@ -96,8 +97,11 @@ def _starts_all_at_once(group: ReplicaGroup) -> bool:
 def _sewn(group: ReplicaGroup, replica_id: int, part: Any) -> Any:
     if type(part) is not Tensor or not part.requires_grad or part.layout is not torch.strided:
         return part
-    view: Any = part.view_as(part)
-    view.grad_fn.metadata[_KEY] = Seam(group, replica_id)
+    view = part.view_as(part)
+    seam: Any = view.grad_fn
+    if seam is None:  # something follows the thread
+        return part
+    seam.metadata[_KEY] = Seam(group, replica_id)
     return view
 
 
