@@ -25,6 +25,15 @@ def eager(monkeypatch):
     monkeypatch.setattr(pace, "LOOKS", 1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Has replicas compute with as many threads alone as at once: sums depend on how many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def make(make_strategy):
     """Gives ``make(n)``: a strategy whose replicas start all at once."""
@@ -785,19 +794,15 @@ def test_strategies_in_one_loss_run_as_one_pass(make):
 def test_the_caller_keeps_its_threads_and_modes(make):
     strategy = make(2)
     model = mirrored(strategy)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(6)
-        seen = []
-        model.note = lambda grad: seen.append((torch.get_num_threads(), mirror.has_strategy()))
-        loss = loss_of(strategy, model, batch_of(), 1)
-        with strategy.scope(), torch.no_grad():
-            loss.backward()
-            assert not torch.is_grad_enabled()
-        assert torch.get_num_threads() == 6
-        assert seen == [(3, True), (3, True)]
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(6)
+    seen = []
+    model.note = lambda grad: seen.append((torch.get_num_threads(), mirror.has_strategy()))
+    loss = loss_of(strategy, model, batch_of(), 1)
+    with strategy.scope(), torch.no_grad():
+        loss.backward()
+        assert not torch.is_grad_enabled()
+    assert torch.get_num_threads() == 6
+    assert seen == [(3, True), (3, True)]
 
 
 def test_the_time_of_a_pass_is_on_the_replicas_lanes(make):
