@@ -38,6 +38,8 @@ from mirror.context import current
 from mirror.errors import StrategyError, StructureError
 from mirror.replica.call import join_outputs
 from mirror.replica.compiler import forget_compiled, group_of, opaque
+from mirror.replica.parameters import ReplicaParameter
+from mirror.replica.seams import sewn
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
@@ -45,9 +47,10 @@ if TYPE_CHECKING:
     from mirror.replica.run import ReplicaContext, Run
 
 _MISSING: Any = object()
-# What torch itself keeps on a module, ``training`` among it, says the same on every replica; the
-# lists of their weights that RNNs keep are made anew by every call.
-_SHARED = frozenset((*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs"))
+# What torch itself keeps on a module, ``training`` among it, says the same on every replica.
+_SHARED = frozenset(nn.Module().__dict__)
+# Lists of their weights, or references to them, that RNNs make anew in every call.
+_WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
 _DICTS = frozenset(("_parameters", "_buffers", "_modules"))
 _installing = threading.Lock()
 
@@ -167,17 +170,17 @@ class OwnValues:
 
     def _join(self, values: dict[int, Any], before: Any, run: Run) -> Any:
         parts = list(values.values())
-        home = run.group.devices[0]
         weights = run.all_weights() or [1.0] * run.group.num_replicas
         if len(parts) > 1 and all(part is parts[0] for part in parts):
             return parts[0]
         # What was batched is so again, also when the parts are now as large as all of it was.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
         if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
-            return _mean([part.to(home) for part in parts], [weights[r] for r in values])
+            here = [part.to(run.group.devices[0]) for part in sewn(run.group, values, parts)]
+            return _mean(here, [weights[r] for r in values])
         self._is_batched = False
         try:
-            joined = join_outputs(values, weights, home)
+            joined = join_outputs(run.group, values, weights)
         except StructureError:
             every = [values.get(r, ABSENT) for r in range(run.group.num_replicas)]
             return PerReplica(every)
@@ -254,7 +257,9 @@ def watch_attributes() -> None:
     @functools.wraps(original)
     def setattr_noticed(self: nn.Module, name: str, value: Any) -> None:
         if "_compiled_call_impl" in self.__dict__ and name not in _SHARED:
-            if current.replica is not None:
+            if name in _WEIGHT_LISTS:
+                value = [_for_all(weight) for weight in value]
+            elif current.replica is not None:
                 _notice(self, name, value)
             elif type(value) is Tensor and not torch.compiler.is_compiling():
                 group = group_of(self)
@@ -268,6 +273,16 @@ def watch_attributes() -> None:
 
     setattr_noticed._is_watched = True  # type: ignore[attr-defined]
     nn.Module.__setattr__ = setattr_noticed  # type: ignore[method-assign]
+
+
+def _for_all(weight: Any) -> Any:
+    """Returns what stands for all replicas' copies: between write and read another may write."""
+    is_reference = isinstance(weight, weakref.ref)
+    copy = weight() if is_reference else weight
+    owner = copy.variable.owner() if isinstance(copy, ReplicaParameter) else None
+    if owner is None:
+        return weight
+    return weakref.ref(owner) if is_reference else owner
 
 
 def is_own(module: nn.Module, name: str) -> bool:

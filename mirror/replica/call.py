@@ -15,6 +15,7 @@ from mirror.context import current
 from mirror.data.split import split_sizes
 from mirror.errors import BatchError, StructureError
 from mirror.replica.compiler import Hold, call_held, limits_for, take_hold
+from mirror.replica.seams import sewn
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, is_number, leaves_of, map_structure
 
@@ -84,10 +85,10 @@ def call_in_turn(
 
     with limits_for(group.num_replicas):
         run = group.run(call, active, weights=sizes)
-    return join_outputs(run.results, sizes, group.devices[0])
+    return join_outputs(group, run.results, sizes)
 
 
-def join_outputs(results: dict[int, Any], sizes: Sequence[float], home: torch.device) -> Any:
+def join_outputs(group: ReplicaGroup, results: dict[int, Any], sizes: Sequence[float]) -> Any:
     """Joins the replicas' outputs into what one device would have returned.
 
     Tensors whose first dimension is the replica's number of examples are concatenated, 0-d
@@ -97,19 +98,19 @@ def join_outputs(results: dict[int, Any], sizes: Sequence[float], home: torch.de
     Raises:
         StructureError: the replicas' outputs differ in structure.
     """
-    ids = list(results)
+    ids, home = list(results), group.devices[0]
     counts = [sizes[r] for r in ids]
     total = sum(counts)
 
     def join(*parts: Any) -> Any:
         if all(isinstance(part, Tensor) for part in parts):
             if _is_batched(parts, counts):
-                here = [part.to(home) for part in parts]
+                here = [part.to(home) for part in sewn(group, ids, parts)]
                 return here[0] if len(here) == 1 else torch.cat(here)
             if total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
                 weighted = [
                     part.to(home) * (count / total)
-                    for part, count in zip(parts, counts, strict=True)
+                    for part, count in zip(sewn(group, ids, parts), counts, strict=True)
                 ]
                 return sum(weighted[1:], start=weighted[0])
         elif all(part is parts[0] for part in parts) or _are_equal(parts):

@@ -22,12 +22,14 @@ def by_one_thread(
 ) -> Callable[Concatenate[ReplicaGroup, P], T]:
     """Has one thread at a time run a group's method; the others' calls raise StrategyError.
 
-    What a replica of the group calls, in a merge, belongs to the run going on.
+    What a replica of the group calls, in a merge, belongs to the run going on; what it calls in a
+    parallel pass waits for the others there.
     """
 
     @wraps(run)
     def claimed(group: ReplicaGroup, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if group.running is not None and _is_inside(group):
+        belongs = group.running is not None and _is_inside(group)
+        if belongs or group.parallel_pass is not None:
             return run(group, *args, **kwargs)
         thread = get_ident()
         # One step, whoever comes at the same moment. A claim of its own an interrupt has left.

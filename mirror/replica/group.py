@@ -29,6 +29,7 @@ from mirror.replica.gradients import Gradients
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import ReplicaDict, mirror_module, route_call
 from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
+from mirror.replica.parallel_pass import ParallelPass
 from mirror.replica.passes import watch_passes
 from mirror.replica.recompute import NoMerges
 from mirror.replica.run import ReplicaContext, Run
@@ -52,6 +53,7 @@ class ReplicaGroup:
         variables, buffers: the records of what is mirrored, by ``id``; entries go with the tensor.
         handed_out_grads: gradients that the cross-replica context has seen, so may have changed.
         running: the innermost run going on, ``None`` between runs.
+        parallel_pass: the backward pass outside ``run`` that the replicas' threads are in.
         last_active: the replicas that ran the last step.
     """
 
@@ -81,6 +83,7 @@ class ReplicaGroup:
         self.gradients = Gradients(self)
         self.optimizers: weakref.WeakSet[OptimizerMirror] = weakref.WeakSet()
         self.running: Run | None = None
+        self.parallel_pass: ParallelPass | None = None
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
         self.stopwatches: tuple[Stopwatch, ...] = ()  # see mirror/replica/measure.py
         self.lazy_lock, self.timeline = threading.Lock(), Timeline(self.names)
@@ -88,10 +91,9 @@ class ReplicaGroup:
         # A single simulated device needs neither moving of arguments nor splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
         self.strategy = strategy  # strong: a model outlives the variable that held it
-        self._schedule = schedule
         self.bytes_per_pack = bytes_per_pack
         self._wire_dtype = wire_dtype
-        self._timeout_seconds = timeout_seconds
+        self._schedule, self._timeout_seconds = schedule, timeout_seconds
         self.claims = dict[str, int]()  # see mirror/replica/claim.py
         self.locksteps: list[Lockstep] = []
         self._recorded: dict[int, ModuleRef] = {}
@@ -219,20 +221,16 @@ class ReplicaGroup:
 
     def bring_along(self, active: tuple[int, ...]) -> None:
         """Gives the replicas that sat out a run what the others have now."""
-        if len(active) == self.num_replicas:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self._bring_along(active)
-
-    def _bring_along(self, active: tuple[int, ...]) -> None:
         idle = [r for r in range(self.num_replicas) if r not in active]
-        for variable in self.variables.values():
-            variable.carry(active[0], idle)
-            variable.carry_grad(active[0], idle)
-        for optimizer in self.optimizers:
-            optimizer.states.take_over(active[0], idle)
-        for buffer in self.buffers.values():
-            buffer.bring_along(idle)
+        if idle:
+            with torch.inference_mode(False), torch.no_grad():
+                for variable in self.variables.values():
+                    variable.carry(active[0], idle)
+                    variable.carry_grad(active[0], idle)
+                for optimizer in self.optimizers:
+                    optimizer.states.take_over(active[0], idle)
+                for buffer in self.buffers.values():
+                    buffer.bring_along(idle)
 
     def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
         """Sums lists of tensors over the replicas, in place, through the communicator."""
@@ -273,7 +271,8 @@ class ReplicaGroup:
         self.check_between_runs("run")
         outer = self.running
         self.prepare()
-        lockstep = self._lockstep(depth=0 if outer is None else outer.depth + 1)
+        is_within = self.parallel_pass is not None  # which has the threads of the first depth
+        lockstep = self._lockstep(is_within + (0 if outer is None else outer.depth + 1))
         run = Run(self, lockstep, tuple(active), weights, outer)
         if len(self._generators) > 1:
             separate_streams(self._generators)
@@ -363,15 +362,16 @@ class ReplicaGroup:
 
     def check_between_runs(self, what: str) -> None:
         """Raises StrategyError while replicas run, but for what runs in their merge."""
-        if self.running is not None and not self._inside_merge():
+        is_ours = self.running is None or self._inside_merge()
+        if not is_ours or (self.parallel_pass is not None and not self.parallel_pass.go_alone()):
             raise StrategyError(
-                f"{what} was asked for by another thread while strategy.run is going on; wait "
-                "until it has returned"
+                f"{what} was asked for by another thread while strategy.run, or backward, is "
+                "going on; wait until it has returned"
             )
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent."""
-        if self.running is not None:
+        if self.running is not None or self.parallel_pass is not None:
             raise StrategyError("close() was called inside run; close the strategy after it")
         self._closed = True
         for lockstep in self.locksteps:

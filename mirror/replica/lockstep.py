@@ -57,7 +57,7 @@ class Lockstep:
         timeout_seconds: how long no replica may move before the run fails; ``None``: for ever.
 
     Attributes:
-        takes_turns: whether one replica moves at a time in this run, or the next one.
+        takes_turns, is_eager: whether one replica moves at a time, in this run; all at once.
         usable: whether it may run tasks again.
     """
 
@@ -89,8 +89,8 @@ class Lockstep:
         self._acting = False  # whether a merge's action runs, for which no deadline holds
         self._interrupted = False  # whether one who waited was
         self._moves = 0  # counts turns, so that the caller sees progress
-        is_eager = self._schedule == "concurrent" and self._pace.is_long
-        self.takes_turns = not (self._staggered or is_eager)
+        self.is_eager = self._schedule == "concurrent" and self._pace.is_long
+        self.takes_turns = not (self._staggered or self.is_eager)
 
     def run(self, tasks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
         """Runs one task per replica id and returns their results by replica id.
@@ -189,7 +189,7 @@ class Lockstep:
                 came_back = True
             else:
                 self._wake(successor, near=self.takes_turns)
-            if self.takes_turns or self._staggered:
+            if not self.is_eager:
                 break
         return came_back
 

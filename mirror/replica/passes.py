@@ -2,7 +2,8 @@
 
 Torch has hooks for optimizer steps, and for gradients, but none for the start of a backward pass:
 the function through which ``backward`` and ``torch.autograd.grad`` start the engine is wrapped,
-once, when the first strategy is made. It costs a microsecond a pass.
+once, when the first strategy is made. It costs a microsecond a pass. There, too, passes outside
+``run`` come apart: see [Note: Seams].
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.optim.optimizer import (
 
 from mirror.context import current
 from mirror.replica.compiler import opaque
+from mirror.replica.parallel_pass import backward_at_once
 from mirror.timeline import BACKWARD, CROSS, OPTIMIZER, Timeline, latest
 
 _START = "_engine_run_backward"
@@ -69,7 +71,9 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
         if lane != CROSS:
             args = _with_own_gradients(*args)
         try:
-            return run(*args, **kwargs)
+            if lane != CROSS or not backward_at_once(run, args, kwargs):
+                return run(*args, **kwargs)
+            return None
         finally:
             if kwargs.get("accumulate_grad", True):
                 _find_gradients()

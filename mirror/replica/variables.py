@@ -161,6 +161,8 @@ class Variable:
                 set_local_grad(self.copies[here], None)
                 self.targets[here].grad = value
                 return
+        if here is None and self.group.parallel_pass is not None:
+            self.group.parallel_pass.go_alone()
         replicas = range(len(self.copies)) if here is None else (here,)
         for r in replicas:
             set_local_grad(self.copies[r], None)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from mirror.errors import ShapeError
+from mirror.replica.group import ReplicaGroup
 from mirror.replica.nodes import not_differentiable
 from mirror.replica.reduction import check_reducible, reduce_op, summed
+from mirror.replica.seams import sewn_values
 from mirror.values import PerReplica, is_number, map_structure
 
 _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -20,17 +22,17 @@ _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def reduce_values(
-    op: Any, value: Any, axis: int | None, device: torch.device, num_replicas: int
-) -> Any:
+def reduce_values(group: ReplicaGroup, op: Any, value: Any, axis: int | None) -> Any:
     """See ``MirroredStrategy.reduce``."""
-    name = reduce_op(op)
+    name, device, num_replicas = reduce_op(op), group.devices[0], group.num_replicas
+    value = sewn_values(group, value)
     return map_structure(lambda leaf: _reduce(name, leaf, axis, device, num_replicas), value)
 
 
-def gather_values(value: Any, axis: int, device: torch.device) -> Any:
+def gather_values(group: ReplicaGroup, value: Any, axis: int) -> Any:
     """See ``MirroredStrategy.gather``."""
-    return map_structure(lambda leaf: _gather(leaf, axis, device), value)
+    value = sewn_values(group, value)
+    return map_structure(lambda leaf: _gather(leaf, axis, group.devices[0]), value)
 
 
 def _reduce(

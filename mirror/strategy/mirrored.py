@@ -228,7 +228,7 @@ class MirroredStrategy:
                 that is not distributed.
         """
         self._check_cross("reduce")
-        return reduce_values(op, value, axis, self._devices[0], self.num_replicas_in_sync)
+        return reduce_values(self._group, op, value, axis)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates the parts in replica order on the first replica's device; differentiable.
@@ -237,7 +237,7 @@ class MirroredStrategy:
             ValueError: 0-d parts, or shapes that differ on another axis.
         """
         self._check_cross("gather")
-        return gather_values(value, axis, self._devices[0])
+        return gather_values(self._group, value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns one entry per replica that took part, in order.

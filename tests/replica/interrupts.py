@@ -151,6 +151,20 @@ def twice():
     meet()
 
 
+def in_a_backward_pass_outside_run():
+    def stop(grad):
+        interrupt()
+        busy()
+
+    def forward():
+        output = model(torch.ones(2, 4)).sum()
+        if me() == 1:
+            output.register_hook(stop)
+        return output
+
+    strategy.reduce("sum", strategy.run(forward)).backward()
+
+
 CASES = (
     in_the_first_replica,
     in_the_last_replica,
@@ -161,6 +175,7 @@ CASES = (
     in_a_run_inside_merge_call_that_cannot_be_stopped,
     in_a_run_of_another_strategy,
     in_a_backward_pass,
+    in_a_backward_pass_outside_run,
     twice,
 )
 
@@ -198,7 +213,11 @@ if __name__ == "__main__":
         expected = one_step(strategy, model)
         raised = "nothing"
         try:
-            strategy.run(case)
+            if case is in_a_backward_pass_outside_run:
+                mirror.replica.pace.LONG_SECONDS, mirror.replica.pace.LOOKS = -1.0, 1  # at once
+                case()
+            else:
+                strategy.run(case)
         except KeyboardInterrupt:
             raised = "KeyboardInterrupt"
         nested = strategy.run(meet_in_a_run_inside)
