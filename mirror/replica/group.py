@@ -33,6 +33,7 @@ from mirror.replica.parallel_pass import ParallelPass
 from mirror.replica.passes import watch_passes
 from mirror.replica.recompute import NoMerges
 from mirror.replica.run import ReplicaContext, Run
+from mirror.replica.saved_draws import watch_saved_draws
 from mirror.replica.thread_state import ThreadState
 from mirror.replica.variables import Variable
 from mirror.timeline import FORWARD, Timeline
@@ -104,6 +105,8 @@ class ReplicaGroup:
         self._closed = False
         _groups.add(self)
         watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
+        if schedule == "concurrent":
+            watch_saved_draws()
 
     # What is mirrored
 
@@ -282,7 +285,9 @@ class ReplicaGroup:
         self.running = run
         self.timeline.use()
         try:
-            run.results = lockstep.run(tasks)
+            # Activation checkpointing wants what is saved in one order.
+            in_order = state.saved_tensors_hooks is not None
+            run.results = lockstep.run(tasks, at_once=False if in_order else None)
             while self.swaps:
                 self.swaps.pop().refuse_swaps()
             run.finish()

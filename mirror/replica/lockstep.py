@@ -36,14 +36,16 @@ from typing import Any
 from mirror.errors import CollectiveTimeoutError, DivergenceError
 from mirror.replica.merge_point import MergePoint, Raised, Released
 from mirror.replica.pace import Pace
-from mirror.replica.stack import add_note, callees_of, frame_of, raise_in, user_line
-from mirror.replica.standstill import divergence, timeout
+from mirror.replica.stack import add_note, callees_of, frame_of, raise_in
+from mirror.replica.standstill import divergence, stand, timeout
 from mirror.replica.wake import Gate
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
 BLOCKED_AFTER_SECONDS = 0.0003
 # How long an interrupted run waits for its threads before it abandons them.
 DRAIN_SECONDS = 5.0
+
+Tasks = dict[int, Callable[[], Any]]
 
 
 class Lockstep:
@@ -67,13 +69,13 @@ class Lockstep:
         self.names, self.usable, self._closed = names, True, False
         self._schedule, self._staggered = schedule, schedule == "staggered"
         self._timeout_seconds = timeout_seconds
-        self._pace, self._mutex = Pace(), threading.Lock()
+        self.pace, self._mutex = Pace(), threading.Lock()
         self._finished = Gate()
         self._turns, self._turn_here = [Gate() for _ in names], Gate()
         self._threads: dict[int, threading.Thread] = {}  # made when first needed
         self._begin_run({})
 
-    def _begin_run(self, tasks: dict[int, Callable[[], Any]]) -> None:
+    def _begin_run(self, tasks: Tasks, at_once: bool | None = None) -> None:
         self._tasks = tasks
         self._caller = threading.current_thread()
         self._here: int | None = None  # who has the turn in the caller's thread
@@ -89,22 +91,25 @@ class Lockstep:
         self._acting = False  # whether a merge's action runs, for which no deadline holds
         self._interrupted = False  # whether one who waited was
         self._moves = 0  # counts turns, so that the caller sees progress
-        self.is_eager = self._schedule == "concurrent" and self._pace.is_long
+        at_once = self.pace.is_long if at_once is None else at_once
+        self.is_eager = at_once and self._schedule == "concurrent"
         self.takes_turns = not (self._staggered or self.is_eager)
 
-    def run(self, tasks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
+    def run(self, tasks: Tasks, *, at_once: bool | None = None) -> dict[int, Any]:
         """Runs one task per replica id and returns their results by replica id.
+
+        Args:
+            at_once: under ``"concurrent"``, whether all start at once; ``None``: by their pace.
 
         Raises:
             DivergenceError: the replicas did not all reach the same merge points.
             CollectiveTimeoutError: no replica moved for ``timeout_seconds``.
             BaseException: what a task raised, with a note that names the replica.
         """
-        self._begin_run(tasks)
+        self._begin_run(tasks, at_once)
         if len(tasks) == 1:
             return self._run_alone(*tasks.popitem())
-        if self._schedule == "concurrent" and self.takes_turns:
-            self._pace.begin_turn()
+        self.pace.begin_turn()
         if self.takes_turns and self._timeout_seconds is None:
             self._run_here()
         else:
@@ -170,7 +175,7 @@ class Lockstep:
             if point is not None:
                 self._waiting[replica_id] = point
                 self._frames[replica_id] = sys._getframe()
-            self._pace.end_turn()
+            self.pace.end_turn()
             if self._running:
                 return False
             if not self._runnable:
@@ -277,7 +282,7 @@ class Lockstep:
         with self._mutex:
             if not self._waiting and self._runnable and self._runnable[0] in self._unstarted:
                 self._running.discard(ended)
-                self._pace.end_turn()
+                self.pace.end_turn()
                 return self._next()
         self._stop(ended, None)
         return None
@@ -345,7 +350,9 @@ class Lockstep:
                 if position != seen or self._acting:
                     seen, deadline = position, self._deadline()
                 elif self._staggered:
-                    self._start_another()
+                    with self._mutex:
+                        if self._runnable and self._running and self._failure is None:
+                            self._wake(self._next(), near=False)
                 if deadline is not None and monotonic() > deadline:
                     self._abandon(timeout(self._timeout_seconds, self._tell_where()))
                     return
@@ -361,11 +368,6 @@ class Lockstep:
             return self._moves
         at = [frame_of(self._thread_of(r)) for r in tuple(self._running)]
         return self._moves, [(id(frame), frame.f_lasti if frame else -1) for frame in at]
-
-    def _start_another(self) -> None:
-        with self._mutex:
-            if self._runnable and self._running and self._failure is None:
-                self._wake(self._next(), near=False)
 
     def _abandon(self, failure: BaseException) -> None:
         """Fails the run from outside; threads that cannot be stopped are left to themselves."""
@@ -389,12 +391,9 @@ class Lockstep:
     def _tell_where(self) -> str:
         lines = []
         for replica_id in sorted(self._tasks):
-            point = self._waiting.get(replica_id)
-            if point is not None:
-                what = f"waits in {point} at {user_line(self._frames[replica_id])}"
-            elif replica_id in self._running:
-                what = f"still runs at {user_line(frame_of(self._thread_of(replica_id)))}"
-            else:
-                what = "waits for its turn" if replica_id in self._runnable else "has returned"
-            lines.append(f"  {self.names[replica_id]}: {what}")
+            frame = self._frames.get(replica_id)
+            if replica_id in self._running:
+                frame = frame_of(self._thread_of(replica_id))
+            point, is_next = self._waiting.get(replica_id), replica_id in self._runnable
+            lines.append(f"  {self.names[replica_id]}: {stand(point, frame, is_next)}")
         return "\n".join(lines)

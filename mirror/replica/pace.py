@@ -15,16 +15,18 @@ LOOKS = 4  # the shortest of so many turns counts: the first ones of a program a
 
 
 class Pace:
-    """How long the first replica of a run keeps its turn, while replicas take turns.
+    """How long the first replica of a run that stops has kept its turn.
+
+    Turns get longer where replicas run at once, so one decision does not undo itself.
 
     Attributes:
-        is_long: whether the next run should let them run at once. It stays so.
+        is_long: whether the next run should let the replicas run at once.
     """
 
-    __slots__ = ("_began", "_seconds", "is_long")
+    __slots__ = ("_began", "_keeps_turns", "_seconds", "is_long")
 
     def __init__(self) -> None:
-        self.is_long = False
+        self.is_long = self._keeps_turns = False
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=LOOKS)
 
@@ -37,4 +39,9 @@ class Pace:
         if self._began is not None:
             self._seconds.append(monotonic() - self._began)
             self._began = None
-            self.is_long = len(self._seconds) == LOOKS and min(self._seconds) > LONG_SECONDS
+            is_long = len(self._seconds) == LOOKS and min(self._seconds) > LONG_SECONDS
+            self.is_long = is_long and not self._keeps_turns
+
+    def keep_turns(self) -> None:
+        """Has replicas take turns from the next run on, for good."""
+        self.is_long, self._keeps_turns = False, True

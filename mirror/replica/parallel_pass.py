@@ -86,7 +86,7 @@ class ParallelPass:
         tasks = {r: self._task(r, passes[r], state) for r in passes}
         group.parallel_pass = self
         try:
-            group.locksteps[0].run(tasks)
+            group.locksteps[0].run(tasks, at_once=True)
         finally:
             group.parallel_pass = None
             state.restore()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mirror.errors import StrategyError
+from mirror.replica.pace import Pace
 from mirror.replica.parameters import ReplicaParameter
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def saves_are_hooked() -> bool:
 class NoMerges:
     """Stands for the lockstep where one thread computes for all replicas."""
 
-    takes_turns = True
+    takes_turns, is_eager, pace = True, False, Pace()
 
     def merge(self, replica_id: int, point: object) -> Any:
         """Refuses: nobody can wait here."""

@@ -19,10 +19,11 @@ each other or with step 1, and that nothing in them may concern another replica:
     a parameter with hooks              they see the reduced gradient when the pass ends
 
 Else the pass is run as it is. Each replica's nodes run in the order in which one pass would run
-them: gradients have the bits that one pass on as many intra-op threads gives. A hook of a tensor
-may ask for a gradient, which merges the replicas: it waits until the others have ended, or wait
-there too, and from then on goes alone. A hook of several tensors (``register_multi_grad_hook``) is
-called for each part with what it has.
+them: gradients have the bits that one pass on as many intra-op threads gives.
+
+A hook of a tensor may ask for a gradient, which merges the replicas: it waits until the others
+have ended, or wait there too, and from then on goes alone. A hook of several tensors
+(``register_multi_grad_hook``) is called for each part of the pass, with what that part has.
 
 Simulated devices alone have seams, where runs start all at once: see [Note: Turns]. GPUs work
 beside each other anyway.

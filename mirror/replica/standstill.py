@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from types import FrameType
+
 from mirror.errors import CollectiveTimeoutError, DivergenceError
+from mirror.replica.merge_point import MergePoint
+from mirror.replica.stack import user_line
+
+
+def stand(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> str:
+    """Returns where a replica stands, in words.
+
+    Args:
+        point: where it waits for others.
+        frame: what it executes, of one that has begun and not ended.
+        is_next: whether it has not, but will begin, or go on.
+    """
+    if point is not None:
+        return f"waits in {point} at {user_line(frame)}"
+    if frame is not None:
+        return f"still runs at {user_line(frame)}"
+    return "waits for its turn" if is_next else "has returned"
 
 
 def divergence(where: str) -> DivergenceError:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror.replica import pace
@@ -417,3 +418,69 @@ def test_a_replica_in_the_callers_thread_may_meet_the_later_ones(make_strategy):
         with pytest.raises(mirror.DivergenceError, match=r"replica 0 of 3 .*has returned"):
             strategy.run(lambda: me() and meet())
     assert strategy.run(meet).values == (N,) * N
+
+
+def test_replicas_whose_turns_get_short_again_take_them(make_strategy, monkeypatch, eager):
+    strategy = make_strategy(N, schedule="staggered")
+
+    def first_thread():
+        ran_in = []
+        strategy.run(lambda: ran_in.append(threading.current_thread()))
+        return ran_in[0]
+
+    for _ in range(3):
+        first_thread()
+    assert first_thread() is not threading.current_thread()
+    monkeypatch.setattr(pace, "LONG_SECONDS", float("inf"))
+    first_thread()
+    assert first_thread() is threading.current_thread()
+
+
+# Random numbers that are drawn again
+
+
+def test_checkpointed_dropout_draws_its_masks_again_where_replicas_might_run_at_once(
+    make_strategy, eager
+):
+    strategy = make_strategy(N, schedule="staggered", gradient_reduction="sum")
+    model = strategy.mirror(nn.ParameterDict({"offset": nn.Parameter(torch.ones(64))}))
+
+    def dropped(hidden):
+        for _ in range(3):
+            hidden = torch.dropout(hidden, 0.3, True)
+        return hidden
+
+    def fn(x):
+        out = checkpoint(dropped, x + model["offset"], use_reentrant=False)
+        out.sum().backward()
+        return out.detach().sum(0)
+
+    for _ in range(5):
+        model.zero_grad()
+        kept = strategy.reduce("sum", in_run(strategy, fn, torch.zeros(64, 64)))
+        torch.testing.assert_close(model["offset"].grad, kept)
+
+
+def test_checkpointing_around_a_split_call_is_the_same_where_replicas_might_run_at_once(
+    make_strategy, eager
+):
+    plain = net()
+    model = make_strategy(N, schedule="staggered").mirror(copy.deepcopy(plain))
+    x = torch.randn(12, 4, requires_grad=True)
+    plain.eval(), model.eval()
+    for _ in range(4):
+        for each in (plain, model):
+            each.zero_grad()
+            checkpoint(each, x, use_reentrant=False).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_saving_the_random_state_among_replicas_at_once_fails_once(make_strategy, eager):
+    strategy = make_strategy(N, schedule="staggered")
+    for _ in range(3):
+        strategy.run(meet)
+    with pytest.raises(mirror.StrategyError, match=r"pass schedule='lockstep'"):
+        strategy.run(torch.get_rng_state)
+    states = strategy.run(torch.get_rng_state).values
+    assert all(torch.equal(state, states[0]) for state in states)

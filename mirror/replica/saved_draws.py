@@ -1,0 +1,50 @@
+"""Saved states of the random generator, which replicas that run at once must not draw from.
+
+Activation checkpointing saves the state before it runs a part of a forward pass, to draw the same
+numbers when it recomputes that part. Simulated devices share the CPU's one generator: while one
+replica saves and draws, no other one may. So replicas that save its state take turns for good.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+
+from mirror.context import current
+from mirror.errors import StrategyError
+from mirror.replica.compiler import opaque
+
+_wrapping = threading.Lock()
+
+
+def watch_saved_draws() -> None:
+    """Wraps ``torch.get_rng_state``, once, for good."""
+    with _wrapping:
+        original = torch.random.get_rng_state
+        if hasattr(original, "_is_watched"):
+            return
+
+        @opaque
+        @functools.wraps(original)
+        def get_rng_state() -> torch.Tensor:
+            replica: Any = current.replica
+            if replica is not None:
+                _have_turns(replica.run.lockstep)
+            return original()
+
+        get_rng_state._is_watched = True  # type: ignore[attr-defined]
+        torch.get_rng_state = torch.random.get_rng_state = get_rng_state
+
+
+def _have_turns(lockstep: Any) -> None:
+    is_eager = lockstep.is_eager
+    lockstep.pace.keep_turns()
+    if is_eager:
+        raise StrategyError(
+            "a replica saved the state of the random generator, as activation checkpointing does, "
+            "while others draw from it at the same time; they take turns from the next run on: "
+            "repeat this step, or pass schedule='lockstep'"
+        )
