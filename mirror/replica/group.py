@@ -23,6 +23,7 @@ from mirror.devices import (
     using,
 )
 from mirror.errors import StrategyError
+from mirror.host_memory import give_back_freed_memory, keep_freed_memory
 from mirror.replica.buffers import Buffer
 from mirror.replica.claim import by_one_thread
 from mirror.replica.gradients import Gradients
@@ -107,6 +108,8 @@ class ReplicaGroup:
         watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
         if schedule == "concurrent":
             watch_saved_draws()
+        if self.num_replicas > 1 and is_simulated(self.devices):
+            keep_freed_memory()
 
     # What is mirrored
 
@@ -379,6 +382,8 @@ class ReplicaGroup:
         if self.running is not None or self.parallel_pass is not None:
             raise StrategyError("close() was called inside run; close the strategy after it")
         self._closed = True
+        if is_simulated(self.devices):
+            give_back_freed_memory()
         for lockstep in self.locksteps:
             lockstep.close()
         self.locksteps = []

@@ -468,10 +468,14 @@ def test_checkpointing_around_a_split_call_is_the_same_where_replicas_might_run_
     model = make_strategy(N, schedule="staggered").mirror(copy.deepcopy(plain))
     x = torch.randn(12, 4, requires_grad=True)
     plain.eval(), model.eval()
+    ran_in = []
+    model[0].register_forward_hook(lambda *_: ran_in.append(threading.current_thread()))
     for _ in range(4):
         for each in (plain, model):
             each.zero_grad()
             checkpoint(each, x, use_reentrant=False).square().mean().backward()
+    # In turns: what is saved is counted on, in the order in which it was.
+    assert set(ran_in) == {threading.current_thread()}
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
