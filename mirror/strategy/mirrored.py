@@ -64,9 +64,9 @@ class MirroredStrategy:
             weighted by the replicas' numbers of examples, or ``"sum"``, as in tf.distribute.
         schedule: how replicas take turns: ``"lockstep"``, one at a time, deterministic (the
             default on CPU), or ``"staggered"``, the next one starts also when the current one
-            blocks on its device (the default on CUDA). Staggered simulated devices all run at
-            once and share the intra-op threads: faster where operations are large, and random
-            numbers are drawn in the order in which the replicas come.
+            blocks on its device (the default on CUDA). Staggered simulated devices share the
+            intra-op threads and run at once where their operations are large: faster, but random
+            numbers are then drawn in the order in which the replicas come.
 
     Raises:
         DeviceError: a device does not exist, or CPU is mixed with CUDA.
