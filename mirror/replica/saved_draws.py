@@ -8,7 +8,9 @@ replica saves and draws, no other one may. So replicas that save its state take 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,12 +33,17 @@ def watch_saved_draws() -> None:
         @functools.wraps(original)
         def get_rng_state() -> torch.Tensor:
             replica: Any = current.replica
-            if replica is not None:
+            if replica is not None and not _compiles(sys._getframe(1)):
                 _have_turns(replica.run.lockstep)
             return original()
 
         get_rng_state._is_watched = True  # type: ignore[attr-defined]
         torch.get_rng_state = torch.random.get_rng_state = get_rng_state
+
+
+def _compiles(caller: FrameType) -> bool:
+    """Whether it is the compiler that saves the state, around its own work; it draws nothing."""
+    return str(caller.f_globals.get("__name__")).startswith("torch._")
 
 
 def _have_turns(lockstep: Any) -> None:
