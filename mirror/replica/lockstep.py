@@ -199,7 +199,7 @@ class Lockstep:
         return came_back
 
     def _wake(self, replica_id: int, *, near: bool) -> None:
-        if replica_id not in (self._here, *self._threads):
+        if replica_id not in self._threads and replica_id != self._here:
             self._start_thread(replica_id)
         self._gate_of(replica_id).open(near=near)
 
