@@ -410,6 +410,22 @@ def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(mak
     assert not [thread for thread in threading.enumerate() if "mirror replica" in thread.name]
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be moved here")
+def test_replicas_compute_on_every_cpu_that_the_caller_may_use(make_strategy):
+    strategy, allowed = make_strategy(N), os.sched_getaffinity(0)
+
+    def fn():
+        seen = [os.sched_getaffinity(0)]
+        for _ in range(3):
+            meet()
+            seen.append(os.sched_getaffinity(0))
+        return all(affinity == allowed for affinity in seen)
+
+    for _ in range(3):
+        assert strategy.run(fn).values == (True,) * N
+        assert os.sched_getaffinity(0) == allowed
+
+
 def test_a_replica_in_the_callers_thread_may_meet_the_later_ones(make_strategy):
     # The first one has returned, so the second one runs, and waits, in the caller's thread, too.
     strategy = make_strategy(N)
