@@ -47,5 +47,5 @@ def by_one_thread(
 
 
 def _is_inside(group: ReplicaGroup) -> bool:
-    frames = (current.replica, *(frame for frame, _ in current.stack))
-    return any(frame is not None and frame.group is group for frame in frames)
+    replica = current.replica
+    return (replica is not None and replica.group is group) or group.inside_merge()

@@ -57,7 +57,7 @@ from mirror.replica.buckets import Buckets
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
 from mirror.replica.passes import watch_gradients
-from mirror.replica.unusual import are_unusual, present, reduce_unusual
+from mirror.replica.unusual_gradients import are_unusual, or_zeros, reduce_unusual
 from mirror.replica.variables import Variable
 from mirror.timeline import CROSS, REDUCTION
 
@@ -309,7 +309,7 @@ class Gradients:
             else:
                 usual.append(i)
         filled: list[Column] = [
-            [present(column[i], variables[i], r) for i in usual]
+            [or_zeros(column[i], variables[i], r) for i in usual]
             for r, column in enumerate(columns)
         ]
         return [variables[i] for i in usual], filled

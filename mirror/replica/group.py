@@ -101,14 +101,15 @@ class ReplicaGroup:
         self._recorded: dict[int, ModuleRef] = {}
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
-        self._device_types = tuple({"cpu", *(device.type for device in self.devices)})
+        self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self._generators = generators_of(self.devices)
         self._closed = False
         _groups.add(self)
         watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
         if schedule == "concurrent":
             watch_saved_draws()
-        if self.num_replicas > 1 and is_simulated(self.devices):
+        self._keeps_memory = self.num_replicas > 1 and is_simulated(self.devices)
+        if self._keeps_memory:
             keep_freed_memory()
 
     # What is mirrored
@@ -192,7 +193,7 @@ class ReplicaGroup:
     def carry(self) -> None:
         """Carries what changed in the cross-replica context to the other replicas."""
         for variable in self.variables.values():
-            if variable.handles or variable.copies[0]._version != variable.version:
+            if variable.changed():
                 variable.carry()
         for variable, grad in list(self.handed_out_grads.items()):
             if variable.targets[0].grad is grad:
@@ -283,7 +284,7 @@ class ReplicaGroup:
         if len(self._generators) > 1:
             separate_streams(self._generators)
         sharers = len(run.active) if self._schedule == "concurrent" else 1
-        state = ThreadState.capture(self._device_types, sharers)
+        state = ThreadState.capture(self.device_types, sharers)
         tasks = {r: self._task(fn, context, state) for r, context in run.contexts.items()}
         self.running = run
         self.timeline.use()
@@ -321,7 +322,7 @@ class ReplicaGroup:
         run.is_default = True
         return run.contexts[0]
 
-    def _inside_merge(self) -> bool:
+    def inside_merge(self) -> bool:
         """Whether this thread belongs to a replica that is merging: merge_call may run."""
         frames = (frame for frame, _ in current.stack if frame is not None)
         return any(frame.group is self for frame in frames)
@@ -370,7 +371,7 @@ class ReplicaGroup:
 
     def check_between_runs(self, what: str) -> None:
         """Raises StrategyError while replicas run, but for what runs in their merge."""
-        is_ours = self.running is None or self._inside_merge()
+        is_ours = self.running is None or self.inside_merge()
         if not is_ours or (self.parallel_pass is not None and not self.parallel_pass.go_alone()):
             raise StrategyError(
                 f"{what} was asked for by another thread while strategy.run, or backward, is "
@@ -382,10 +383,10 @@ class ReplicaGroup:
         if self.running is not None or self.parallel_pass is not None:
             raise StrategyError("close() was called inside run; close the strategy after it")
         self._closed = True
-        if is_simulated(self.devices):
-            give_back_freed_memory()
         for lockstep in self.locksteps:
             lockstep.close()
         self.locksteps = []
         self.gradients.buckets.close()
         self.communicator.close()
+        if self._keeps_memory:
+            give_back_freed_memory()

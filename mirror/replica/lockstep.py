@@ -59,7 +59,8 @@ class Lockstep:
         timeout_seconds: how long no replica may move before the run fails; ``None``: for ever.
 
     Attributes:
-        takes_turns, is_eager: whether one replica moves at a time, in this run; all at once.
+        takes_turns: whether the replicas of this run move one at a time.
+        is_eager: whether they start all at once.
         usable: whether it may run tasks again.
     """
 

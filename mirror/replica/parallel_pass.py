@@ -82,7 +82,7 @@ class ParallelPass:
         """Runs each replica's pass in its thread."""
         group = self._group
         self._moving.update(passes)
-        state = ThreadState.capture(tuple({"cpu", group.devices[0].type}), len(passes))
+        state = ThreadState.capture(group.device_types, len(passes))
         tasks = {r: self._task(r, passes[r], state) for r in passes}
         group.parallel_pass = self
         try:

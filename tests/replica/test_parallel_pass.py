@@ -86,6 +86,15 @@ def grads_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def with_same_gradients(strategy, plain, loss):
+    """Returns a mirrored copy of a module; a backward pass has left both the same gradients."""
+    model = strategy.mirror(copy.deepcopy(plain))
+    for m in (model, plain):
+        loss(m).backward()
+    assert_same(grads_of(model), grads_of(plain))
+    return model
+
+
 def assert_equal_bits(actual, expected):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -216,24 +225,18 @@ def test_replicas_that_sit_out_are_left_out(size, way, make):
 
 
 def test_a_batch_of_one_goes_backward_in_one_thread(make):
-    strategy, plain = make(2), small()
-    model = strategy.mirror(copy.deepcopy(plain))
     x, y = batch_of(1)
-    for m in (model, plain):
-        F.cross_entropy(m(x), y).backward()
+    model = with_same_gradients(make(2), small(), lambda m: F.cross_entropy(m(x), y))
     assert set(model.threads) == {threading.get_ident()}
-    assert_same(grads_of(model), grads_of(plain))
 
 
 def test_losses_of_two_calls_come_apart_together(make):
-    strategy, plain = make(2), small()
-    model = strategy.mirror(copy.deepcopy(plain))
     x, y = batch_of()
-    for m in (model, plain):
-        (F.cross_entropy(m(x), y) + m(x + 1).square().mean()).backward()
+    model = with_same_gradients(
+        make(2), small(), lambda m: F.cross_entropy(m(x), y) + m(x + 1).square().mean()
+    )
     assert len(set(model.threads)) == 2 < len(model.threads)
     assert threading.get_ident() not in model.threads
-    assert_same(grads_of(model), grads_of(plain))
 
 
 def test_several_outputs_of_a_call_come_apart(make):
@@ -528,13 +531,9 @@ def test_checkpointed_parts_keep_the_pass_in_one(reentrant, make):
             how = {"use_reentrant": reentrant, "preserve_rng_state": False}
             return checkpoint(self.inner, self.last(x[:, :3]).repeat(1, 2), **how)
 
-    strategy, plain = make(2), Checkpointed()
-    model = strategy.mirror(copy.deepcopy(plain))
     x, y = batch_of()
-    for m in (model, plain):
-        F.cross_entropy(m(x), y).backward()
+    model = with_same_gradients(make(2), Checkpointed(), lambda m: F.cross_entropy(m(x), y))
     assert set(model.inner.threads) == {threading.get_ident()}
-    assert_same(grads_of(model), grads_of(plain))
 
 
 def test_hidden_saved_tensors_keep_the_pass_in_one(make):
@@ -550,13 +549,9 @@ def test_hidden_saved_tensors_keep_the_pass_in_one(make):
             x[:, 0] = x[:, 1] * 2
             return x
 
-    strategy, plain = make(2), Writing()
-    model = strategy.mirror(copy.deepcopy(plain))
     x, y = batch_of()
-    for m in (model, plain):
-        F.cross_entropy(m(x), y).backward()
+    model = with_same_gradients(make(2), Writing(), lambda m: F.cross_entropy(m(x), y))
     assert set(model.inner.threads) == {threading.get_ident()}
-    assert_same(grads_of(model), grads_of(plain))
 
 
 # Hooks

@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     from mirror.replica.variables import Variable
 
 
-def present(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor:
+def or_zeros(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor:
+    """Returns a replica's gradient, or what it counts for where there is none."""
     if grad is None:
         return torch.zeros_like(variable.targets[replica_id])
     return grad
 
 
 def are_unusual(grads: Sequence[Tensor | None]) -> bool:
+    """Whether any of one variable's gradients is none that a communicator takes."""
     return any(g is not None and (g.is_sparse or g.requires_grad or g.is_complex()) for g in grads)
 
 
