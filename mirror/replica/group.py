@@ -29,9 +29,11 @@ from mirror.replica.claim import by_one_thread
 from mirror.replica.gradients import Gradients
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import ReplicaDict, mirror_module, route_call
+from mirror.replica.nesting import refuse_within_another
 from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
 from mirror.replica.parallel_pass import ParallelPass
 from mirror.replica.passes import watch_passes
+from mirror.replica.plain import PlainVariables, note_use
 from mirror.replica.recompute import NoMerges
 from mirror.replica.run import ReplicaContext, Run
 from mirror.replica.saved_draws import watch_saved_draws
@@ -103,7 +105,9 @@ class ReplicaGroup:
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self._generators = generators_of(self.devices)
-        self._closed = False
+        self.is_closed = False
+        self.is_nested = current.replica is not None  # made by a replica of another strategy
+        self.plain = PlainVariables()
         _groups.add(self)
         watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
         if schedule == "concurrent":
@@ -160,7 +164,7 @@ class ReplicaGroup:
                 self._own_plain(tensor)
 
     def _own_plain(self, tensor: Tensor) -> None:
-        key, group = id(tensor), weakref.ref(self)
+        key, group, self.plain.has_mirrored = id(tensor), weakref.ref(self), True
 
         def disown(reference: object) -> None:
             alive = group()
@@ -275,7 +279,10 @@ class ReplicaGroup:
                 "run was called inside run, on one replica; start a run in the cross-replica "
                 "context, which merge_call gives: get_replica_context().merge_call(fn)"
             )
+        refuse_within_another(self, "run")
         self.check_between_runs("run")
+        if not self.plain.has_mirrored:
+            note_use(self)
         outer = self.running
         self.prepare()
         is_within = self.parallel_pass is not None  # which has the threads of the first depth
@@ -363,7 +370,7 @@ class ReplicaGroup:
 
     def check_usable(self) -> None:
         """Raises StrategyError after ``close``."""
-        if self._closed:
+        if self.is_closed:
             raise StrategyError(
                 "this strategy is closed; create a new one (copy.deepcopy(model) gives an "
                 "ordinary module to mirror there)"
@@ -382,7 +389,7 @@ class ReplicaGroup:
         """Ends threads and the communicator; idempotent."""
         if self.running is not None or self.parallel_pass is not None:
             raise StrategyError("close() was called inside run; close the strategy after it")
-        self._closed = True
+        self.is_closed = True
         for lockstep in self.locksteps:
             lockstep.close()
         self.locksteps = []

@@ -45,6 +45,7 @@ from mirror.replica.compiler import (
     watch_compile,
 )
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
+from mirror.replica.nesting import refuse_within_another
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.recompute import replica_of_backward, saves_are_hooked
 from mirror.replica.tensors import MirroredTensor
@@ -188,6 +189,8 @@ class TransparentCall:
             whole = self.whole(module)
             if current.in_whole_call:
                 return whole(*args, **kwargs)
+            if current.replica is not None and torch.is_grad_enabled():
+                refuse_within_another(self.group, f"a {type(module).__name__}")
             recomputing = replica_of_backward(self.group)
             if recomputing is None or self.is_checkpointed:
                 if saves_are_hooked():

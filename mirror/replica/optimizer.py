@@ -52,6 +52,7 @@ from mirror.devices import random_state, set_random_state, using
 from mirror.errors import StrategyError
 from mirror.replica.compiler import Hold, let_go, letting_go, not_compiled, take_hold
 from mirror.replica.merge_point import MergePoint
+from mirror.replica.nesting import refuse_within_another
 from mirror.replica.optimizer_groups import (
     Once,
     Parameters,
@@ -62,6 +63,7 @@ from mirror.replica.optimizer_groups import (
 )
 from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.parameters import MirroredParameter
+from mirror.replica.plain import note_step
 from mirror.replica.zero_grad import watch_zero_grad
 
 if TYPE_CHECKING:
@@ -98,10 +100,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if mirror is None or not mirror.parameters.are_in(optimizer.param_groups):
         group = mirrored_group(optimizer)
         if group is None:
+            note_step(optimizer)
             return None
         mirror = _mirror_of(optimizer, group)
     group = mirror.group
     group.check_usable()
+    refuse_within_another(group, "optimizer.step")
     replica: Any = current.replica
     mirror.holds[threading.get_ident()] = let_go()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

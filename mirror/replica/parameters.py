@@ -155,5 +155,7 @@ def _plain_copy(key: Tensor, value: Tensor, memo: dict[int, Any]) -> nn.Paramete
         memo[id(key)] = nn.Parameter(
             value.detach().clone(memory_format=torch.preserve_format), value.requires_grad
         )
+        if current.replica is not None:
+            memo[id(key)]._copied_in_run = True  # see mirror/replica/plain.py
     copied: nn.Parameter = memo[id(key)]
     return copied

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 from mirror.context import current
 from mirror.replica.compiler import opaque
 from mirror.replica.parallel_pass import backward_at_once
+from mirror.replica.plain import note_pass
 from mirror.timeline import BACKWARD, CROSS, OPTIMIZER, Timeline, latest
 
 _START = "_engine_run_backward"
@@ -70,6 +71,9 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
             timeline.begin(lane, BACKWARD)
         if lane != CROSS:
             args = _with_own_gradients(*args)
+            if kwargs.get("accumulate_grad", True):
+                replica: Any = current.replica
+                note_pass(replica.run, lane, args)
         try:
             if lane != CROSS or not backward_at_once(run, args, kwargs):
                 return run(*args, **kwargs)

@@ -17,6 +17,7 @@ from mirror.replica.compiler import opaque
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
+from mirror.replica.plain import PlainLeaves
 from mirror.replica.recompute import NoMerges
 from mirror.timeline import WAITING
 from mirror.values import regroup, select
@@ -38,6 +39,7 @@ class Run:
         "is_weighted",
         "lockstep",
         "outer",
+        "plain",
         "results",
     )
 
@@ -57,6 +59,7 @@ class Run:
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
         self.outer = outer
+        self.plain = PlainLeaves()
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.contexts = {
             r: ReplicaContext(self, r, 1.0 if weights is None else float(weights[r]))
@@ -94,11 +97,7 @@ class Run:
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Merges the replicas of this run; the action runs in the cross-replica context."""
         context = self.contexts[replica_id]
-        if current.replica is not context and not self.is_default:
-            raise StrategyError(
-                "this replica context belongs to a run that has ended, or to another thread; call "
-                "mirror.get_replica_context() where you need it"
-            )
+        context.check_current()
         if context.lent and any(o.is_within_step(sys._getframe()) for o in context.lent):
             raise StrategyError(
                 f"{point} was called inside optimizer.step, where every replica steps alone; call "
@@ -133,6 +132,7 @@ class Run:
             while self.attributes:
                 self.attributes.pop().join(self)
             self.group.gradients.finish(self.shares())
+            self.plain.tell(self.group)
             order.lift_this_thread()
 
 
@@ -167,6 +167,14 @@ class ReplicaContext:
         """The number of replicas of the strategy."""
         return self.group.num_replicas
 
+    def check_current(self) -> None:
+        """Raises StrategyError but to code of this replica."""
+        if current.replica is not self and not self.run.is_default:
+            raise StrategyError(
+                "this replica context belongs to a run that has ended, or to another replica or "
+                "thread; call mirror.get_replica_context() where you need it"
+            )
+
     @property
     def weight(self) -> float:
         """This replica's share in the gradient mean and in ``strategy.reduce("mean", ...)``.
@@ -182,6 +190,7 @@ class ReplicaContext:
     @weight.setter
     @opaque
     def weight(self, value: float) -> None:
+        self.check_current()
         value = float(value)
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"a replica's weight must be finite and >= 0, got {value}")

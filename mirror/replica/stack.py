@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -63,6 +64,14 @@ def user_line(frame: FrameType | None) -> str:
                 return f"{filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "<unknown line>"
+
+
+def warn_user(message: str) -> None:
+    """Warns, with the innermost line outside mirror and torch as the one to blame."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level - 1)
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mirror.comm.base import Communicator
-from mirror.context import current, entered
+from mirror.context import current
 from mirror.data.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions, or_default
 from mirror.devices import is_simulated, resolve
@@ -22,7 +22,6 @@ from mirror.replica.compiler import limits_for, opaque
 from mirror.replica.group import ReplicaGroup
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.measure import measure
-from mirror.replica.module import recording
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
 from mirror.strategy.arguments import taking_part
@@ -30,6 +29,7 @@ from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.options import CommunicationOptions, check_choice
 from mirror.strategy.report import Report, report_of
+from mirror.strategy.scope import Scope
 from mirror.strategy.value_context import ValueContext
 from mirror.values import PerReplica, local_results, map_structure, regroup, select
 
@@ -131,26 +131,17 @@ class MirroredStrategy:
 
     # Mirroring
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> Scope:
         """Makes this strategy current; modules created inside are mirrored at their first use.
 
+        Returns:
+            A context manager, for ``with``; it warns if nobody enters it.
+
         Raises:
-            StrategyError: inside another strategy's scope, inside ``run``, or after ``close``.
+            StrategyError: on entry, inside another strategy's scope, inside ``run``, or after
+                ``close``.
         """
-        self._group.check_usable()
-        if current.replica is not None:
-            raise StrategyError(
-                "scope() was entered inside run; enter it in the cross-replica context"
-            )
-        if current.strategy is not None and current.strategy is not self:
-            raise StrategyError(
-                f"the scope of {current.strategy!r} is open; a scope of another strategy cannot "
-                "be opened inside it"
-            )
-        with entered(self, None), recording(self._group):
-            yield
-            self._group.mirror_recorded()
+        return Scope(self, self._group)
 
     def mirror(self, module: ModuleT) -> ModuleT:
         """Mirrors a module made elsewhere (a pretrained one), in place, and returns it.

@@ -1,0 +1,68 @@
+"""The scope of a strategy: where it is current, and what is made is mirrored."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ContextDecorator, ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mirror.context import current, entered
+from mirror.errors import StrategyError
+from mirror.replica.group import ReplicaGroup
+from mirror.replica.module import recording
+from mirror.replica.plain import note_use
+
+if TYPE_CHECKING:
+    from mirror.strategy.mirrored import MirroredStrategy
+
+
+class Scope(ContextDecorator):
+    """What ``strategy.scope()`` returns: ``with`` enters it; it warns if nobody ever does."""
+
+    def __init__(self, strategy: MirroredStrategy, group: ReplicaGroup) -> None:
+        self._strategy, self._group = strategy, group
+        self._stacks: list[ExitStack] = []
+        self._is_used = False
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        self._group.check_usable()
+        if current.replica is not None:
+            raise StrategyError(
+                "scope() was entered inside run; enter it in the cross-replica context"
+            )
+        if current.strategy is not None and current.strategy is not self._strategy:
+            raise StrategyError(
+                f"the scope of {current.strategy!r} is open; a scope of another strategy cannot "
+                "be opened inside it"
+            )
+        with ExitStack() as stack:
+            stack.enter_context(entered(self._strategy, None))
+            stack.enter_context(recording(self._group))
+            self._stacks.append(stack.pop_all())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._stacks.pop():
+            if kind is None:
+                self._group.mirror_recorded()
+        if kind is None:
+            note_use(self._group)
+
+    def _recreate_cm(self) -> Scope:
+        self._is_used = True  # it decorates a function
+        return Scope(self._strategy, self._group)
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                "strategy.scope() was called and never entered, so nothing is mirrored; write "
+                "`with strategy.scope():` and make the model inside",
+                UserWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,115 @@
+"""A catalogue of mistakes: what a program with one must end in, and the programs' common parts.
+
+A test here is a program that somebody writes by mistake, or by the habit of another framework. It
+is right all the same, ends in an error, or warns; then the words are what names the remedy. None
+may go on in silence with other results than one device has.
+"""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mirror
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
+
+
+def refused(kind, *words):
+    """Decorates a program that ends in an error whose message and notes have the words."""
+
+    def decorate(program):
+        @functools.wraps(program)
+        def test(*args, **kwargs):
+            with pytest.raises(kind) as caught:
+                program(*args, **kwargs)
+            _check_words("\n".join([str(caught.value), *_notes(caught.value)]), words)
+
+        return test
+
+    return decorate
+
+
+def warned(*words):
+    """Decorates a program that warns, with a message that has the words."""
+
+    def decorate(program):
+        @functools.wraps(program)
+        def test(*args, **kwargs):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                program(*args, **kwargs)
+            _check_words("\n".join(str(warning.message) for warning in caught), words)
+
+        return test
+
+    return decorate
+
+
+def _check_words(text, words):
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in: {text!r}"
+
+
+def _notes(error):
+    return getattr(error, "__notes__", ())
+
+
+def net():
+    """A small network, always with the same values."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sgd(model, rate=0.1):
+    return torch.optim.SGD(model.parameters(), lr=rate)
+
+
+def loss_of(model, x=X, y=Y):
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def loader(size=8, **options):
+    return DataLoader(TensorDataset(X, Y), batch_size=size, **options)
+
+
+def mirrored(strategy):
+    """A mirrored network and its optimizer, and the first batch, distributed."""
+    with strategy.scope():
+        model = net()
+        optimizer = sgd(model)
+    (batch,) = strategy.distribute_dataset(loader())
+    return model, optimizer, batch
+
+
+def step(model, optimizer, x=X, y=Y):
+    """An ordinary step of training."""
+    loss = loss_of(model, x, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def plain(program=step, steps=2):
+    """The network that a program trains on one device."""
+    model = net()
+    optimizer = sgd(model)
+    for _ in range(steps):
+        program(model, optimizer)
+    return model
+
+
+def same(model, expected):
+    """Whether two networks have the same values, to rounding."""
+    pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+
+
+def replica_id():
+    return mirror.get_replica_context().replica_id_in_sync_group
