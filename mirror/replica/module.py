@@ -45,6 +45,7 @@ from mirror.replica.compiler import (
     watch_compile,
 )
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
+from mirror.replica.functions import watch_functions
 from mirror.replica.nesting import refuse_within_another
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.recompute import replica_of_backward, saves_are_hooked
@@ -242,6 +243,7 @@ class CompiledCall(TransparentCall):
 
 def mirror_module(module: nn.Module, group: ReplicaGroup) -> None:
     """Mirrors a module and all below it, in place. What is mirrored already is left alone."""
+    watch_functions()
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             if all(map(group.owns, (*submodule.parameters(), *submodule.buffers()))):

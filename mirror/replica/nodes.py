@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from mirror.context import current
+from mirror.replica.functions import without_replica
 from mirror.replica.reduction import summed
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class Joint:
         return replica if replica is not None and replica.group is self.group else None
 
 
+@without_replica
 class Exchange(torch.autograd.Function):
     """Outside ``run``: turns all replicas' gradients into this one's."""
 
@@ -154,6 +156,7 @@ class Exchange(torch.autograd.Function):
         return None, None, None, *grads
 
 
+@without_replica
 class Arrival(torch.autograd.Function):
     """Inside ``run``: merges the replicas' gradients. Outside: notes this replica's."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from mirror.errors import StrategyError
 from mirror.replica.parameters import MirroredParameter
@@ -111,14 +112,18 @@ def _backward(
 
 
 def _spread(inputs: Any) -> list[tuple[Any, ...]]:
-    """Returns the tensors that each input stands for: all copies outside run."""
+    """Returns what each input stands for: all copies outside run; see [Note: Past resolution]."""
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    return [
-        p._mirrored.copies
-        if isinstance(p, MirroredParameter) and p._mirrored.here() is None
-        else (resolve(p),)
-        for p in inputs
-    ]
+    return [_leaves(p) if isinstance(p, MirroredParameter) else (resolve(p),) for p in inputs]
+
+
+def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
+    is_outside = parameter._mirrored.here() is None
+    copies = parameter._mirrored.copies if is_outside else (parameter._resolve(),)
+    if not copies[0].requires_grad:
+        return copies
+    with torch._C.DisableTorchFunctionSubclass():
+        return *copies, get_gradient_edge(parameter)
 
 
 @special(torch.autograd.grad)

@@ -18,6 +18,14 @@ In the cross-replica context the first replica's copy is the truth. What changed
 its version counter, which all tensors of one storage share, or noted when raw storage is handed
 out (``p.data``; as long as that tensor lives), and is carried to the other replicas before they
 next run. A gradient that was handed out is carried before the next run or optimizer step.
+
+[Note: Past resolution]
+What is written in C++ and asks no ``__torch_function__`` gets the object ``p`` itself: extensions,
+``torch.jit.script``, the transforms of ``torch.func``. The values are right, those of replica 0,
+which every replica has before its step; on several devices torch complains. So ``p`` requires a
+gradient as its copies do, and what arrives there belongs to the replica that runs the pass; in a
+pass outside ``run``, which is all replicas' common one, it is a summand like any other. The graph
+of a forward from before ``p`` was mirrored ends there, too.
 """
 
 from __future__ import annotations
@@ -105,12 +113,23 @@ class Variable:
 
     # Gradients
 
-    def receive(self, grad: Tensor) -> None:
-        """Takes a gradient that arrives at the parameter object, from before it was mirrored."""
-        copy = self.copies[0]
+    def receive(self, parameter: Tensor) -> None:
+        """Takes a gradient that arrives at the parameter object. See [Note: Past resolution]."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = local_grad(parameter)
+            set_local_grad(parameter, None)
+        here = self.here() or 0
+        copy = self.copies[here]
         known = local_grad(copy)
-        set_local_grad(copy, grad.clone() if known is None else known + grad)
-        self.group.gradients.pending[0].append(copy)
+        set_local_grad(copy, grad if known is None else known + grad)
+        self.group.gradients.pending[here].append(copy)
+
+    def receive_at(self, parameter: Tensor) -> None:
+        """Has what arrives at the parameter object received."""
+        if "_is_received" not in parameter.__dict__:
+            parameter.__dict__["_is_received"] = True
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.register_post_accumulate_grad_hook(self.receive)
 
     def add_hook(self, hook: GradientHook) -> RemovableHandle:
         """Has ``hook`` called with the reduced gradient of every backward pass."""
@@ -239,6 +258,12 @@ class Variable:
             self.targets[r].requires_grad_(requires_grad)
             if requires_grad:
                 self.group.gradients.watch(copy)
+        owner = self.owner()
+        if owner is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                REQUIRES_GRAD.__set__(owner, requires_grad)
+            if requires_grad:
+                self.receive_at(owner)
 
 
 def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) -> Variable:
@@ -262,13 +287,10 @@ def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) ->
     if parameter._backward_hooks:
         variable.adopt_hooks(parameter._backward_hooks)
         parameter._backward_hooks = None
-    # A graph built before this ends in the parameter itself.
-    if parameter.requires_grad:
-        parameter.register_hook(variable.receive)
     group.own(parameter, variable)
     parameter.grad = None
-    # What misses the resolution must fail, not collect a gradient that nobody reduces.
-    parameter.requires_grad_(False)
+    if parameter.requires_grad:
+        variable.receive_at(parameter)
     parameter._mirrored = variable  # type: ignore[attr-defined]
     parameter.__class__ = MirroredParameter
     if grad is not None:

@@ -1,0 +1,88 @@
+"""Custom autograd functions: given the replicas' copies, and each replica's own in backward.
+
+[Note: Custom functions]
+``Function.apply`` is C and asks no ``__torch_function__``: given a mirrored parameter, it would
+connect the graph to the object and not to the copy that the replica computes with. So it is
+wrapped, once, when the first module is mirrored, to resolve its arguments.
+
+What a function's ``backward`` does belongs to the replica whose forward made the node: it may call
+modules, or read their parameters, as reversible layers and checkpointing written by hand do. A
+backward pass inside ``run`` has that replica already. One outside ``run`` goes through all
+replicas' graphs in one thread: there the node, which noted its replica when it was made, makes it
+current. Merging is refused then, see [Note: Recomputation].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
+
+from mirror.context import current, entered
+from mirror.replica.compiler import not_compiled
+from mirror.replica.tensors import MirroredTensor, resolve
+
+_KEY = "_mirror_replica"
+
+
+def watch_functions() -> None:
+    """Wraps what custom functions are called through; once, for good."""
+    original = Function.__dict__["apply"].__func__
+    if hasattr(original, "_is_watched"):
+        return
+
+    @not_compiled
+    @functools.wraps(original)
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        for arg in (*args, *kwargs.values()):
+            if isinstance(arg, MirroredTensor) and torch._C._get_tracing_state() is None:
+                args = tuple(map(_resolved, args))
+                kwargs = {name: _resolved(value) for name, value in kwargs.items()}
+                break
+        return original(cls, *args, **kwargs)
+
+    apply._is_watched = True  # type: ignore[attr-defined]
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    backward: Any = BackwardCFunction
+    backward.__init__ = _note_replica
+    for name in ("apply", "apply_boxed"):  # older versions of torch have the first alone
+        if hasattr(backward, name):
+            setattr(backward, name, _on_its_replica(getattr(backward, name)))
+
+
+def without_replica(function: type[Function]) -> type[Function]:
+    """Marks a function whose backward pass outside ``run`` is all replicas' common one."""
+    function._is_common = True  # type: ignore[attr-defined]
+    return function
+
+
+def _resolved(value: Any) -> Any:
+    # Of a nested structure no gradient is asked; what is in there resolves when it is used.
+    return resolve(value) if isinstance(value, MirroredTensor) else value
+
+
+def _note_replica(node: Any) -> None:
+    replica: Any = current.replica
+    if replica is not None and replica.group.num_replicas > 1:
+        node.__dict__[_KEY] = (replica.group, replica.replica_id)
+
+
+def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
+    @not_compiled
+    @functools.wraps(run)
+    def on_its_replica(node: Any, *args: Any) -> Any:
+        known = node.__dict__.get(_KEY)
+        if known is None or hasattr(node._forward_cls, "_is_common"):
+            return run(node, *args)
+        group, replica_id = known
+        replica = current.replica
+        if replica is not None and replica.group is group:
+            return run(node, *args)
+        with entered(group.strategy, group.recomputing(replica_id)):
+            return run(node, *args)
+
+    return on_its_replica
