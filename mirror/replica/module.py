@@ -7,7 +7,7 @@ instance attribute are replaced:
     _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs
     _modules                WatchedDict: notes a submodule put in later
     _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
-                            ``Module.__call__`` looks at it first; copies and pickles drop it.
+                            ``Module.__call__`` looks at it first; copies and pickles have None.
 
 Of torch itself two methods are wrapped when the first module is mirrored: ``Module.compile``,
 after which calls must still split, and ``Module.__setattr__``. See [Note: Compiled calls] and
@@ -176,6 +176,15 @@ class TransparentCall:
         if not self.is_plain:
             self._make_ready(module, replica, args, kwargs)
         return module._call_impl(*args, **kwargs)
+
+    # Copies and pickles of a module are ordinary, also where its class has a __getstate__ or
+    # __deepcopy__ that takes all there is: what an ordinary module has in this place is None.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
 
     def _make_ready(self, module: nn.Module, replica: Any, args: Any, kwargs: Any) -> None:
         if isinstance(module, LazyModuleMixin):

@@ -88,7 +88,18 @@ class MirroredTensor(Tensor):
             for original, copy in zip(args, resolved, strict=True):
                 if copy is result:
                     return original
+        if kwargs and "out" in kwargs:
+            return _given_out(kwargs["out"], named["out"], result)
         return result
+
+
+def _given_out(originals: Any, copies: Any, result: Any) -> Any:
+    """Returns the mirrored objects that were given as ``out`` for their copies in a result."""
+    if result is copies:
+        return originals
+    if isinstance(result, tuple) and isinstance(copies, (tuple, list)):
+        return type(result)(map(_given_out, originals, copies, result))
+    return result
 
 
 def _traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
