@@ -101,7 +101,7 @@ class PerReplica(Generic[T]):
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def method(self: PerReplica[object], *args: object) -> NoReturn:
+    def method(self: PerReplica[object], *args: object, **kwargs: object) -> NoReturn:
         self._refuse(name)
 
     method.__name__ = name

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from mirror.data.streams import capture_streams, restore_streams
+from mirror.errors import BatchError
 
 
 class Pass:
@@ -181,11 +183,26 @@ class LoaderSource(Source):
         return known
 
 
+SHARDED = (
+    "a DistributedSampler gives this process 1 / {} of the examples, and no other process reads "
+    "the rest: mirror feeds all replicas from one; use the loader without it, with shuffle=True"
+)
+
+
+def reads_a_shard(sampler: object) -> bool:
+    """Whether a sampler leaves out what other processes would read, and there are none."""
+    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas < 2:
+        return False
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized())
+
+
 def source_of(dataset: Iterable[Any]) -> Source:
     """Returns the source for a dataset.
 
     Raises:
         TypeError: it cannot be iterated, or gives keys or characters.
+        BatchError: its loader's sampler leaves out what other processes would read.
     """
     if isinstance(dataset, (Mapping, str, bytes)):
         raise TypeError(
@@ -199,6 +216,10 @@ def source_of(dataset: Iterable[Any]) -> Source:
             f"a {type(dataset).__name__}; wrap a map-style dataset in "
             "torch.utils.data.DataLoader(dataset, batch_size=...)"
         )
+    if isinstance(dataset, DataLoader):
+        for sampler in _samplers_of(dataset)[0]:
+            if reads_a_shard(sampler):
+                raise BatchError(SHARDED.format(sampler.num_replicas))
     if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
         return StatefulSource(dataset)
     if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:

@@ -265,6 +265,8 @@ def watch_attributes() -> None:
                 group = group_of(self)
                 if group is not None:
                     group.record(self)  # the replicas must not share it
+        elif name == "training" and current.replica is not None:
+            _note_mode(self, value)
         elif name in _DICTS:
             group = group_of(self)
             if group is not None:
@@ -273,6 +275,15 @@ def watch_attributes() -> None:
 
     setattr_noticed._is_watched = True  # type: ignore[attr-defined]
     nn.Module.__setattr__ = setattr_noticed  # type: ignore[method-assign]
+
+
+def _note_mode(module: nn.Module, mode: bool) -> None:
+    """Notes that a replica calls ``train()`` or ``eval()``: all must, for it is one module."""
+    replica: Any = current.replica
+    group = group_of(module)
+    if group is not None and group is replica.group and group.num_replicas > 1:
+        of_replicas = replica.run.modes.setdefault(id(module), (module, {}))[1]
+        of_replicas[replica.replica_id] = mode
 
 
 def _for_all(weight: Any) -> Any:

@@ -36,7 +36,7 @@ from typing import Any
 from mirror.errors import CollectiveTimeoutError, DivergenceError
 from mirror.replica.merge_point import MergePoint, Raised, Released
 from mirror.replica.pace import Pace
-from mirror.replica.stack import add_note, callees_of, frame_of, raise_in
+from mirror.replica.stack import callees_of, frame_of, note_replica, raise_in
 from mirror.replica.standstill import divergence, stand, timeout
 from mirror.replica.wake import Gate
 
@@ -123,7 +123,7 @@ class Lockstep:
             if not self.usable:
                 self.dismiss()
             if failed_replica is not None:
-                add_note(failure, f"in {self.names[failed_replica]}")
+                note_replica(failure, self.names[failed_replica])
             try:
                 raise failure
             finally:
@@ -333,7 +333,7 @@ class Lockstep:
         try:
             return {replica_id: task()}
         except BaseException as error:
-            add_note(error, f"in {self.names[replica_id]}")
+            note_replica(error, self.names[replica_id])
             raise
 
     # The caller.

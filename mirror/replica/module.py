@@ -47,10 +47,12 @@ from mirror.replica.compiler import (
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.functions import watch_functions
 from mirror.replica.nesting import refuse_within_another
+from mirror.replica.normalization import watch_torchs_own
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.recompute import replica_of_backward, saves_are_hooked
 from mirror.replica.tensors import MirroredTensor
 from mirror.replica.variables import mirror_parameter
+from mirror.replica.wrappers import refuse_wrapper, watch_wrappers
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -261,6 +263,7 @@ def mirror_module(module: nn.Module, group: ReplicaGroup) -> None:
                 f"{name or type(module).__name__} is a ScriptModule, whose variables live in C++; "
                 "mirror the Python module it was made from"
             )
+        refuse_wrapper(submodule, name)
         mirror_own(submodule, group, name)
 
 
@@ -281,6 +284,8 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
         is_state = _is_plain_state(value, group) and not is_own(module, name)
         if is_state and _is_new(value, group, name):
             mirror_buffer(value, group, f"{path}.{name}".lstrip("."), module)
+    if isinstance(module, nn.SyncBatchNorm):
+        watch_torchs_own()
     if group.num_replicas > 1:
         for key, kind in (
             ("_parameters", OpaqueDict if renormalizes(module) else ReplicaDict),
@@ -308,6 +313,7 @@ def route_call(module: nn.Module, group: ReplicaGroup) -> None:
         routed = CompiledCall(module, group, call)
     module.__dict__["_compiled_call_impl"] = routed
     watch_compile(route_call)
+    watch_wrappers()
     watch_attributes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +13,26 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.context import current
 from mirror.replica.collectives import all_reduce
-from mirror.replica.compiler import opaque
+from mirror.replica.compiler import group_of, opaque
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def watch_torchs_own() -> None:
+    """Has ``torch.nn.SyncBatchNorm`` do in mirrored modules what ours does; once, for good."""
+    original = nn.SyncBatchNorm.forward
+    if hasattr(original, "_is_watched"):
+        return
+
+    @functools.wraps(original)
+    def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
+        group = group_of(self)
+        if group is None or group.num_replicas == 1:
+            return original(self, input)
+        return _synchronized(self, input)
+
+    forward._is_watched = True  # type: ignore[attr-defined]
+    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -41,51 +59,11 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: fewer than two dimensions, or one value per channel in the whole batch.
             DivergenceError: another replica does not call this layer, or with other channels.
         """
-        replica: Any = current.replica
-        of_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if replica is None or replica.group.num_replicas == 1 or not of_batch:
-            return super().forward(input)
-        self._check_input_dim(input)
-        return self._over_batch(input, replica)
-
-    @opaque
-    def _over_batch(self, input: Tensor, replica: Any) -> Tensor:  # noqa: A002
-        dtype = torch.promote_types(input.dtype, torch.float32)
-        wide = input.to(dtype)
-        mean, var, count = _whole_batch(replica, wide, input)
-        if _num_values(input) < 2:  # else nobody need wait for the device
-            if count.item() == 1:
-                raise ValueError(
-                    "Expected more than 1 value per channel when training, got input size "
-                    f"{tuple(input.shape)} and at most this on all replicas together"
-                )
-            if count.item() == 0:
-                return super().forward(input)
-        if self.training and self.track_running_stats:
-            self._track(mean.detach(), var.detach(), count)
-        result: Tensor = _normalization(
-            wide, input, mean, var, self.weight, self.bias, float(self.eps)
-        )
-        return result
+        return _synchronized(self, input)
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Updates this replica's running statistics, to the same bits as everybody's."""
-        factor = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if factor is None:
-                factor = 1.0 / float(self.num_batches_tracked)
-        if self.running_mean is None or self.running_var is None:
-            return
-        factor = 0.0 if factor is None else factor
-        unbiased = var * (count / (count - 1))
-        self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
-        self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
 
 
 def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
@@ -120,6 +98,51 @@ def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
         layer.__dict__.pop("process_group", None)
         layer.__class__ = SyncBatchNorm
     return module
+
+
+def _synchronized(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """Normalises with the whole batch inside ``run``, where statistics are of the batch."""
+    replica: Any = current.replica
+    of_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
+    if replica is None or replica.group.num_replicas == 1 or not of_batch:
+        return _BatchNorm.forward(layer, x)
+    layer._check_input_dim(x)
+    return _over_batch(layer, x, replica)
+
+
+@opaque
+def _over_batch(layer: _BatchNorm, x: Tensor, replica: Any) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(dtype)
+    mean, var, count = _whole_batch(replica, wide, x)
+    if _num_values(x) < 2:  # else nobody need wait for the device
+        if count.item() == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{tuple(x.shape)} and at most this on all replicas together"
+            )
+        if count.item() == 0:
+            return _BatchNorm.forward(layer, x)
+    if layer.training and layer.track_running_stats:
+        _track(layer, mean.detach(), var.detach(), count)
+    result: Tensor = _normalization(wide, x, mean, var, layer.weight, layer.bias, float(layer.eps))
+    return result
+
+
+@torch.no_grad()
+def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Updates this replica's running statistics, to the same bits as everybody's."""
+    factor = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(layer.num_batches_tracked)
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    factor = 0.0 if factor is None else factor
+    unbiased = var * (count / (count - 1))
+    layer.running_mean.mul_(1 - factor).add_(mean.to(layer.running_mean.dtype), alpha=factor)
+    layer.running_var.mul_(1 - factor).add_(unbiased.to(layer.running_var.dtype), alpha=factor)
 
 
 def _whole_batch(replica: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

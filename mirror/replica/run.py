@@ -38,6 +38,7 @@ class Run:
         "is_default",
         "is_weighted",
         "lockstep",
+        "modes",
         "outer",
         "plain",
         "results",
@@ -56,6 +57,7 @@ class Run:
         self.active = active
         self.results: dict[int, Any] = {}
         self.attributes: list[OwnValues] = []  # that its replicas have set or read
+        self.modes: dict[int, tuple[Any, dict[int, bool]]] = {}  # set by train() and eval()
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
         self.outer = outer
@@ -106,6 +108,8 @@ class Run:
         action = point.action
 
         def act(payloads: dict[int, Any]) -> dict[int, Any]:
+            if self.modes:
+                self.check_modes()
             enter(self.group.strategy, None)
             try:
                 return action(payloads)
@@ -126,8 +130,25 @@ class Run:
             if watch is not None:
                 watch.start()
 
+    def check_modes(self) -> None:
+        """Raises StrategyError if some replicas alone have changed a module's mode."""
+        modes, self.modes = self.modes, {}
+        for module, of_replicas in modes.values():
+            if len(of_replicas) < len(self.active) or len(set(of_replicas.values())) > 1:
+                called = ", ".join(
+                    f"replica {r} called {'train' if mode else 'eval'}()"
+                    for r, mode in of_replicas.items()
+                )
+                raise StrategyError(
+                    f"the mode of a {type(module).__name__} belongs to all replicas, but not all "
+                    f"have set it alike: {called}; call train() and eval() outside strategy.run, "
+                    "or on every replica"
+                )
+
     def finish(self) -> None:
         """Reduces, or defers, the gradients that nobody has looked at; joins attributes."""
+        if self.modes:
+            self.check_modes()
         if self.group.num_replicas > 1:
             while self.attributes:
                 self.attributes.pop().join(self)

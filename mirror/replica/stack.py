@@ -74,6 +74,26 @@ def warn_user(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level - 1)
 
 
+# What others' errors say, and what to do about it in a replica.
+_REMEDIES = (
+    (
+        "Default process group has not been initialized",
+        "mirror is one process and needs no process group: inside run, "
+        "mirror.get_replica_context() has all_reduce, all_gather, merge_call, "
+        "replica_id_in_sync_group (for a rank) and num_replicas_in_sync (for a world size)",
+    ),
+)
+
+
+def note_replica(error: BaseException, name: str) -> None:
+    """Notes on an error which replica has raised it, and what to do about it if that is known."""
+    add_note(error, f"in {name}")
+    text = str(error)
+    for part, remedy in _REMEDIES:
+        if part in text:
+            add_note(error, remedy)
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an exception, once; ``BaseException.add_note``, which Python 3.10 lacks."""
     notes = getattr(error, "__notes__", [])

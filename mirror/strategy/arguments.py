@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mirror.errors import StructureError
 from mirror.values import PerReplica, leaves_of, present_in
+
+_NOT_RUN_BY_A_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def taking_part(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence[float] | None]:
@@ -15,16 +18,49 @@ def taking_part(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence
     Raises:
         StructureError: a PerReplica has a wrong number of parts, or nobody has all.
     """
-    values = [leaf for leaf in leaves_of(trees) if isinstance(leaf, PerReplica)]
-    for value in values:
-        if len(value.values) != num_replicas:
-            raise StructureError(
-                f"a PerReplica of this strategy has {num_replicas} parts, one per replica; got "
-                f"one with {len(value.values)}"
-            )
+    values = check_parts(num_replicas, leaves_of(trees))
     active = present_in(values)
     if active is None:
         return range(num_replicas), None
     if not active:
         raise StructureError("no replica has a part of every PerReplica argument of run")
     return active, next((v.weights for v in values if v.weights is not None), None)
+
+
+def check_parts(num_replicas: int, leaves: Iterable[Any]) -> list[PerReplica[Any]]:
+    """Returns the PerReplica values among leaves.
+
+    Raises:
+        StructureError: one has a wrong number of parts.
+    """
+    values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+    for value in values:
+        if len(value.values) != num_replicas:
+            raise StructureError(
+                f"a PerReplica of this strategy has {num_replicas} parts, one per replica; got "
+                f"one with {len(value.values)}"
+            )
+    return values
+
+
+def check_call(fn: Any, args: Any, kwargs: Any) -> None:
+    """Raises TypeError for what ``run`` cannot call once per replica."""
+    if not callable(fn):
+        raise TypeError(
+            f"run takes a function, which it calls on every replica, got a {type(fn).__name__}; "
+            "pass the function itself and its arguments: strategy.run(step, args=(batch,))"
+        )
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"args must be a tuple or a list, got a {type(args).__name__}; one argument is "
+            "args=(batch,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a mapping of names, got a {type(kwargs).__name__}")
+    flags = getattr(getattr(fn, "__code__", None), "co_flags", 0)
+    if flags & _NOT_RUN_BY_A_CALL:
+        kind = "a generator" if flags & inspect.CO_GENERATOR else "an async"
+        raise TypeError(
+            f"run calls an ordinary function on every replica; {fn.__name__} is {kind} function, "
+            "of which a call executes nothing; return the values from an ordinary one"
+        )

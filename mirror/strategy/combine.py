@@ -13,7 +13,8 @@ from mirror.replica.group import ReplicaGroup
 from mirror.replica.nodes import not_differentiable
 from mirror.replica.reduction import check_reducible, reduce_op, summed
 from mirror.replica.seams import sewn_values
-from mirror.values import PerReplica, is_number, map_structure
+from mirror.strategy.arguments import check_parts
+from mirror.values import PerReplica, is_number, leaves_of, map_structure
 
 _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": torch.amax,
@@ -25,12 +26,14 @@ _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def reduce_values(group: ReplicaGroup, op: Any, value: Any, axis: int | None) -> Any:
     """See ``MirroredStrategy.reduce``."""
     name, device, num_replicas = reduce_op(op), group.devices[0], group.num_replicas
+    check_parts(num_replicas, leaves_of(value))
     value = sewn_values(group, value)
     return map_structure(lambda leaf: _reduce(name, leaf, axis, device, num_replicas), value)
 
 
 def gather_values(group: ReplicaGroup, value: Any, axis: int) -> Any:
     """See ``MirroredStrategy.gather``."""
+    check_parts(group.num_replicas, leaves_of(value))
     value = sewn_values(group, value)
     return map_structure(lambda leaf: _gather(leaf, axis, group.devices[0]), value)
 

@@ -24,7 +24,7 @@ from mirror.replica.lockstep import Lockstep
 from mirror.replica.measure import measure
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
-from mirror.strategy.arguments import taking_part
+from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.options import CommunicationOptions, check_choice
@@ -181,10 +181,10 @@ class MirroredStrategy:
             StructureError: results differ in structure, or a PerReplica has a wrong number of
                 parts.
             StrategyError: called inside ``run``, or after ``close``.
+            TypeError: ``fn`` is not a function, or a generator or async one; ``args`` no tuple.
             BaseException: what ``fn`` raised on a replica, with a note that names it.
         """
-        if not isinstance(args, (tuple, list)):
-            raise TypeError(f"args must be a tuple or a list, got a {type(args).__name__}")
+        check_call(fn, args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
         active, weights = taking_part(self.num_replicas_in_sync, args, kwargs)
 

@@ -113,3 +113,12 @@ def same(model, expected):
 
 def replica_id():
     return mirror.get_replica_context().replica_id_in_sync_group
+
+
+def trains_as_plain(strategy, program, steps=2):
+    """Asserts that a program on every replica trains as it does on one device."""
+    model, optimizer, batch = mirrored(strategy)
+    for _ in range(steps):
+        strategy.run(program, args=(model, optimizer, *batch))
+    strategy.check_replicas()
+    assert same(model, plain(program, steps))
