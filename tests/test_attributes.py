@@ -409,3 +409,39 @@ def test_compiled_models_set_attributes_as_on_one_device(kind, in_run, make_stra
     expected = train(plain, plain_optimizer, data)
     assert_same(train(model, optimizer, data, strategy if in_run else None), expected)
     assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+class DeletesAndSets(Base):
+    """Deletes what the module was made with, before any forward has set it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 2.0
+        self.cache = torch.ones(3)
+
+    def forward(self, x):
+        scale = self.scale
+        del self.scale
+        assert not hasattr(self, "scale")
+        if hasattr(self, "cache"):
+            del self.cache
+        self.scale = scale
+        return self.last(torch.tanh(self.first(x))) * scale
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+def test_an_attribute_may_be_deleted_before_a_forward_has_set_it(in_run, make_strategy):
+    strategy = make_strategy(3)
+    plain = DeletesAndSets()
+    model = strategy.mirror(copy.deepcopy(plain))
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        expected = plain(x)
+        if in_run:
+            strategy.run(model, (x,))
+        else:
+            assert_same(model(x), expected)
+        assert model.scale == 2.0
+        assert not hasattr(model, "cache")
+    with pytest.raises(AttributeError, match="never"):
+        strategy.run(lambda: delattr(model, "never"))

@@ -2,9 +2,9 @@
 
 [Note: Own attributes]
 ``self.hidden = h`` in a forward pass is an ordinary attribute of a module that all replicas share.
-The first time that a replica sets one, the module's class gets a descriptor of that name, which
-gives every replica of a mirrored module the value it set itself; on other modules it does what
-instances do without. When the run ends the values are joined into the module's ordinary
+The first time that a replica sets or deletes one, the module's class gets a descriptor of that
+name, which gives every replica of a mirrored module the value it set itself; on other modules it
+does what instances do without. When the run ends the values are joined into the module's ordinary
 attribute, which is what the cross-replica context and copies of the module see:
 
     the replicas leave                            the module has
@@ -273,8 +273,17 @@ def watch_attributes() -> None:
                 group.record(self)  # the new one is to be watched as well
         original(self, name, value)
 
+    deleting = nn.Module.__delattr__
+
+    @functools.wraps(deleting)
+    def delattr_noticed(self: nn.Module, name: str) -> None:
+        if current.replica is not None and "_compiled_call_impl" in self.__dict__:
+            _notice(self, name, _MISSING)
+        deleting(self, name)
+
     setattr_noticed._is_watched = True  # type: ignore[attr-defined]
     nn.Module.__setattr__ = setattr_noticed  # type: ignore[method-assign]
+    nn.Module.__delattr__ = delattr_noticed  # type: ignore[method-assign]
 
 
 def _note_mode(module: nn.Module, mode: bool) -> None:
@@ -303,7 +312,7 @@ def is_own(module: nn.Module, name: str) -> bool:
 
 @opaque
 def _notice(module: nn.Module, name: str, value: Any) -> None:
-    """Installs the descriptor of an attribute that a replica is about to set."""
+    """Installs the descriptor of an attribute that a replica is about to set, or to delete."""
     attributes = module.__dict__
     if attributes.get(name, _MISSING) is value:
         return

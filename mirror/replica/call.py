@@ -133,7 +133,7 @@ def _num_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Returns the first dimension of the first tensor that has one."""
     for leaf in leaves_of((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
+            return None if leaf.is_meta else leaf.shape[0]  # of shapes alone there is no part
     return None
 
 
@@ -180,7 +180,7 @@ def _part_of(tree: Any, device: torch.device, start: int, size: int, total: int)
 
 def _moved(tree: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
-        return leaf.to(device) if type(leaf) is Tensor else leaf
+        return leaf.to(device) if type(leaf) is Tensor and not leaf.is_meta else leaf
 
     return map_structure(move, tree)
 

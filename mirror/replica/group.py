@@ -35,13 +35,13 @@ from mirror.replica.parallel_pass import ParallelPass
 from mirror.replica.passes import watch_passes
 from mirror.replica.plain import PlainVariables, note_use
 from mirror.replica.recompute import NoMerges
+from mirror.replica.recorded import Recorded, is_unmade
 from mirror.replica.run import ReplicaContext, Run
 from mirror.replica.saved_draws import watch_saved_draws
 from mirror.replica.thread_state import ThreadState
 from mirror.replica.variables import Variable
 from mirror.timeline import FORWARD, Timeline
 
-ModuleRef = weakref.ref[nn.Module]
 _groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 
 
@@ -100,7 +100,7 @@ class ReplicaGroup:
         self._schedule, self._timeout_seconds = schedule, timeout_seconds
         self.claims = dict[str, int]()  # see mirror/replica/claim.py
         self.locksteps: list[Lockstep] = []
-        self._recorded: dict[int, ModuleRef] = {}
+        self.recorded = Recorded()
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
@@ -133,19 +133,14 @@ class ReplicaGroup:
 
     def record(self, module: nn.Module) -> None:
         """Notes a module to be mirrored at the next use."""
-        key = id(module)
-        if key not in self._recorded:
-            self._recorded[key] = weakref.ref(module)
+        if self.recorded.add(module):
             route_call(module, self)
 
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
-        while self._recorded:
-            recorded, self._recorded = list(self._recorded.values()), {}
-            for reference in recorded:
-                module = reference()
-                if module is not None:
-                    self.mirror(module)
+        if self.recorded:
+            for module in self.recorded.take():
+                self.mirror(module)
 
     def mirror(self, module: nn.Module) -> None:
         """Mirrors a module in place; with one replica only moves it to the device."""
@@ -157,8 +152,9 @@ class ReplicaGroup:
             return
         for submodule in module.modules():
             route_call(submodule, self)
+            self.recorded.look_again(submodule)
         for tensor in (*module.parameters(), *module.buffers()):
-            if not self.owns(tensor):
+            if not (self.owns(tensor) or is_unmade(tensor)):
                 if tensor.device != self.devices[0]:
                     tensor.data = tensor.data.to(self.devices[0])
                 self._own_plain(tensor)

@@ -9,9 +9,10 @@ instance attribute are replaced:
     _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
                             ``Module.__call__`` looks at it first; copies and pickles have None.
 
-Of torch itself two methods are wrapped when the first module is mirrored: ``Module.compile``,
-after which calls must still split, and ``Module.__setattr__``. See [Note: Compiled calls] and
-[Note: Own attributes].
+Of torch itself these are wrapped when the first module is mirrored: ``Module.compile``, after
+which calls must still split, ``Module.__setattr__`` and ``__delattr__``, and what custom autograd
+functions are called through. See [Note: Compiled calls], [Note: Own attributes] and
+[Note: Custom functions].
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from mirror.replica.nesting import refuse_within_another
 from mirror.replica.normalization import watch_torchs_own
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.recompute import replica_of_backward, saves_are_hooked
+from mirror.replica.recorded import is_unmade
 from mirror.replica.tensors import MirroredTensor
 from mirror.replica.variables import mirror_parameter
 from mirror.replica.wrappers import refuse_wrapper, watch_wrappers
@@ -295,6 +297,7 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
             entries = attributes[key]
             if not isinstance(entries, kind) or entries.module() is not module:
                 attributes[key] = kind(dict(entries.items()), module, group)
+    group.recorded.look_again(module)
     route_call(module, group)
 
 
@@ -325,7 +328,7 @@ def _is_plain_state(value: Any, group: ReplicaGroup) -> bool:
 
 
 def _is_new(tensor: Any, group: ReplicaGroup, name: str) -> bool:
-    if tensor is None or is_lazy(tensor):
+    if tensor is None or is_lazy(tensor) or is_unmade(tensor):
         return False
     if isinstance(tensor, MirroredTensor):
         if tensor._mirrored.group is not group:  # type: ignore[attr-defined]

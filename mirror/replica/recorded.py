@@ -1,0 +1,59 @@
+"""Recorded modules: what is to be mirrored at the next use, or once it has values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import chain
+
+from torch import Tensor, nn
+
+from mirror.replica.tensors import MirroredTensor
+
+_Modules = dict[int, weakref.ref[nn.Module]]
+
+
+class Recorded:
+    """The modules of a group that are created in its scope, or changed, since its last use.
+
+    A module with tensors on the meta device has no values to mirror yet. It is looked at again at
+    every use: what gives it values need not set an entry of it.
+    """
+
+    def __init__(self) -> None:
+        self._modules: _Modules = {}
+        self._unmade: _Modules = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._modules or self._unmade)
+
+    def add(self, module: nn.Module) -> bool:
+        """Notes a module; returns whether it was not noted yet."""
+        is_new = id(module) not in self._modules
+        if is_new:
+            self._modules[id(module)] = weakref.ref(module)
+        return is_new
+
+    def look_again(self, module: nn.Module) -> None:
+        """Notes a module for every next use, if it holds meta tensors itself."""
+        own = chain(module._parameters.values(), module._buffers.values())
+        if any(map(is_unmade, own)):
+            self._unmade[id(module)] = weakref.ref(module)
+
+    def take(self) -> Iterator[nn.Module]:
+        """Yields the modules, and those that are recorded meanwhile."""
+        unmade, self._unmade = self._unmade, {}
+        self._modules = unmade | self._modules
+        while self._modules:
+            taken, self._modules = list(self._modules.values()), {}
+            for reference in taken:
+                module = reference()
+                if module is not None:
+                    yield module
+
+
+def is_unmade(tensor: Tensor | None) -> bool:
+    """Whether a tensor has no values yet."""
+    if tensor is None or isinstance(tensor, MirroredTensor):
+        return False
+    return tensor.is_meta
