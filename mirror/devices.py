@@ -312,7 +312,12 @@ def separate_streams(generators: Sequence[torch.Generator]) -> None:
     first = generators[0].initial_seed()
     for k, generator in enumerate(generators[1:], 1):
         if generator.initial_seed() == first:
-            generator.manual_seed((first + k * _GOLDEN) % 2**63)
+            generator.manual_seed(stream_seed(first, k))
+
+
+def stream_seed(seed: int, k: int) -> int:
+    """Returns the seed of stream ``k`` of those that one seed gives."""
+    return (seed + k * _GOLDEN) % 2**63
 
 
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:

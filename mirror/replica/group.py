@@ -34,6 +34,7 @@ from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
 from mirror.replica.parallel_pass import ParallelPass
 from mirror.replica.passes import watch_passes
 from mirror.replica.plain import PlainVariables, note_use
+from mirror.replica.random_streams import Streams
 from mirror.replica.recompute import NoMerges
 from mirror.replica.recorded import Recorded, is_unmade
 from mirror.replica.run import ReplicaContext, Run
@@ -105,9 +106,10 @@ class ReplicaGroup:
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self._generators = generators_of(self.devices)
+        self.streams = Streams(schedule == "lockstep" and not self._generators)
+        self.plain = PlainVariables()
         self.is_closed = False
         self.is_nested = current.replica is not None  # made by a replica of another strategy
-        self.plain = PlainVariables()
         _groups.add(self)
         watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
         if schedule == "concurrent":
@@ -277,8 +279,7 @@ class ReplicaGroup:
             )
         refuse_within_another(self, "run")
         self.check_between_runs("run")
-        if not self.plain.has_mirrored:
-            note_use(self)
+        note_use(self)
         outer = self.running
         self.prepare()
         is_within = self.parallel_pass is not None  # which has the threads of the first depth
@@ -307,6 +308,7 @@ class ReplicaGroup:
         finally:
             self.running = outer if run.goes_on() else self.running
             state.restore()
+            run.end_streams()
             self.note_run(run.active)
         if self.num_replicas > 1:
             self.bring_along(run.active)
@@ -341,7 +343,7 @@ class ReplicaGroup:
             timeline.use()  # by this thread, which may have the cross-replica context in a merge
             timeline.begin(replica_id, FORWARD)
             try:
-                return context.measured(fn)
+                return context.call(fn)
             finally:
                 timeline.end(replica_id, FORWARD)
                 leave()
@@ -358,11 +360,10 @@ class ReplicaGroup:
 
     def _lockstep(self, depth: int) -> Lockstep:
         while len(self.locksteps) <= depth or not self.locksteps[depth].usable:
-            self.locksteps[depth : depth + 1] = [self._new_lockstep()]
+            timeout = self._timeout_seconds
+            new = Lockstep(self.names, schedule=self._schedule, timeout_seconds=timeout)
+            self.locksteps[depth : depth + 1] = [new]
         return self.locksteps[depth]
-
-    def _new_lockstep(self) -> Lockstep:
-        return Lockstep(self.names, schedule=self._schedule, timeout_seconds=self._timeout_seconds)
 
     def check_usable(self) -> None:
         """Raises StrategyError after ``close``."""

@@ -151,8 +151,8 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def note_use(group: ReplicaGroup) -> None:
-    """Notes that a strategy is used that may have nothing mirrored."""
-    if group.num_replicas > 1:
+    """Notes that a strategy is used, if it has mirrored nothing yet."""
+    if group.num_replicas > 1 and not group.plain.has_mirrored:
         _used.add(group)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class Run:
         "outer",
         "plain",
         "results",
+        "streams",
     )
 
     def __init__(
@@ -63,6 +65,7 @@ class Run:
         self.outer = outer
         self.plain = PlainLeaves()
         self.depth: int = 0 if outer is None else outer.depth + 1
+        self.streams = group.streams.begin(active)
         self.contexts = {
             r: ReplicaContext(self, r, 1.0 if weights is None else float(weights[r]))
             for r in active
@@ -123,12 +126,22 @@ class Run:
         timeline.begin(replica_id, WAITING, point.operation)
         if watch is not None:
             watch.stop()
+        if self.streams is not None:
+            self.streams.leave(replica_id)
         try:
-            return self.lockstep.merge(replica_id, point)
+            result = self.lockstep.merge(replica_id, point)
+            if self.streams is not None:
+                self.streams.enter(replica_id)
+            return result
         finally:
             timeline.end(replica_id, WAITING)
             if watch is not None:
                 watch.start()
+
+    def end_streams(self) -> None:
+        """Leaves the random generator to the cross-replica context."""
+        if self.streams is not None:
+            self.streams.end()
 
     def check_modes(self) -> None:
         """Raises StrategyError if some replicas alone have changed a module's mode."""
@@ -288,7 +301,8 @@ class ReplicaContext:
             else:
                 args, kwargs = regroup(payloads, group.num_replicas, run.all_weights())
             try:
-                result = fn(self.strategy, *args, **kwargs)
+                with nullcontext() if run.streams is None else run.streams.of_first():
+                    result = fn(self.strategy, *args, **kwargs)
             finally:
                 if group.num_replicas > 1:
                     group.prepare()
@@ -300,7 +314,17 @@ class ReplicaContext:
             self.replica_id, MergePoint("merge_call", name, payload, action, detail=name)
         )
 
-    def measured(self, fn: Callable[[int], Any]) -> Any:
+    def call(self, fn: Callable[[int], Any]) -> Any:
+        """Calls the replica's function, which draws from its own random stream."""
+        streams = self.run.streams
+        if streams is None:
+            return self._measured(fn)
+        streams.enter(self.replica_id)
+        result = self._measured(fn)
+        streams.leave(self.replica_id)
+        return result
+
+    def _measured(self, fn: Callable[[int], Any]) -> Any:
         """Calls the replica's function; counts the time, if somebody measures."""
         if not self.group.stopwatches:
             return fn(self.replica_id)
