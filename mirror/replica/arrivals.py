@@ -110,6 +110,16 @@ def are_usual(grads: Sequence[Tensor | None]) -> bool:
     return not [g for g in grads if g is None or g.requires_grad or g.is_sparse]
 
 
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Returns the sum of two gradients, either of which may be absent or sparse."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a.is_sparse and not b.is_sparse:
+        a, b = b, a  # torch has a sum in this order alone
+    with torch.set_grad_enabled(a.requires_grad or b.requires_grad):
+        return a + b
+
+
 def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> None:
     """Adds reduced gradients to those already there."""
     sums, summands = [], []
@@ -117,9 +127,24 @@ def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> No
         if target.grad is None:
             target.grad = grad
         elif target.grad.is_sparse or target.grad.requires_grad:
-            target.grad = target.grad + grad
+            accumulate_one(target, grad)
         else:
             sums.append(target.grad)
             summands.append(grad)
     if sums:
         torch._foreach_add_(sums, summands)
+
+
+def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
+    """Adds a gradient, which may be sparse or carry a graph, in place where autograd does."""
+    known = target.grad
+    if known is None:
+        target.grad = grad
+        return
+    if not (known.requires_grad or grad.requires_grad or (known.is_sparse and not grad.is_sparse)):
+        known += grad
+        return
+    target.grad = plus(known, grad)
+    handed_out = target.variable.group.handed_out_grads  # type: ignore[attr-defined]
+    if handed_out.get(target.variable) is known:  # type: ignore[attr-defined]
+        handed_out[target.variable] = target.grad  # type: ignore[attr-defined]

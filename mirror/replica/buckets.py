@@ -16,17 +16,18 @@ behind. So a model of less than a bucket pays nothing.
 Whatever does not fit (another order, an unused parameter, a second pass, sparse gradients, hooks,
 replicas that sit out or count nothing) is left to the reduction that ends every pass; see
 [Note: Lazy gradients]. So is a pass whose gradients a replica has set before all have arrived: the
-others' may be those from before.
+others' may be those from before. And so are passes of replicas that run at once, when one of them
+is in its second: autograd may be adding to the very slots that the bucket would be taken from.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +47,8 @@ from mirror.replica.arrivals import (
     weigh,
 )
 from mirror.replica.compiler import opaque
+from mirror.replica.watch import Watch
 from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
-from mirror.values import are_identical
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -68,6 +69,7 @@ class _Reduction:
     """One bucket on its way."""
 
     variables: list[Variable]
+    copies: list[list[ReplicaParameter]]
     targets: list[list[nn.Parameter]]
     columns: list[list[Tensor]]
     wait: Callable[[], None]
@@ -78,20 +80,24 @@ class Buckets:
     """The buckets of a group, and those on their way.
 
     Attributes:
-        num_launched: how many entries of every replica's pending list are on their way.
         is_disordered: whether gradients have come in another order than that learnt.
     """
 
-    def __init__(self, group: ReplicaGroup) -> None:
+    def __init__(self, group: ReplicaGroup, watch: Watch) -> None:
         self._group = weakref.ref(group)
+        self._watch = watch
         self._side = Side(group.devices)
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
         self._on_their_way: list[_Reduction] = []
-        self._launching = threading.Lock()
+        self._launching = watch.lock
         self._is_held = False  # until what has arrived is reduced
-        self.num_launched = 0
         self.is_disordered = False
+
+    @property
+    def num_launched(self) -> int:
+        """How many variables' gradients are on their way."""
+        return sum(len(reduction.variables) for reduction in self._on_their_way)
 
     def learn(self, arrivals: Arrivals, *, again: bool) -> None:
         """Takes the order of a pass for that of the next ones.
@@ -102,6 +108,8 @@ class Buckets:
         plan = self._plan
         if not arrivals.is_regular or (plan is not None and arrivals is plan.order):
             return
+        if any(not copy.requires_grad for mine in arrivals.copies for copy in mine):
+            return  # the next pass will be another one
         if plan is None or again:
             self.forget_order()
             sizes = [variable.targets[0].nbytes for variable in arrivals.variables]
@@ -128,7 +136,10 @@ class Buckets:
         for reduction in tuple(self._on_their_way):
             if variable in reduction.variables:
                 reduction.dropped.update((variable, r) for r in range(len(reduction.targets)))
-                self.num_launched -= 1
+                reduction.copies = [
+                    [copy for copy in mine if copy.variable is not variable]
+                    for mine in reduction.copies
+                ]
 
     def close(self) -> None:
         """Ends what reduces on the side; idempotent."""
@@ -142,10 +153,10 @@ class Buckets:
                 if variable in reduction.variables:
                     reduction.dropped.update((variable, r) for r in replica_ids)
 
-    def launched(self, replica_id: int) -> list[ReplicaParameter]:
-        """Returns one replica's copies whose gradients are on their way."""
-        plan = self._plan
-        return plan.order.copies[replica_id][: self.num_launched] if plan is not None else []
+    def launched(self) -> list[list[ReplicaParameter]]:
+        """Returns each replica's copies whose gradients are on their way, in order."""
+        parts = [reduction.copies for reduction in self._on_their_way]
+        return [[*chain(*(part[r] for part in parts))] for r in range(len(self._watch.pending))]
 
     def discard(self) -> None:
         """Waits for what is on its way, and throws it away."""
@@ -170,7 +181,10 @@ class Buckets:
                 accumulate([targets[i] for i in kept], [grads[i] for i in kept])
 
     def _take(self) -> list[_Reduction]:
-        reductions, self._on_their_way, self.num_launched = self._on_their_way, [], 0
+        reductions, self._on_their_way = self._on_their_way, []
+        if reductions:
+            for unsettled in self._watch.unsettled:
+                unsettled.remove(reductions)
         self._is_held = False
         return reductions
 
@@ -183,19 +197,15 @@ class Buckets:
                 self.is_disordered |= local_grad(before) is None
             if plan is self._plan and index == len(self._on_their_way) and not self._is_held:
                 part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
-                if self._is_complete(plan.order, part):
+                if self._may_launch():
                     self._launch(plan.order, part)
 
-    def _is_complete(self, order: Arrivals, part: slice) -> bool:
-        gradients = self._the_group().gradients
-        if gradients.deferring or gradients.deferred:
+    def _may_launch(self) -> bool:
+        group = self._the_group()
+        if group.gradients.deferring or group.gradients.deferred:
             return False
-        return all(
-            # Of silent copies the slots, looked at in a moment, tell.
-            "_is_silent" in copies[part.stop - 1].__dict__
-            or are_identical(pending[part], copies[part])
-            for pending, copies in zip(gradients.pending, order.copies, strict=True)
-        )
+        is_alone = group.running is None or group.running.lockstep.takes_turns
+        return is_alone or not self._watch.may_be_in_second_pass()
 
     @torch.no_grad()
     def _launch(self, order: Arrivals, part: slice) -> None:
@@ -204,8 +214,11 @@ class Buckets:
         if shares is None or any(variable.hooks for variable in variables) or order.is_complex:
             return
         copies = [mine[part] for mine in order.copies]
+        if not self._watch.are_in_order(copies):
+            return
         if not all(are_usual(list(map(local_grad, mine))) for mine in copies):
             return
+        self._watch.strike(copies)
         columns = take(copies)
         unshare(columns)
         scale = common_scale(shares)
@@ -221,9 +234,11 @@ class Buckets:
             group.timeline.end(BESIDE, REDUCTION)
 
         targets = [mine[part] for mine in order.targets]
-        self.num_launched = part.stop
+        if not self._on_their_way:
+            for unsettled in self._watch.unsettled:
+                unsettled.append(self._on_their_way)
         self._on_their_way.append(
-            _Reduction(variables, targets, columns, self._side.start(reduce))
+            _Reduction(variables, copies, targets, columns, self._side.start(reduce))
         )
 
     def _shares(self) -> dict[int, float] | None:

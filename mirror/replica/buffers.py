@@ -215,11 +215,18 @@ class MirroredBuffer(MirroredTensor):
 
     _mirrored: Buffer
 
+    def _here(self) -> int | None:
+        """Returns the current replica of this buffer's group, ``None`` outside."""
+        replica = current.replica
+        if replica is None or replica.group is not self._mirrored.group:
+            return None
+        return replica.replica_id
+
     def _resolve(self, func: object = None) -> Tensor:
         buffer = self._mirrored
-        replica = current.replica
-        if replica is not None and replica.group is buffer.group:
-            return buffer.copies[replica.replica_id]
+        here = self._here()
+        if here is not None:
+            return buffer.copies[here]
         if buffer.aggregation == "none":
             if func not in _ALWAYS_READABLE and getattr(func, "__name__", "") != "__get__":
                 raise StrategyError(
@@ -230,13 +237,13 @@ class MirroredBuffer(MirroredTensor):
         return buffer.read()
 
     def _hand_out(self, handle: Tensor | None) -> None:
-        if current.replica is None:
+        if self._here() is None:
             self._mirrored.hand_out(handle)
 
     def _set_data(self, data: Tensor) -> None:
-        replica = current.replica
-        if replica is not None and replica.group is self._mirrored.group:
-            self._mirrored.copies[replica.replica_id].data = data
+        here = self._here()
+        if here is not None:
+            self._mirrored.copies[here].data = data
         else:
             self._mirrored._set_combined(data)
             self._mirrored.hand_out(data)

@@ -1,20 +1,20 @@
 """Gradients: who has which, how they are weighted, and when they are reduced.
 
 [Note: Lazy gradients]
-A backward pass leaves each replica's own gradient in the C++ slot of its copies; a
-post-accumulate hook, which is ``list.append`` itself, notes the copy. The reduction runs at its
-first observation (``p.grad``, ``optimizer.step()``: a merge point inside ``run``) or when ``run``
-ends, whichever comes first; several backward passes before that cost one reduction. A hook never
-waits. What a replica has not yet reduced is noted per replica: with one note for all, replica 1's
-``zero_grad`` would meet replica 0's pending reduction.
+A backward pass leaves each replica's own gradient in the C++ slot of its copies, and that it did
+is noted: [Note: Silent copies]. The reduction runs at its first observation (``p.grad``,
+``optimizer.step()``: a merge point inside ``run``) or when ``run`` ends, whichever comes first;
+several backward passes before that cost one reduction. A hook never waits. What a replica has not
+yet reduced is noted per replica: with one note for all, replica 1's ``zero_grad`` would meet
+replica 0's pending reduction.
 
-[Note: Silent copies]
-Every hook takes the GIL, in the middle of a backward pass that otherwise does without it, while
-another replica's Python wants it. So once a pass has brought the same gradients in the same order
-as the one before, those copies lose their hooks. What a pass leaves in their slots is found when
-it ends, or at the next look after a pass outside ``run``: every pass begins and ends in
-``passes.py``. ``pending`` lacks it until then. Buckets that fill in another order than the one
-learnt bring the hooks back, to learn it.
+Until it is reduced, a local gradient is in one of three places, and in no other:
+
+    the slot of its copy        ``pending`` names the copy, or ``Watch.find`` will
+    a bucket on its way         taken out of the slots of all replicas at once: [Note: Buckets]
+    ``deferred``                taken out of the slot under ``no_sync``
+
+There is something to reduce while any of them holds something: each alone may hold all.
 
 [Note: Shares]
 A backward pass inside ``run`` starts from each replica's own loss, the mean over its own
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,16 +49,19 @@ from mirror.replica.arrivals import (
     are_usual,
     common_scale,
     local_grad,
+    plus,
     set_local_grad,
     take,
     weigh,
 )
 from mirror.replica.buckets import Buckets
+from mirror.replica.deferred import Deferred
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
-from mirror.replica.passes import watch_gradients
+from mirror.replica.passes import watch_passes_of
 from mirror.replica.unusual_gradients import are_unusual, or_zeros, reduce_unusual
 from mirror.replica.variables import Variable
+from mirror.replica.watch import Watch
 from mirror.timeline import CROSS, REDUCTION
 
 if TYPE_CHECKING:
@@ -70,74 +73,27 @@ class Gradients:
     """The gradients of all mirrored parameters of a group.
 
     Attributes:
+        watch: sees local gradients arrive.
         pending: per replica, the copies with a local gradient, in the order of arrival.
+        unsettled: see ``Watch``.
         deferred: per variable the replicas' summands kept back under ``no_sync``.
         deferring: whether a ``no_sync`` is open.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = weakref.ref(group)
-        self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in group.devices)
-        self.deferred: dict[Variable, list[Tensor | None]] = {}
+        self.watch = Watch(group.num_replicas)
+        self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
+        self.deferred = Deferred()
         self.deferring = False
-        self.buckets = Buckets(group)
+        self.buckets = Buckets(group, self.watch)
         self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
-        # See [Note: Silent copies].
-        self._silent: list[list[ReplicaParameter]] = [[] for _ in group.devices]
-        self._silent_order: Arrivals | None = None
-        self.may_have_arrived = False  # whether a pass outside run has to be looked after
-        self._may_be_silent = group.num_replicas > 1 and watch_gradients(self)
+        self._may_be_silent = group.num_replicas > 1 and watch_passes_of(self.watch)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
-
-    def watch(self, copy: ReplicaParameter) -> None:
-        """Has the arrival of every local gradient of ``copy`` noted, once."""
-        if "_watched" not in copy.__dict__:
-            register: Callable[..., object] = copy.register_post_accumulate_grad_hook
-            copy.__dict__["_watched"] = register(self.pending[copy.replica_id].append)
-
-    def find(self, replica_id: int | None = None) -> None:
-        """Notes what a backward pass has brought to copies without hooks, at its end.
-
-        Args:
-            replica_id: whose pass it was; ``None`` for one outside ``run``, of all replicas.
-        """
-        if self._silent_order is None:
-            return
-        for r in range(len(self.pending)) if replica_id is None else (replica_id,):
-            pending, silent = self.pending[r], self._silent[r]
-            found = [copy for copy in silent if local_grad(copy) is not None]
-            if found or pending:
-                others = [copy for copy in pending if "_is_silent" not in copy.__dict__]
-                pending[:] = [*self.buckets.launched(r), *found, *others]
-
-    def _look(self) -> None:
-        if self.may_have_arrived:
-            self.may_have_arrived = False
-            self.find()
-
-    def _silence(self, arrivals: Arrivals) -> None:
-        """Does without the hooks of copies whose gradients come in a known order."""
-        self._silent_order = arrivals
-        for r, copies in enumerate(arrivals.copies):
-            for copy in copies:
-                watch: Any = copy.__dict__["_watched"]
-                watch.remove()
-                copy.__dict__["_is_silent"] = True
-            older = [copy for copy in self._silent[r] if copy.variable not in arrivals.variables]
-            self._silent[r] = [*copies, *older]
-
-    def _unsilence(self) -> None:
-        """Gives all copies their hooks back, to learn another order."""
-        self.buckets.forget_order()
-        silent, self._silent = self._silent, [[] for _ in self._silent]
-        self._silent_order = None
-        for copy in chain(*silent):
-            del copy.__dict__["_is_silent"], copy.__dict__["_watched"]
-            self.watch(copy)
 
     def watch_closely(self, copy: ReplicaParameter) -> None:
         """Has gradients reduced at the end of every backward pass that reaches ``copy``."""
-        if "_watched_closely" not in copy.__dict__:
+        if "_watched_closely" not in copy.__dict__ and copy.requires_grad:
             register: Callable[..., object] = copy.register_post_accumulate_grad_hook
             copy.__dict__["_watched_closely"] = register(self._reduce_after_backward)
 
@@ -149,7 +105,7 @@ class Gradients:
     def _end_backward(self) -> None:
         replica: Any = current.replica
         is_mine = replica is not None and replica.group is self._the_group()
-        self.find(replica.replica_id if is_mine else None)
+        self.watch.find(replica.replica_id if is_mine else None)
         if not is_mine:
             self.flush()
         elif self.awaited(replica.replica_id):
@@ -157,7 +113,16 @@ class Gradients:
 
     def awaited(self, replica_id: int) -> bool:
         """Whether a replica that looks at a gradient must wait for a reduction first."""
-        return bool(self.pending[replica_id] or self.deferred)
+        return bool(self.has_arrived(replica_id) or self.deferred)
+
+    def has_arrived(self, replica_id: int) -> bool:
+        """Whether backward passes have brought a replica what is not reduced."""
+        self.watch.look_here(replica_id)
+        return bool(self.pending[replica_id] or self.buckets.num_launched)
+
+    def _have_arrived(self) -> bool:
+        self.watch.look()
+        return any(self.pending) or bool(self.buckets.num_launched)
 
     def observe(self, replica_id: int) -> None:
         """Merges the replicas of the current run and reduces what is pending."""
@@ -176,32 +141,31 @@ class Gradients:
 
     def settle(self, shares: Mapping[int, float]) -> None:
         """Reduces all there is: pending gradients by ``shares``, and deferred ones."""
-        self._look()
-        if self.deferred or any(self.pending):
+        if self._have_arrived() or self.deferred:
             self.reduce(shares)
 
     def finish(self, shares: Mapping[int, float]) -> None:
         """Ends a run, or a stretch of the cross-replica context: reduces or defers the rest."""
-        self._look()
         shown, self._shown = self._shown, []
         if any(total._version != version for total, version in shown):
             raise StrategyError(
                 "a gradient was changed in place under no_sync, where .grad is the sum of several "
                 "parts; change gradients after no_sync, or set .grad"
             )
-        if self.deferring:
-            self._defer(shares)
-        elif any(self.pending):
-            self.reduce(shares)
+        if self._have_arrived():
+            if self.deferring:
+                self._defer(shares)
+            else:
+                self.reduce(shares)
 
     def discard(self) -> None:
         """Drops what is not reduced."""
         self.buckets.discard()
-        self.find()
+        self.watch.find()
         for copies in self.pending:
             for copy in copies:
                 set_local_grad(copy, None)
-            copies.clear()
+        self.watch.clear()
 
     def clear(self, parameters: Parameters) -> bool:
         """Drops reduced gradients, if nothing is pending or deferred; returns whether it did.
@@ -211,13 +175,12 @@ class Gradients:
         group, replica = self._the_group(), current.replica
         if replica is not None and replica.group is group:
             here = replica.replica_id
-            if self.deferred or self.pending[here]:
+            if self.awaited(here):
                 return False
             cleared = [parameters.targets[here]]
         else:
             group.check_between_runs("a gradient")
-            self._look()
-            if self.deferred or any(self.pending):
+            if self._have_arrived() or self.deferred:
                 return False
             cleared = parameters.targets
             if group.handed_out_grads:
@@ -232,39 +195,27 @@ class Gradients:
         """Drops what is pending of a variable that is gone."""
         self._arrivals = None
         self.buckets.forget(variable)
-        self._silent = [
-            [c for c in silent if c.variable is not variable] for silent in self._silent
-        ]
-        for copies in self.pending:
-            for i in reversed(range(len(copies))):  # others may append meanwhile
-                if copies[i].variable is variable:
-                    del copies[i]
+        self.watch.forget(variable)
         self.deferred.pop(variable, None)
 
     def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
         """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
-        self._look()
-        if any(self.pending[r] for r in replicas):
+        self.watch.look()
+        if any(self.pending[r] for r in replicas) or self.buckets.num_launched:
             self.buckets.drop(variable, replicas)
-        summands = self.deferred.get(variable)
-        if summands is not None:
-            for r in replicas:
-                summands[r] = None
-            if all(summand is None for summand in summands):
-                del self.deferred[variable]
+        self.deferred.drop(variable, replicas)
 
     def local(self, variable: Variable, replica_id: int) -> Tensor | None:
         """Returns what one replica has gathered under ``no_sync``, not reduced."""
-        deferred = self.deferred.get(variable)
         parts = [
             variable.targets[replica_id].grad,
-            None if deferred is None else deferred[replica_id],
+            self.deferred.of(variable, replica_id),
             local_grad(variable.copies[replica_id]),
         ]
         present = [part for part in parts if part is not None]
         if len(present) < 2:
             return present[0] if present else None
-        total: Tensor = sum(present[1:], start=present[0])
+        total: Tensor = reduce(plus, present)
         self._shown.append((total, total._version))
         return total
 
@@ -276,7 +227,7 @@ class Gradients:
         keeps its gradient, or none.
         """
         group = self._the_group()
-        arrivals, columns = self._take(self.buckets.num_launched)
+        arrivals, columns = self._take()
         self.buckets.collect()
         variables, targets = arrivals.variables, arrivals.targets
         scale = None if self.deferred else common_scale(shares)
@@ -298,7 +249,7 @@ class Gradients:
         self, variables: list[Variable], columns: list[Column], scale: float
     ) -> tuple[list[Variable], list[Column]]:
         """Reduces what no list of dense tensors can hold; fills in the zeros of the rest."""
-        variables, columns = self._with_deferred(variables, columns)
+        variables, columns = self.deferred.take_with(variables, columns)
         usual = []
         for i, variable in enumerate(variables):
             grads = [column[i] for column in columns]
@@ -314,53 +265,30 @@ class Gradients:
         ]
         return [variables[i] for i in usual], filled
 
-    def _take(self, num_launched: int = 0) -> tuple[Arrivals, list[Column]]:
-        """Takes the local gradients out of their slots: the variables, one list per replica.
-
-        Args:
-            num_launched: how many of each replica's are in buckets on their way.
-        """
-        known = self._arrivals is not None and self._arrivals.are(self.pending)
+    def _take(self) -> tuple[Arrivals, list[Column]]:
+        """Takes the local gradients out of their slots: the variables, one list per replica."""
+        launched = self.buckets.launched()
+        arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
+        known = self._arrivals is not None and self._arrivals.are(arrived)
         if not known:
-            self._arrivals = Arrivals(self.pending)
+            self._arrivals = Arrivals(arrived)
         assert self._arrivals is not None
         self.buckets.learn(self._arrivals, again=known)
         if self.buckets.is_disordered:
-            self._unsilence()
-        elif known and self._may_be_silent and self._arrivals is not self._silent_order:
-            if self._arrivals.is_regular:
-                self._silence(self._arrivals)
-        for copies in self.pending:
-            copies.clear()
-        rest = self._arrivals.after(num_launched)
+            self.buckets.forget_order()
+            self.watch.unsilence()
+        elif known and self._may_be_silent and self._arrivals.is_regular:
+            self.watch.silence(self._arrivals)
+        self.watch.clear()
+        rest = self._arrivals.after(len(launched[0]))
         return rest, take(rest.copies)
 
     @torch.no_grad()
     def _defer(self, shares: Mapping[int, float]) -> None:
         arrivals, columns = self._take()
+        self.buckets.collect()
         weigh(columns, shares)
-        for i, variable in enumerate(arrivals.variables):
-            if all(column[i] is None for column in columns):
-                continue
-            sums = self.deferred.setdefault(variable, [None] * len(columns))
-            for r, column in enumerate(columns):
-                sums[r] = _plus(sums[r], column[i])
-
-    def _with_deferred(
-        self, variables: list[Variable], columns: list[Column]
-    ) -> tuple[list[Variable], list[Column]]:
-        variables, columns = list(variables), [list(column) for column in columns]
-        deferred, self.deferred = self.deferred, {}
-        position = {variable: i for i, variable in enumerate(variables)}
-        for variable, summands in deferred.items():
-            if variable not in position:
-                position[variable] = len(variables)
-                variables.append(variable)
-                for column in columns:
-                    column.append(None)
-            for column, summand in zip(columns, summands, strict=True):
-                column[position[variable]] = _plus(column[position[variable]], summand)
-        return variables, columns
+        self.deferred.add(arrivals.variables, columns)
 
     def _the_group(self) -> ReplicaGroup:
         group = self._group()
@@ -378,10 +306,3 @@ def _run_hooks(variables: list[Variable], lists: list[list[Tensor]]) -> None:
             lists[0][i] = grad
             for column in lists[1:]:
                 column[i] = grad.to(column[i].device, copy=True)
-
-
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    with torch.set_grad_enabled(a.requires_grad or b.requires_grad):
-        return a + b

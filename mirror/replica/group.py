@@ -234,8 +234,7 @@ class ReplicaGroup:
         if idle:
             with torch.inference_mode(False), torch.no_grad():
                 for variable in self.variables.values():
-                    variable.carry(active[0], idle)
-                    variable.carry_grad(active[0], idle)
+                    variable.bring_along(active[0], idle)
                 for optimizer in self.optimizers:
                     optimizer.states.take_over(active[0], idle)
                 for buffer in self.buffers.values():

@@ -96,7 +96,8 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         here, gradients = replica.replica_id, variable.group.gradients
         # What grad_in does where nothing is to be waited for, as in every zero_grad. The compiler
         # must not follow this: it would take what is pending now for what always is.
-        waits = gradients.pending[here] or gradients.deferring or gradients.deferred
+        waits = gradients.pending[here] or gradients.unsettled[here]
+        waits = waits or gradients.deferring or gradients.deferred
         if waits or torch.compiler.is_compiling():
             return variable.grad_in(here)
         return variable.targets[here].grad

@@ -32,7 +32,7 @@ from mirror.timeline import BACKWARD, CROSS, OPTIMIZER, Timeline, latest
 _START = "_engine_run_backward"
 _lock = threading.Lock()
 _hooks: list[Any] = []
-_gradients: tuple[weakref.ref[Any], ...] = ()  # what wants to know of backward passes
+_watches: tuple[weakref.ref[Any], ...] = ()  # what wants to know of backward passes
 
 
 def watch_passes(install_others: Callable[[], None]) -> None:
@@ -53,12 +53,12 @@ def watch_passes(install_others: Callable[[], None]) -> None:
                 setattr(torch.autograd, _START, _noting(run))
 
 
-def watch_gradients(gradients: Any) -> bool:
-    """Has ``gradients.find`` called after backward passes; whether that is possible."""
-    global _gradients
+def watch_passes_of(watch: Any) -> bool:
+    """Has ``watch`` told where backward passes begin and end; whether that is possible."""
+    global _watches
     with _lock:
-        alive = (known for known in _gradients if known() is not None)
-        _gradients = (*alive, weakref.ref(gradients))
+        alive = (known for known in _watches if known() is not None)
+        _watches = (*alive, weakref.ref(watch))
     return hasattr(torch.autograd, _START)
 
 
@@ -74,13 +74,14 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
             if kwargs.get("accumulate_grad", True):
                 replica: Any = current.replica
                 note_pass(replica.run, lane, args)
+        told = _tell_watches() if kwargs.get("accumulate_grad", True) else ()
         try:
             if lane != CROSS or not backward_at_once(run, args, kwargs):
                 return run(*args, **kwargs)
             return None
         finally:
-            if kwargs.get("accumulate_grad", True):
-                _find_gradients()
+            for watch, this, replica_id in told:
+                watch.end_pass(this, replica_id)
             if timeline is not None:
                 timeline.end(lane, BACKWARD)
 
@@ -93,14 +94,18 @@ def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]
     return outputs, tuple(own), *rest
 
 
-def _find_gradients() -> None:
+def _tell_watches() -> list[tuple[Any, object, int | None]]:
+    """Tells that a pass begins: the watch of the current replica, whose it is, and all others."""
     replica: Any = current.replica
-    for known in _gradients:
-        gradients = known()
-        if replica is not None and gradients is replica.group.gradients:
-            gradients.find(replica.replica_id)
-        elif gradients is not None:
-            gradients.may_have_arrived = True  # looked for when that strategy is used next
+    mine = None if replica is None else replica.group.gradients.watch
+    within = torch._C._current_graph_task_id() != -1
+    told: list[tuple[Any, object, int | None]] = []
+    for known in _watches:
+        watch = known()
+        if watch is not None:
+            replica_id = replica.replica_id if watch is mine else None
+            told.append((watch, watch.begin_pass(replica_id, within=within), replica_id))
+    return told
 
 
 # Not opaque: the compiler may follow the steps of optimizers that are not mirrored.

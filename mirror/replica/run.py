@@ -229,7 +229,7 @@ class ReplicaContext:
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"a replica's weight must be finite and >= 0, got {value}")
         gradients = self.group.gradients
-        if gradients.pending[self.replica_id]:
+        if gradients.has_arrived(self.replica_id):
 
             def action(payloads: dict[int, None]) -> dict[int, None]:
                 gradients.finish(self.run.shares())

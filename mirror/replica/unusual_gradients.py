@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mirror.replica.arrivals import accumulate_one
+
 if TYPE_CHECKING:
     from mirror.replica.variables import Variable
 
@@ -42,4 +44,4 @@ def reduce_unusual(variable: Variable, grads: Sequence[Tensor | None], scale: fl
             total = total if replaced is None else replaced
         for r, target in enumerate(variable.targets):
             mine = total if r == 0 else total.clone().to(target.device)
-            target.grad = mine if target.grad is None else target.grad + mine
+            accumulate_one(target, mine)

@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.arrivals import local_grad, set_local_grad
+from mirror.replica.arrivals import local_grad, plus, set_local_grad
 from mirror.replica.compiler import opaque
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
@@ -95,7 +95,7 @@ class Variable:
         copy: ReplicaParameter = Tensor._make_subclass(ReplicaParameter, value, requires_grad)
         copy.variable, copy.replica_id = self, replica_id
         if requires_grad:
-            self.group.gradients.watch(copy)
+            self.group.gradients.watch.add(copy)
         return copy
 
     def here(self) -> int | None:
@@ -121,7 +121,7 @@ class Variable:
         here = self.here() or 0
         copy = self.copies[here]
         known = local_grad(copy)
-        set_local_grad(copy, grad if known is None else known + grad)
+        set_local_grad(copy, plus(known, grad))
         self.group.gradients.pending[here].append(copy)
 
     def receive_at(self, parameter: Tensor) -> None:
@@ -176,25 +176,41 @@ class Variable:
         here = None
         if replica is not None and replica.group is self.group:
             here = replica.replica_id
-            if not (gradients.pending[here] or gradients.deferred):  # in every zero_grad
-                set_local_grad(self.copies[here], None)
+            if value is not None:
+                value = self._own(value, here)
+            waits = gradients.pending[here] or gradients.unsettled[here] or gradients.deferred
+            if not waits:  # in every zero_grad
                 self.targets[here].grad = value
+                set_local_grad(self.copies[here], None)
                 return
         if here is None and self.group.parallel_pass is not None:
             self.group.parallel_pass.go_alone()
-        replicas = range(len(self.copies)) if here is None else (here,)
+        replicas = range(len(self.copies)) if here is None else self._followers(here)
         for r in replicas:
-            set_local_grad(self.copies[r], None)
             target = self.targets[r]
-            if value is None or here is not None or r == 0:
+            if value is None or r == (here or 0):
                 target.grad = value
             else:
                 target.grad = value.detach().clone().to(target.device)
+            set_local_grad(self.copies[r], None)
         gradients.drop(self, replicas)
         if here is None:
             self.group.handed_out_grads.pop(self, None)
             if value is not None:
                 self.group.handed_out_grads[self] = value
+
+    def _own(self, value: Tensor, here: int) -> Tensor:
+        """Returns a gradient that no other replica has: one given to all must be N tensors."""
+        others = (target.grad for r, target in enumerate(self.targets) if r != here)
+        return value.clone() if any(_are_one(value, grad) for grad in others) else value
+
+    def _followers(self, here: int) -> tuple[int, ...]:
+        """Returns a replica and those that sit its run out, if it is the one they will follow."""
+        replica: Any = current.replica
+        active = replica.run.active
+        if here != active[0]:
+            return (here,)
+        return (here, *(r for r in range(len(self.copies)) if r not in active))
 
     def carry_grad(self, source: int = 0, others: Iterable[int] | None = None) -> None:
         """Gives one replica's gradient to others: the first one's to all."""
@@ -253,17 +269,31 @@ class Variable:
         """Sets it for the current replica; for all in the cross-replica context."""
         here = self.here()
         for r in range(len(self.copies)) if here is None else (here,):
-            copy = self.copies[r]
-            REQUIRES_GRAD.__set__(copy, requires_grad)
-            self.targets[r].requires_grad_(requires_grad)
-            if requires_grad:
-                self.group.gradients.watch(copy)
+            self._require_grad(r, requires_grad)
         owner = self.owner()
         if owner is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 REQUIRES_GRAD.__set__(owner, requires_grad)
             if requires_grad:
                 self.receive_at(owner)
+
+    def _require_grad(self, replica_id: int, requires_grad: bool) -> None:
+        copy = self.copies[replica_id]
+        REQUIRES_GRAD.__set__(copy, requires_grad)
+        self.targets[replica_id].requires_grad_(requires_grad)
+        if requires_grad:
+            self.group.gradients.watch.add(copy)
+            if self.hooks:
+                self.group.gradients.watch_closely(copy)
+
+    def bring_along(self, source: int, idle: Iterable[int]) -> None:
+        """Gives replicas that sat a run out what one of the others has now."""
+        self.carry(source, idle)
+        self.carry_grad(source, idle)
+        requires_grad = self.copies[source].requires_grad
+        for r in idle:
+            if self.copies[r].requires_grad != requires_grad:
+                self._require_grad(r, requires_grad)
 
 
 def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) -> Variable:
@@ -333,4 +363,16 @@ def _gone() -> None:
 
 def _alike(a: Tensor | None, b: Tensor) -> bool:
     """Whether ``b`` can be copied into ``a``."""
-    return a is not None and not b.is_sparse and a.shape == b.shape and a.dtype == b.dtype
+    return (
+        a is not None
+        and a.layout is b.layout is torch.strided
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+    )
+
+
+def _are_one(a: Tensor, b: Tensor | None) -> bool:
+    """Whether a change of one gradient changes another."""
+    if b is None or a is b:
+        return a is b
+    return a.layout is b.layout is torch.strided and share_storage(a, b)

@@ -678,6 +678,24 @@ def test_a_buffer_written_outside_run_reaches_every_replica(write, strategy, mod
     assert_same(model.shift, torch.full((2,), 7.0))
 
 
+@pytest.mark.parametrize("name", ["weight", "running_mean"])
+def test_raw_storage_that_another_strategys_replica_writes_to_reaches_every_replica(
+    name, make_strategy
+):
+    # The code of that replica belongs to none of this strategy's: it hands out what is combined.
+    strategy, other = make_strategy(2), make_strategy(2)
+    norm = strategy.mirror(nn.BatchNorm1d(2))
+    before = getattr(norm, name).detach().clone()
+
+    def write():
+        if mirror.get_replica_context().replica_id_in_sync_group == 0:
+            getattr(norm, name).data.add_(5)
+
+    other.run(write)
+    for value in strategy.local_results(strategy.run(lambda: getattr(norm, name).clone())):
+        assert torch.equal(value, before + 5)
+
+
 def test_arithmetic_on_a_combined_buffer_starts_from_what_it_reads(strategy, model):
     strategy.run(lambda: model.shift.fill_(float(here())))  # reads 1
     model.shift.add_(10.0)
