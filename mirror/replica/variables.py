@@ -132,7 +132,8 @@ class Variable:
                 parameter.register_post_accumulate_grad_hook(self.receive)
 
     def add_hook(self, hook: GradientHook) -> RemovableHandle:
-        """Has ``hook`` called with the reduced gradient of every backward pass."""
+        """Has ``hook`` called with the reduced gradient of every backward pass from now on."""
+        self.group.gradients.flush()
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook
         self.adopt_hooks(self.hooks)

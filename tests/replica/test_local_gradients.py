@@ -353,6 +353,19 @@ def test_a_hook_of_a_parameter_that_was_frozen_when_it_was_mirrored(make):
         assert_same_grads(strategy, model, plain)
 
 
+@pytest.mark.parametrize("no_sync", [True, False])
+def test_a_hook_does_not_see_the_gradient_of_a_pass_before_it_was_registered(make, no_sync):
+    strategy = make()
+    plain, model = pair(strategy)
+    for _ in range(2):
+        batch = torch.randn(8, SIZE)
+        with strategy.no_sync() if no_sync else nullcontext():
+            for m in (plain, model):
+                loss_of(m, batch).backward()
+                m[1].weight.register_hook(lambda grad: 2 * grad)
+    assert_same_grads(strategy, model, plain)
+
+
 def test_a_weight_set_after_a_pass_whose_gradients_are_all_on_their_way(make):
     strategy = make()
     plain, model = pair(strategy)
