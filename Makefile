@@ -10,6 +10,8 @@ VENV ?= .venv
 TORCH := torch==2.13.0
 
 BIN := $(VENV)/bin
+# A process for each core, with one intra-op thread: small tensors gain nothing from more.
+PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test slow-test lint bench clean
@@ -19,7 +21,7 @@ demo: $(VENV)/examples.stamp
 	$(BIN)/mirror demo
 
 test: lint
-	$(BIN)/pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PARALLEL)
 
 slow-test: $(VENV)/test.stamp
 	$(BIN)/pytest -m slow

@@ -52,13 +52,15 @@ OPTIONAL = (
     *"cupy google_crc32c keras matplotlib ray sklearn tensorboard tensorflow".split(),
     *"torchmetrics transformers".split(),
 )
-SECONDS = 0.3
+SHARE = 0.3  # of the time that importing torch takes; 0.05 of some 1.5 s on a quiet machine
 
 TIMED_IMPORT = """
-import time, torch
-start = time.perf_counter()
+import time
+start = time.thread_time()
+import torch
+middle = time.thread_time()
 import mirror
-print(time.perf_counter() - start)
+print((time.thread_time() - middle) / (middle - start))
 """
 
 OBSERVED_IMPORT = """
@@ -100,8 +102,9 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_importing_is_quick():
-    # The least of three: what else the machine does only makes an import slower.
-    assert min(float(_python(TIMED_IMPORT)) for _ in range(3)) < SECONDS
+    # A ratio of this thread's own times, the least of three: what else the machine does slows
+    # both down.
+    assert min(float(_python(TIMED_IMPORT)) for _ in range(3)) < SHARE
 
 
 def test_importing_changes_nothing_and_imports_nothing_optional():
