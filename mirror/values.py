@@ -44,12 +44,13 @@ class PerReplica(Generic[T]):
             the value came out of; ``None`` where all count the same.
     """
 
-    __slots__ = ("__weakref__", "values", "weights")
+    __slots__ = ("__weakref__", "_is_output", "values", "weights")
     __hash__ = object.__hash__
 
     def __init__(self, values: Iterable[T], *, weights: Sequence[float] | None = None) -> None:
         self.values: tuple[T, ...] = tuple(values)
         self.weights = None if weights is None else tuple(weights)
+        self._is_output = False  # of a split call, which could not join the parts
         if self.weights is not None and len(self.weights) != len(self.values):
             raise StructureError(
                 f"PerReplica needs one weight per value; got {len(self.weights)} weights for "
@@ -60,6 +61,11 @@ class PerReplica(Generic[T]):
         """Yields ``(replica_id, value)`` of the replicas that have a part."""
         return ((i, v) for i, v in enumerate(self.values) if v is not ABSENT)
 
+    def _left_apart(self, is_output: bool) -> PerReplica[T]:
+        """Notes that a split call could not join the parts."""
+        self._is_output = is_output
+        return self
+
     def __repr__(self) -> str:
         parts = ", ".join(f"{i}: {value!r}" for i, value in enumerate(self.values))
         return f"PerReplica({{{parts}}})"
@@ -67,7 +73,7 @@ class PerReplica(Generic[T]):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(torch.Tensor, name):
             self._refuse(f".{name}")
-        raise AttributeError(f"'PerReplica' object has no attribute {name!r}")
+        raise AttributeError(f"'PerReplica' object has no attribute {name!r}{self._origin()}")
 
     def __format__(self, spec: str) -> str:
         if spec:
@@ -84,7 +90,25 @@ class PerReplica(Generic[T]):
             f"a PerReplica holds one value per replica and has no {what} of its own in the "
             "cross-replica context; pass it to strategy.run(fn, args=(value,)) to work on each "
             "part, combine the parts with strategy.reduce('sum' or 'mean', value), or take them "
-            "as a tuple with strategy.local_results(value)"
+            f"as a tuple with strategy.local_results(value){self._origin()}"
+        )
+
+    def _origin(self) -> str:
+        """Returns, for errors, why there are parts where the user expects one value."""
+        if not self._is_output:
+            return ""
+        kinds = [
+            f"a tensor of shape {tuple(part.shape)}"
+            if isinstance(part, torch.Tensor)
+            else f"{part!r:.60}"
+            for _, part in self.parts()
+        ]
+        sizes = [int(weight) for weight in self.weights or () if weight]
+        return (
+            f". It came out of a split call, whose replicas had {sizes} examples and left "
+            f"{', '.join(kinds)}: only tensors with the examples as their first dimension, 0-d "
+            "floating ones and equal values are joined; return it with the examples first, or "
+            "pass it to the next split call, which hands each replica its part"
         )
 
     @classmethod

@@ -191,6 +191,126 @@ def test_generate_in_run_gives_the_tokens_of_one_device(build, make_strategy):
     assert torch.equal(actual, generate(plain, tokens))
 
 
+SEARCHES = {
+    "greedy": {"do_sample": False},
+    "sample": {"do_sample": True},
+    "beam": {"do_sample": False, "num_beams": 2},
+    "static": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+}
+
+
+def mistral():
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            sliding_window=6,
+        )
+    )
+
+
+def bert_decoder():
+    return transformers.BertLMHeadModel(
+        transformers.BertConfig(
+            vocab_size=32,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            max_position_embeddings=32,
+            is_decoder=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("build", [llama, gpt2, t5, mistral, bert_decoder])
+def test_generate_outside_run_gives_the_tokens_of_one_device(build, search, make_strategy):
+    # All replicas had one cache between them: wrong tokens, or an error for uneven parts.
+    plain, model = pair(build, make_strategy(3))
+    for size in (2, 7):  # smaller than the number of replicas, and uneven
+        tokens = torch.randint(1, 32, (size, 4))
+        mask = torch.ones_like(tokens)
+        if build is not t5:
+            mask[0, :2] = 0
+        made = []
+        for m in (plain, model):
+            torch.manual_seed(1)
+            options = SEARCHES[search]
+            made.append(
+                m.eval().generate(
+                    tokens, attention_mask=mask, max_new_tokens=5, pad_token_id=0, **options
+                )
+            )
+        assert torch.equal(made[1], made[0])
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache", None])
+@pytest.mark.parametrize("build", [llama, mistral])
+def test_a_cache_goes_from_call_to_call(build, kind, make_strategy):
+    plain, model = pair(build, make_strategy(2))
+    tokens = torch.randint(1, 32, (5, 9))
+    results = []
+    for m in (plain, model):
+        m.eval()
+        cache = None
+        if kind is not None:
+            options = {"max_cache_len": 16} if kind == "StaticCache" else {}
+            cache = getattr(transformers, kind)(config=m.config, **options)
+        first = m(tokens[:, :5], past_key_values=cache, use_cache=True)
+        if cache is not None:
+            assert first.past_key_values is cache
+        second = m(tokens[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+        results.append((first.logits, second.logits, second.past_key_values.layers[0].keys))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_the_trainer_trains_a_language_model_as_on_one_device(options, make_strategy, tmp_path):
+    # It passes the number of target tokens: the loss was 1/N of one device's.
+    pytest.importorskip("accelerate")
+    pairs = []
+    for length in (8, 3, 5, 8, 2, 7, 4, 8, 6, 3, 5):
+        tokens = torch.randint(1, 32, (8,))
+        labels = torch.where(torch.arange(8) < length, tokens, -100)
+        pairs.append({"input_ids": tokens, "labels": labels})
+    losses = []
+    models = pair(llama, make_strategy(3))
+    for model in models:
+        arguments = transformers.TrainingArguments(
+            tmp_path,
+            per_device_train_batch_size=4,  # of 11: the last one is uneven
+            max_steps=4,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            adam_epsilon=1e-6,
+            **options,
+        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=pairs)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses[-1].append(trainer.evaluate(pairs[:5])["eval_loss"])
+    assert_same(losses[1], losses[0])
+    assert_same(models[1].state_dict(), models[0].state_dict())
+
+
 @pytest.mark.parametrize("build", ALL)
 def test_save_pretrained_writes_the_plain_weights(build, make_strategy, tmp_path):
     plain, model = pair(build, make_strategy(2))

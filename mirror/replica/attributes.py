@@ -36,8 +36,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.context import current
 from mirror.errors import StrategyError, StructureError
-from mirror.replica.call import join_outputs
 from mirror.replica.compiler import forget_compiled, group_of, opaque
+from mirror.replica.joining import join_outputs, weighted_mean
 from mirror.replica.parameters import ReplicaParameter
 from mirror.replica.seams import sewn
 from mirror.replica.tensors import MirroredTensor
@@ -355,5 +355,4 @@ def _mean(parts: list[Tensor], weights: list[float]) -> Tensor:
     constant = not any(part.requires_grad for part in parts)
     if not averaged or total == 0 or (constant and all(torch.equal(first, o) for o in others)):
         return first
-    terms = [part * (weight / total) for part, weight in zip(parts, weights, strict=True)]
-    return sum(terms[1:], start=terms[0])
+    return weighted_mean(parts, weights)

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.rnn import PackedSequence
 
 from mirror.context import current
 from mirror.data.split import split_sizes
-from mirror.errors import BatchError, StructureError
+from mirror.replica.arguments import Part, Split, describe, must_move
+from mirror.replica.changes import join_changes
 from mirror.replica.compiler import Hold, call_held, limits_for, take_hold
-from mirror.replica.seams import sewn
+from mirror.replica.contents import is_in, leaves_in
+from mirror.replica.joining import Joiner, join_outputs
+from mirror.replica.stack import add_note
 from mirror.replica.tensors import MirroredTensor
-from mirror.values import ABSENT, PerReplica, is_number, leaves_of, map_structure
+from mirror.values import PerReplica
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -44,10 +46,10 @@ def call_in_turn(
     """Calls a mirrored module in the cross-replica context.
 
     Tensors that share the first dimension of the first one are split, everything else goes to
-    every replica. Runs on the first replica alone what must not be split: torch's losses, whose
-    value need not be a mean over examples, a module without variables, a call without batched
-    tensors, and a module whose own batch dimension is not the first (an ``nn.LSTM`` without
-    ``batch_first``).
+    every replica; see [Note: Arguments that forward changes]. Runs on the first replica alone
+    what must not be split: torch's losses, whose value need not be a mean over examples, a module
+    without variables, a call without batched tensors, and a module whose own batch dimension is
+    not the first (an ``nn.LSTM`` without ``batch_first``).
 
     Args:
         whole: calls the module without splitting.
@@ -55,86 +57,133 @@ def call_in_turn(
 
     Raises:
         BatchError: an argument is a PackedSequence, which cannot be split along its data.
+        StrategyError: an argument is an iterator, or was changed in ways that cannot be joined.
     """
     if _is_followed():
         return module._call_impl(*args, **kwargs)
     group.mirror_recorded()
     if group.num_replicas == 1:
-        args, kwargs = _moved((args, kwargs), group.devices[0])
-        take_hold(hold)
-        return whole(*args, **kwargs)
-    num_examples = _num_examples(args, kwargs)
-    if num_examples is None or not _splits(module):
+        return _call_whole(group, args, kwargs, lambda *a, **k: _held(hold, whole, a, k))
+    sizes = _sizes(group, args, kwargs) if _splits(module) else None
+    if sizes is None:
         group.prepare()
         if _is_lazy(module):
             group.record(module)  # it gets its parameters now, and is mirrored at its next use
-        args, kwargs = _moved((args, kwargs), group.devices[0])
         current.in_whole_call = True
         try:
-            return whole(*args, **kwargs)
+            return _call_whole(group, args, kwargs, whole)
         finally:
             current.in_whole_call = False
-    sizes = split_sizes(num_examples, group.num_replicas)
-    active = [r for r, size in enumerate(sizes) if size] or [0]
-    starts = [sum(sizes[:r]) for r in range(len(sizes))]
+    split = Split(sizes, group.devices, sum(sizes))
+    parts = {r: Part(split, r) for r in split.active}
+    names = _positional_names(module)
 
     def call(replica_id: int) -> Any:
-        part = (starts[replica_id], sizes[replica_id], num_examples)
-        own_args, own_kwargs = _part_of((args, kwargs), group.devices[replica_id], *part)
+        own_args, own_kwargs = parts[replica_id].of_call(args, kwargs, names)
         return call_held(hold, module, own_args, own_kwargs)
 
-    with limits_for(group.num_replicas):
-        run = group.run(call, active, weights=sizes)
-    return join_outputs(group, run.results, sizes)
-
-
-def join_outputs(group: ReplicaGroup, results: dict[int, Any], sizes: Sequence[float]) -> Any:
-    """Joins the replicas' outputs into what one device would have returned.
-
-    Tensors whose first dimension is the replica's number of examples are concatenated, 0-d
-    floating ones become the example-weighted mean, equal other leaves stay; the rest becomes
-    PerReplica. Differentiable.
-
-    Raises:
-        StructureError: the replicas' outputs differ in structure.
-    """
-    ids, home = list(results), group.devices[0]
-    counts = [sizes[r] for r in ids]
-    total = sum(counts)
-
-    def join(*parts: Any) -> Any:
-        if all(isinstance(part, Tensor) for part in parts):
-            if _is_batched(parts, counts):
-                here = [part.to(home) for part in sewn(group, ids, parts)]
-                return here[0] if len(here) == 1 else torch.cat(here)
-            if total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
-                weighted = [
-                    part.to(home) * (count / total)
-                    for part, count in zip(sewn(group, ids, parts), counts, strict=True)
-                ]
-                return sum(weighted[1:], start=weighted[0])
-        elif all(part is parts[0] for part in parts) or _are_equal(parts):
-            return parts[0]
-        values: list[Any] = [ABSENT] * len(sizes)
-        for replica_id, part in zip(ids, parts, strict=True):
-            values[replica_id] = part
-        return PerReplica(values, weights=sizes)
-
     try:
-        return map_structure(join, *results.values())
-    except StructureError as error:
-        raise StructureError(
-            f"the replicas' outputs of a split call differ in structure: {error}; return the same "
-            "structure for every part of a batch"
-        ) from None
+        with limits_for(group.num_replicas):
+            run = group.run(call, split.active, weights=sizes)
+        own = [parts[r] for r in run.results]
+        joined = join_outputs(group, run.results, sizes, own)
+        _take_changes(group, own, list(run.results), args, kwargs)
+    except Exception as error:
+        add_note(error, _told(module, split, args, kwargs))
+        raise
+    return joined
 
 
-def _num_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Returns the first dimension of the first tensor that has one."""
-    for leaf in leaves_of((args, kwargs)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return None if leaf.is_meta else leaf.shape[0]  # of shapes alone there is no part
-    return None
+def _call_whole(
+    group: ReplicaGroup, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[..., Any]
+) -> Any:
+    """Calls a module on the first replica, with its arguments moved there."""
+    if not must_move((args, kwargs), group.devices[0]):
+        return whole(*args, **kwargs)
+    split = Split([1], group.devices, None)
+    part = Part(split, 0)
+    own_args, own_kwargs = part.of_call(args, kwargs)
+    result = whole(*own_args, **own_kwargs)
+    _take_changes(group, [part], [0], args, kwargs)
+    return result
+
+
+def _held(
+    hold: Hold, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    take_hold(hold)
+    return whole(*args, **kwargs)
+
+
+def _take_changes(
+    group: ReplicaGroup,
+    parts: Sequence[Part],
+    ids: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    if not any(part.given or part.tensors or part.shared for part in parts):
+        return
+    joiner = Joiner(group, parts[0].split.sizes, ids, parts)
+    join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
+
+
+def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns which argument is, or holds, a value."""
+    for name, argument in (*enumerate(args), *kwargs.items()):
+        if is_in(value, argument):
+            inside = "" if argument is value else f", a {type(value).__name__} in it"
+            return f"argument {name!r} ({type(argument).__name__}{inside})"
+    return f"an argument ({type(value).__name__})"
+
+
+def _told(module: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns how a call was split, for the error that it ended in."""
+    return (
+        f"this call of {type(module).__name__} was split over {len(split.active)} replicas by the "
+        f"first dimension, {split.num_examples}: {describe(split, args, kwargs)}. If something "
+        "was split that holds no examples, give it another first dimension (x[None]) or make it "
+        "in forward; to split by hand, call the module inside strategy.run"
+    )
+
+
+def _sizes(
+    group: ReplicaGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[int] | None:
+    """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
+    num_examples, distributed = None, None
+    for leaf in leaves_in((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            if num_examples is None and leaf.dim() > 0:
+                num_examples = leaf.shape[0]
+                if leaf.is_meta:
+                    return None  # of shapes alone there is no part
+        elif isinstance(leaf, PerReplica) and distributed is None:
+            distributed = _sizes_of(leaf, group.num_replicas)
+    if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
+        return distributed
+    return split_sizes(num_examples, group.num_replicas)
+
+
+def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
+    """Returns the numbers of examples of the parts, of what a call or a loader has split."""
+    if len(value.values) != num_replicas:
+        return None
+    if value.weights is not None and all(float(w).is_integer() for w in value.weights):
+        return [int(weight) for weight in value.weights]
+    sizes = [0] * num_replicas
+    for replica_id, part in value.parts():
+        shapes = [leaf.shape for leaf in leaves_in(part) if isinstance(leaf, Tensor)]
+        if not shapes or not shapes[0]:
+            return None
+        sizes[replica_id] = shapes[0][0]
+    return sizes
+
+
+def _positional_names(module: nn.Module) -> Sequence[str]:
+    """Returns the names of forward's positional parameters, of a forward in Python."""
+    code = getattr(type(module).forward, "__code__", None)
+    return () if code is None else code.co_varnames[1 : code.co_argcount]
 
 
 def _splits(module: nn.Module) -> bool:
@@ -162,50 +211,3 @@ def _is_lazy(module: nn.Module) -> bool:
 def _batch_first(module: nn.Module) -> bool:
     inner = getattr(module, "self_attn", module)
     return bool(getattr(inner, "batch_first", False))
-
-
-def _part_of(tree: Any, device: torch.device, start: int, size: int, total: int) -> Any:
-    _refuse_packed(tree)
-
-    def part(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, MirroredTensor):
-            return leaf
-        if leaf.dim() > 0 and leaf.shape[0] == total:
-            # narrow, not split: a single view may be changed in place under autograd.
-            return leaf.narrow(0, start, size).to(device)
-        return leaf.to(device)
-
-    return map_structure(part, tree)
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    def move(leaf: Any) -> Any:
-        return leaf.to(device) if type(leaf) is Tensor and not leaf.is_meta else leaf
-
-    return map_structure(move, tree)
-
-
-def _refuse_packed(tree: Any) -> None:
-    if isinstance(tree, PackedSequence):
-        raise BatchError(
-            "a PackedSequence cannot be split over the replicas, its examples are interleaved; "
-            "pass the padded tensor and its lengths, and pack inside forward"
-        )
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            _refuse_packed(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _refuse_packed(item)
-
-
-def _is_batched(parts: tuple[Tensor, ...], counts: list[float]) -> bool:
-    return all(
-        part.dim() > 0 and part.shape[0] == count and part.shape[1:] == parts[0].shape[1:]
-        for part, count in zip(parts, counts, strict=True)
-    )
-
-
-def _are_equal(parts: tuple[Any, ...]) -> bool:
-    plain = all(is_number(part) or isinstance(part, (str, bytes)) for part in parts)
-    return plain and all(type(p) is type(parts[0]) and bool(p == parts[0]) for p in parts)

@@ -1,0 +1,250 @@
+"""What mutable values hold: looked at, copied and filled, whatever their kind.
+
+    kind                               its contents
+    list, tuple, deque                 by position
+    dict, ModelOutput, other mappings  by key
+    set                                by element
+    an object written in Python        its attributes, by name
+
+An object is *data* if nothing that can be reached from it does more than hold values: no module,
+optimizer, lock, file or iterator. Only data is copied; anything else is itself everywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import io
+import logging
+import pathlib
+import re
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from operator import eq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mirror.values import ABSENT, PerReplica, are_identical, children_of, rebuild_node
+
+# How many values are looked at to tell whether an object is data.
+_MOST_VALUES = 5000
+
+IMMUTABLE = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, frozenset, type(...)}
+    | {torch.device, torch.dtype, torch.layout, torch.memory_format, torch.Size}
+)
+# What is looked at as one.
+_LEAVES = (
+    *(Tensor, np.ndarray, PerReplica),
+    *(type, enum.Enum, pathlib.PurePath, re.Pattern, np.generic, np.dtype, weakref.ref),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+    *(torch.Generator, np.random.Generator, torch.Stream, torch.Event, property, type(ABSENT)),
+)
+# What does more than hold values.
+_THINGS: tuple[type, ...] = (
+    *(nn.Module, torch.optim.Optimizer, io.IOBase, logging.Logger, threading.Thread),
+    *(type(threading.Lock()), type(threading.RLock())),
+)
+_COPYING = ("__new__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is looked at and handed on as one: a tensor, a number, a function."""
+    return type(value) in IMMUTABLE or isinstance(value, _LEAVES)
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object whose contents are its attributes."""
+    if isinstance(value, (list, tuple, set, frozenset, deque, MutableMapping)):
+        return False
+    return not is_leaf(value) and _has_attributes(type(value))
+
+
+def held_by(value: Any) -> dict[Any, Any]:
+    """Returns what shows that an object has been changed: its attributes, and what those hold."""
+    if isinstance(value, _THINGS):
+        return {}  # torch's and the library's own: they change as they work
+    held = dict(contents_of(value))
+    for name, child in contents_of(value).items():
+        if isinstance(child, dict):
+            held[name, "holds"] = (*child, *child.values())
+        elif isinstance(child, (list, set, deque)):
+            held[name, "holds"] = tuple(child)
+        elif isinstance(child, Tensor) and not child.is_inference():
+            held[name, "version"] = child._version
+    return held
+
+
+def is_held(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether two contents, or two results of ``held_by``, are the very same objects."""
+    same = len(now) == len(before) and all(map(eq, now, before))
+    return same and all(map(is_same, now.values(), before.values()))
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Whether two values are one object, one number, or tuples of the very same objects."""
+    if type(now) is tuple and type(before) is tuple:
+        return are_identical(now, before)
+    return now is before or (type(now) is type(before) is int and now == before)
+
+
+def is_consumed(value: Any) -> bool:
+    """Whether a value can be gone through once only: an iterator, a generator."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def is_data(value: Any) -> bool:
+    """Whether an object, and whatever can be reached from it, only holds values."""
+    seen, found = {id(value)}, deque([value])
+    while found:  # what is nearest first: things are seldom deep
+        value = found.popleft()
+        if is_leaf(value):
+            continue
+        if len(seen) > _MOST_VALUES or _is_thing(value):
+            return False
+        for child in contents_of(value).values():
+            if type(child) not in IMMUTABLE and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return True
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yields the leaves of structures, dataclasses among them, in their order."""
+    seen, found = set[int](), [value]
+    while found:
+        value = found.pop()
+        if is_leaf(value):
+            yield value
+        elif id(value) not in seen and (not is_object(value) or dataclasses.is_dataclass(value)):
+            seen.add(id(value))
+            found += reversed(contents_of(value).values())
+
+
+def is_in(value: Any, holder: Any) -> bool:
+    """Whether an object is, or can be reached from, what a caller passed."""
+    seen, found = {id(holder)}, deque([holder])
+    while found and len(seen) < _MOST_VALUES:
+        holder = found.popleft()
+        if holder is value:
+            return True
+        if not is_leaf(holder) and not _is_thing(holder):
+            new = [child for child in contents_of(holder).values() if id(child) not in seen]
+            seen.update(map(id, new))
+            found += new
+    return False
+
+
+def contents_of(value: Any) -> dict[Any, Any]:
+    """Returns what a value holds; nothing for a leaf."""
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(value)
+    if isinstance(value, deque):
+        return dict(enumerate(value))
+    if _is_structure(value):
+        return children_of(value) or {}
+    held: dict[Any, Any] = dict(getattr(value, "__dict__", ()))
+    for name in _slots_of(type(value)):
+        if hasattr(value, name):
+            held[name] = getattr(value, name)
+    return held
+
+
+def shell_of(value: Any) -> Any:
+    """Returns a new value of the same kind, to be filled; not of a tuple, which is filled once."""
+    if isinstance(value, deque):
+        return deque(maxlen=value.maxlen)
+    if isinstance(value, (list, set, MutableMapping)) or _is_structure(value):
+        return copy.copy(value)
+    return object.__new__(type(value))
+
+
+def fill(value: Any, contents: dict[Any, Any]) -> Any:
+    """Gives a value these contents and no others; returns it, or of a tuple a new one."""
+    if isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(contents.values())
+    elif isinstance(value, set):
+        value.clear()
+        value.update(contents)
+    elif isinstance(value, tuple):
+        return rebuild_node(value, contents)
+    elif _is_structure(value):
+        present = children_of(value) or {}
+        for key in present.keys() - contents.keys():
+            del value[key]
+        for key, held in contents.items():
+            if dataclasses.is_dataclass(value):
+                setattr(value, key, held)
+            elif key not in present or present[key] is not held:
+                value[key] = held
+    else:
+        for name in contents_of(value).keys() - contents.keys():
+            object.__delattr__(value, name)
+        for name, held in contents.items():
+            _put(value, name, held)
+    return value
+
+
+def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Returns a copy of one value with ``fn`` of its contents; a tuple itself, if they stay."""
+    contents = contents_of(value)
+    new = {key: fn(child) for key, child in contents.items()}
+    if isinstance(value, tuple):
+        if all(new[key] is child for key, child in contents.items()):
+            return value
+        return rebuild_node(value, new)
+    return fill(shell_of(value), new)
+
+
+def _is_structure(value: Any) -> bool:
+    """Whether a value's contents are its entries. A plain dataclass is an object."""
+    return isinstance(value, (list, tuple, MutableMapping))
+
+
+def _is_thing(value: Any) -> bool:
+    if isinstance(value, _THINGS) or is_consumed(value):
+        return True
+    if isinstance(value, (list, tuple, set, deque, MutableMapping)):
+        return False
+    kind = type(value)
+    return not _has_attributes(kind) or any(_is_own(kind, name) for name in _COPYING)
+
+
+def _has_attributes(kind: type) -> bool:
+    """Whether instances are Python's own: of classes that have attributes and no other state."""
+    return bool(kind.__flags__ & 1 << 9) and (kind.__dictoffset__ != 0 or any(_slots_of(kind)))
+
+
+def _is_own(kind: type, name: str) -> bool:
+    """Whether a class defines ``name`` itself; what dataclasses generate does not count."""
+    defined = getattr(kind, name, None)
+    if defined is None or defined is getattr(object, name, None):
+        return False
+    return getattr(defined, "__module__", "") != "dataclasses"
+
+
+def _slots_of(kind: type) -> list[str]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                mangled = name.startswith("__") and not name.endswith("__")
+                names.append(f"_{base.__name__.lstrip('_')}{name}" if mangled else name)
+    return names
+
+
+def _put(value: Any, name: str, held: Any) -> None:
+    attributes = getattr(value, "__dict__", None)
+    if attributes is not None and name not in _slots_of(type(value)):
+        attributes[name] = held
+    else:
+        object.__setattr__(value, name, held)
