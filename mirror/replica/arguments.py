@@ -188,7 +188,7 @@ class Part:
         return value
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, MirroredTensor):
+        if isinstance(tensor, MirroredTensor) or tensor.is_meta:
             return tensor
         split, device = self.split, self.split.devices[self.replica_id]
         if split.is_batched(tensor):
@@ -215,7 +215,8 @@ def must_move(value: Any, device: torch.device) -> bool:
     while found:
         value = found.pop()
         if isinstance(value, Tensor):
-            if value.device != device and not isinstance(value, MirroredTensor):
+            is_elsewhere = value.device != device and not value.is_meta
+            if is_elsewhere and not isinstance(value, MirroredTensor):
                 return True
         elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
             seen.add(id(value))

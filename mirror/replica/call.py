@@ -17,6 +17,7 @@ from mirror.replica.changes import join_changes
 from mirror.replica.compiler import Hold, call_held, limits_for, take_hold
 from mirror.replica.contents import is_in, leaves_in
 from mirror.replica.joining import Joiner, join_outputs
+from mirror.replica.metric_calls import is_metric
 from mirror.replica.stack import add_note
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import PerReplica
@@ -189,7 +190,7 @@ def _positional_names(module: nn.Module) -> Sequence[str]:
 def _splits(module: nn.Module) -> bool:
     if isinstance(module, _SEQUENCE_FIRST) and not _batch_first(module):
         return False
-    if isinstance(module, nn.modules.loss._Loss):
+    if isinstance(module, nn.modules.loss._Loss) or is_metric(module):
         return False
     variables = chain(module.parameters(), module.buffers())
     return any(isinstance(v, MirroredTensor) or is_lazy(v) for v in variables)

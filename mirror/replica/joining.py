@@ -3,7 +3,7 @@
     the replicas leave                             joined
     tensors, first dimension their examples        their concatenation
     0-d floating tensors                           their mean, weighted by examples
-    equal numbers, strings; one object             that
+    equal numbers, strings; one object, or tensor  that
     their copies of an argument                    the argument
     objects that are data, with tensors inside     one with its attributes joined
     anything else                                  PerReplica
@@ -81,11 +81,13 @@ class Joiner:
     def output(self, *parts: Any) -> Any:
         """Joins one leaf of the outputs."""
         first = parts[0]
+        if len(parts) > 1 and all(part is first for part in parts):
+            return self._origin_of(parts, first)
         if all(isinstance(part, Tensor) for part in parts):
             tensor = self._tensor(parts)
             if tensor is not None:
                 return tensor
-        elif all(part is first for part in parts) or _are_equal(parts):
+        elif (len(parts) == 1 and not is_object(first)) or _are_equal(parts):
             return self._origin_of(parts, first)
         elif self._parts and is_object(first):
             origin = self._origin_of(parts, _MISSING)

@@ -47,6 +47,7 @@ from mirror.replica.compiler import (
 )
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.functions import watch_functions
+from mirror.replica.metric_calls import call_once, is_metric, watch_metric
 from mirror.replica.nesting import refuse_within_another
 from mirror.replica.normalization import watch_torchs_own
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
@@ -166,7 +167,8 @@ class TransparentCall:
         self.module = weakref.ref(module)
         self.group = group
         self.renormalizes = renormalizes(module)
-        self.is_plain = not (self.renormalizes or isinstance(module, LazyModuleMixin))
+        is_lazy_kind = isinstance(module, LazyModuleMixin)
+        self.is_plain = not (self.renormalizes or is_lazy_kind or is_metric(module))
         self.own: dict[str, OwnValues] = {}  # see [Note: Own attributes]
         self.is_checkpointed = False  # whether a whole call may be recomputed in backward
 
@@ -178,6 +180,8 @@ class TransparentCall:
         if replica is None or replica.group is not self.group:
             return self._call_outside(module, args, kwargs)
         if not self.is_plain:
+            if is_metric(module):
+                return call_once(replica, module, module._call_impl, args, kwargs)
             self._make_ready(module, replica, args, kwargs)
         return module._call_impl(*args, **kwargs)
 
@@ -282,7 +286,8 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
             record = mirror_buffer(buffer, group, f"{path}.{name}".lstrip("."), module)
             if isinstance(buffers, ReplicaDict) and name in buffers.aggregations:
                 record.aggregation = buffers.aggregations[name]
-    for name, value in attributes.items():
+    states = {} if is_metric(module) else attributes  # see [Note: Metrics]
+    for name, value in states.items():
         is_state = _is_plain_state(value, group) and not is_own(module, name)
         if is_state and _is_new(value, group, name):
             mirror_buffer(value, group, f"{path}.{name}".lstrip("."), module)
@@ -318,6 +323,8 @@ def route_call(module: nn.Module, group: ReplicaGroup) -> None:
     watch_compile(route_call)
     watch_wrappers()
     watch_attributes()
+    if is_metric(module):
+        watch_metric(module)
 
 
 def _is_plain_state(value: Any, group: ReplicaGroup) -> bool:
