@@ -5,31 +5,47 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, pairwise
-from typing import ClassVar, NoReturn
+from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mirror.comm.packing import copy_back, flatten, plan_packs
-from mirror.devices import resolve
-from mirror.errors import BackendError, DeviceError, ShapeError
-
-OPS = ("sum", "min", "max", "prod")
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
+from mirror.comm.checks import (
+    DTYPES,
+    HALF_DTYPES,
+    OPS,
+    WIDE_DTYPES,
+    are_alike,
+    are_contiguous,
+    check_disjoint,
+    check_dtype,
+    has_own_elements,
+    refuse_shared_memory,
+    refuse_tensors,
+    refuse_unlike,
 )
-HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
-_WIDE = frozenset({torch.float32, torch.float64})  # what may travel in another dtype
+from mirror.comm.packing import copy_back, flatten, plan_packs
+from mirror.comm.turns import in_turn
+from mirror.devices import resolve
+from mirror.errors import BackendError, ShapeError
+
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "DTYPES", "HALF_DTYPES", "OPS", "Communicator", "in_place"]
+
 # As long as torch.distributed waits by default: a device may have a lot of work before it comes
 # to the collective that the others wait in.
 DEFAULT_TIMEOUT_SECONDS = 600.0
+
+# What takes its turn, where a class has its own.
+_COLLECTIVES = (
+    "all_gather",
+    "all_reduce",
+    "all_reduce_checked",
+    "all_reduce_lists",
+    "broadcast",
+    "close",
+    "reduce_scatter",
+)
 
 
 class Communicator(ABC):
@@ -49,6 +65,11 @@ class Communicator(ABC):
     A subclass implements the four collectives, and ``unavailable_reason`` and ``close`` where it
     has something to say there. ``check_tensors`` does the checks of its arguments.
 
+    Any thread may call a collective, on any stream. Those of a subclass, and its ``close``, go one
+    after the other, on the host and on every device, unless it says that it is ``concurrent``: so
+    it may keep memory that they share, but not call its own collectives in other threads and wait
+    for them. See [Note: One collective at a time] in ``mirror/comm/turns.py``.
+
     Attributes:
         name: what ``mirror.comm.register`` called the class; the class's own name without that.
         devices: one per replica.
@@ -57,16 +78,27 @@ class Communicator(ABC):
         waits: whether replicas wait for each other inside a collective; the constructor then takes
             ``timeout_seconds``.
         needs_trial: whether a self-test on the very GPUs goes before the first use on them.
+        concurrent: whether several collectives may go on at once, called by several threads or
+            enqueued on several streams; holds for the class that says so, not for those derived.
     """
 
     name: ClassVar[str]
     deterministic: ClassVar[bool] = False
     waits: ClassVar[bool] = False
     needs_trial: ClassVar[bool] = False
+    concurrent: ClassVar[bool] = False
     _closed = False
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__name__
+        cls.concurrent = cls.__dict__.get("concurrent", False)
+        if cls.concurrent:
+            return
+        for name in _COLLECTIVES:
+            method = getattr(cls, name)
+            is_ours = method is getattr(Communicator, name)
+            if not is_ours:  # ours are made of the subclass's
+                setattr(cls, name, in_turn(method))
 
     def __init__(self, devices: Sequence[torch.device | str]) -> None:
         """Serves one replica per entry of ``devices``.
@@ -175,10 +207,10 @@ class Communicator(ABC):
         with in_place(chain(*columns)):
             for pack in packs:
                 parts = [[column[i] for i in pack] for column in columns]
-                sent = wire_dtype if parts[0][0].dtype in _WIDE else None
+                sent = wire_dtype if parts[0][0].dtype in WIDE_DTYPES else None
                 if sent is None and len(pack) == 1:
                     tensors = [tensor for (tensor,) in parts]
-                    if _are_contiguous(tensors):
+                    if are_contiguous(tensors):
                         self.all_reduce(tensors, op, scale)
                         continue
                 buffers = [flatten(part, sent) for part in parts]
@@ -198,10 +230,10 @@ class Communicator(ABC):
     ) -> None:
         """Raises what the collectives promise to raise, before any device is touched."""
         self._check_call(tensors, op, root)
-        if not (_are_alike(tensors, self.devices) and _are_contiguous(tensors)):
-            self._refuse_tensors(tensors)
-        _check_dtype(tensors[0], scale)
-        _check_disjoint(tensors)
+        if not (are_alike(tensors, self.devices) and are_contiguous(tensors)):
+            refuse_tensors(tensors, self.devices)
+        check_dtype(tensors[0], scale)
+        check_disjoint(tensors)
 
     def check_lists(
         self, lists: Sequence[Sequence[Tensor]], op: str = "sum", scale: float = 1.0
@@ -222,15 +254,15 @@ class Communicator(ABC):
                     "same tensors of every replica in the same order"
                 )
         for i, row in enumerate(zip(*columns, strict=True)):
-            if not _are_alike(row, self.devices):
-                self._refuse_unlike(row, i)
-            if not (_are_contiguous(row) or all(map(_has_own_elements, row))):
+            if not are_alike(row, self.devices):
+                refuse_unlike(row, self.devices, i)
+            if not (are_contiguous(row) or all(map(has_own_elements, row))):
                 raise ShapeError(
                     "no two elements of a collective may share memory; those of one of the "
                     f"tensors at {i} do, as torch.expand leaves them; pass a clone of it"
                 )
         for tensor in {tensor.dtype: tensor for tensor in first}.values():
-            _check_dtype(tensor, scale)
+            check_dtype(tensor, scale)
         addresses = [a for column in columns for t in column if (a := t.data_ptr())]
         if len(set(addresses)) != len(addresses):
             refuse_shared_memory()
@@ -258,49 +290,6 @@ class Communicator(ABC):
                 "the replica whose tensor the others get"
             )
 
-    def _refuse_tensors(self, tensors: Sequence[Tensor]) -> NoReturn:
-        """Raises what is wrong with tensors that are not alike and contiguous."""
-        if _are_alike(tensors, self.devices):
-            replica_id, tensor = next(
-                (i, tensor) for i, tensor in enumerate(tensors) if not tensor.is_contiguous()
-            )
-            raise ShapeError(
-                f"a collective needs contiguous tensors; {_place(replica_id)} has shape "
-                f"{tuple(tensor.shape)} and strides {tensor.stride()}; call .contiguous() on "
-                "it first, or use all_reduce_lists, which takes any strides"
-            )
-        self._refuse_unlike(tensors)
-
-    def _refuse_unlike(self, tensors: Sequence[Tensor], index: int | None = None) -> NoReturn:
-        """Raises what is wrong with tensors that are not alike, at ``index`` of their lists."""
-        first = tensors[0]
-        for replica_id, tensor in enumerate(tensors):
-            self._check_place(tensor, replica_id, index)
-            if tensor.shape != first.shape or tensor.dtype != first.dtype:
-                raise ShapeError(
-                    "a collective needs tensors of equal shape and dtype on all replicas; "
-                    f"{_place(replica_id, index)} has {tuple(tensor.shape)} {tensor.dtype}, that "
-                    f"of replica 0 {tuple(first.shape)} {first.dtype}; make them alike on every "
-                    "replica first"
-                )
-        raise TypeError(
-            "a collective needs tensors whose memory holds their values; one of "
-            f"{_place(0, index)} and its like is negated lazily; call .resolve_neg() on it first"
-        )
-
-    def _check_place(self, tensor: Tensor, replica_id: int, index: int | None = None) -> None:
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"a collective needs dense tensors; {_place(replica_id, index)} is of kind "
-                f"{kind}; pass its values as a dense tensor"
-            )
-        if tensor.device != self.devices[replica_id]:
-            raise DeviceError(
-                f"the tensors of replica i must be on device i; {_place(replica_id, index)} is "
-                f"on '{tensor.device}' instead of '{self.devices[replica_id]}'; move it there"
-            )
-
 
 def in_place(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
     """Allows writing to the tensors unseen by autograd, to those of inference mode as well.
@@ -311,77 +300,3 @@ def in_place(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
     if any(tensor.is_inference() for tensor in tensors):
         return torch.inference_mode()
     return torch.no_grad()
-
-
-def _place(replica_id: int, index: int | None = None) -> str:
-    return f"the tensor of replica {replica_id}" + ("" if index is None else f" at {index}")
-
-
-def _check_dtype(tensor: Tensor, scale: float) -> None:
-    if tensor.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(
-            f"a collective takes the dtypes {names}; got {tensor.dtype}; convert it, bool to "
-            "uint8 for instance"
-        )
-    if scale != 1 and not tensor.is_floating_point():
-        raise TypeError(
-            f"scale is for floating dtypes only; got scale={scale} with {tensor.dtype}; reduce "
-            "without a scale, and divide afterwards"
-        )
-
-
-def _check_disjoint(tensors: Sequence[Tensor]) -> None:
-    num_bytes = tensors[0].nbytes
-    begins = sorted([tensor.data_ptr() for tensor in tensors])
-    if all(end - begin >= num_bytes for begin, end in pairwise(begins)):
-        return
-    owners = sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors))
-    for (begin, one), (end, other) in pairwise(owners):
-        if end - begin < num_bytes:
-            raise ShapeError(
-                "no two tensors of a collective may share memory; those of replicas "
-                f"{min(one, other)} and {max(one, other)} do; pass a clone of one of them"
-            )
-
-
-def refuse_shared_memory() -> NoReturn:
-    """Says that two tensors of ``all_reduce_lists`` share memory."""
-    raise ShapeError(
-        "no two tensors of a collective may share memory; two of these do; pass a clone of one "
-        "of them"
-    )
-
-
-def _are_alike(tensors: Sequence[object], devices: Sequence[torch.device]) -> bool:
-    """Whether all are dense tensors of one shape and dtype, each in its place.
-
-    This runs for every tensor of every collective, so it only says yes or no: some 0.4 us for
-    each. What is wrong is looked for when something is.
-    """
-    first = tensors[0]
-    if not isinstance(first, Tensor):
-        return False
-    shape, dtype = first.shape, first.dtype
-    # Of a conjugate's imaginary part, only a single element can be contiguous.
-    may_be_negated = shape.numel() == 1
-    for tensor, device in zip(tensors, devices, strict=True):
-        if (
-            not isinstance(tensor, Tensor)
-            or tensor.dtype is not dtype
-            or tensor.shape != shape
-            or tensor.layout is not torch.strided
-            or tensor.device != device
-            or (may_be_negated and tensor.is_neg())
-        ):
-            return False
-    return True
-
-
-def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    return False not in [tensor.is_contiguous() for tensor in tensors]
-
-
-def _has_own_elements(tensor: Tensor) -> bool:
-    """Whether no two elements are one by a stride of 0."""
-    return all(s != 0 or n <= 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mirror.comm.base import Communicator, in_place, refuse_shared_memory
+from mirror.comm.base import Communicator, in_place
+from mirror.comm.checks import refuse_shared_memory
 from mirror.comm.choose import register
 from mirror.comm.host_library import missing_reason, require
 from mirror.devices import is_simulated
@@ -24,6 +25,7 @@ class HostCommunicator(Communicator):
     """
 
     deterministic = True
+    concurrent = True
 
     def __init__(self, devices: Sequence[torch.device | str]) -> None:
         """Serves one replica per entry of ``devices``.

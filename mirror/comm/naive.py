@@ -23,6 +23,7 @@ class NaiveCommunicator(Communicator):
     """Reduces on the first device, in replica order, and copies the result to all."""
 
     deterministic = True
+    concurrent = True
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)

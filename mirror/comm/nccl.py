@@ -39,6 +39,7 @@ class NcclCommunicator(Communicator):
 
     waits = True
     needs_trial = True
+    concurrent = True  # the clique gives turns, and NCCL has an order of its own
 
     def __init__(
         self,

@@ -1,0 +1,91 @@
+"""Turns: the collectives of one communicator go one after the other, on host and devices.
+
+[Note: One collective at a time]
+Buckets of gradients are reduced on side streams, or in a side thread, while a collective inside
+the backward pass (SyncBatchNorm) is reduced on the streams of computation; and threads of the user
+may share a communicator. What a communicator keeps between its calls (flags, counters, scratch)
+serves one collective at a time. So a collective takes its turn: a lock for the host, and on every
+GPU an event that the next collective on another stream waits for. All GPUs then see all
+collectives in one order, without which two that wait for each other could.
+
+    computation    ...[ backward ][wait a][ sum of SyncBatchNorm ] b
+    side           ...[wait ...][ bucket 1 ] a          [wait b][ bucket 2 ]
+
+Whoever has the turn waits for nobody who needs it: a collective has the tensors of all replicas
+when it begins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+
+
+class Turn:
+    """The turn of one communicator, which one thread has at a time.
+
+    Any thread may take it, also again while it has it: a collective may be made of others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._is_taken = False
+        # Where each GPU's last collective was enqueued, and what happens when it is done.
+        self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+
+    @contextmanager
+    def taken(self, devices: Sequence[torch.device]) -> Iterator[None]:
+        """Has what is enqueued inside wait for what was enqueued in the turn before."""
+        with self._lock:
+            if self._is_taken:
+                yield
+                return
+            gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+            self._is_taken = True
+            try:
+                for gpu in gpus:
+                    self._follow(gpu)
+                yield
+            finally:
+                # Also after an error: nobody knows what has been enqueued by then.
+                for gpu in gpus:
+                    self._leave(gpu)
+                self._is_taken = False
+
+    def _follow(self, gpu: torch.device) -> None:
+        stream = torch.cuda.current_stream(gpu)
+        if gpu in self._last and self._last[gpu][0] != stream:
+            stream.wait_event(self._last[gpu][1])
+
+    def _leave(self, gpu: torch.device) -> None:
+        stream = torch.cuda.current_stream(gpu)
+        event = self._last[gpu][1] if gpu in self._last else torch.cuda.Event()
+        event.record(stream)
+        self._last[gpu] = stream, event
+
+
+def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of a communicator that takes the communicator's turn."""
+    if getattr(method, "_takes_turn", False):
+        return method
+
+    @wraps(method)
+    def taking_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with turn_of(self).taken(self.devices):
+            return method(self, *args, **kwargs)
+
+    taking_turn._takes_turn = True  # type: ignore[attr-defined]
+    return taking_turn
+
+
+def turn_of(communicator: object) -> Turn:
+    """Returns a communicator's turn, whether or not its class calls our constructor."""
+    known = communicator.__dict__.get("_turn")
+    # One of two threads that come first at once makes it: this is a single step of the dict.
+    turn: Turn = known or communicator.__dict__.setdefault("_turn", Turn())
+    return turn
