@@ -1,5 +1,7 @@
 """mirror: tf.distribute's MirroredStrategy for PyTorch."""
 
+from typing import TYPE_CHECKING
+
 from mirror import amp, comm, data, metrics, nn
 from mirror.data.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
@@ -19,6 +21,7 @@ from mirror.errors import (
 from mirror.replica.mirrored import is_mirrored, set_aggregation
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
+from mirror.signposts import names_of
 from mirror.strategy.current import (
     get_replica_context,
     get_strategy,
@@ -61,3 +64,6 @@ __all__ = [
     "nn",
     "set_aggregation",
 ]
+
+if not TYPE_CHECKING:  # to which an unknown name is one
+    __getattr__ = names_of("mirror")

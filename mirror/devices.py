@@ -5,6 +5,7 @@ A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, told apart by
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from mirror.errors import DeviceError
+from mirror.wording import in_words
 
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
@@ -25,13 +27,14 @@ _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
 
 
 def resolve(
-    devices: Sequence[torch.device | str] | torch.device | str | None = None,
+    devices: Sequence[torch.device | str | int] | torch.device | str | None = None,
 ) -> tuple[torch.device, ...]:
     """Returns the devices that the names stand for, one per replica, in order.
 
     Understood, in any case, are ``"cpu"``, ``"cuda"`` (the first one), ``"cuda:1"``, ``"cpu:1"``
-    (the CPU again: it has no index) and TensorFlow's ``"GPU:1"``, ``"/gpu:1"``,
-    ``"/device:GPU:1"``. A repeated entry stays: it makes several replicas on one device.
+    (the CPU again: it has no index), TensorFlow's ``"GPU:1"``, ``"/gpu:1"``, ``"/device:GPU:1"``,
+    and in a sequence the number 1 for ``"cuda:1"``. A repeated entry stays: it makes several
+    replicas on one device.
 
     Args:
         devices: a sequence of devices or names, or one of them alone; ``None`` or empty for all
@@ -43,6 +46,16 @@ def resolve(
     wanted: tuple[object, ...]
     if devices is None:
         wanted = ()
+    elif isinstance(devices, torch.nn.Module):
+        raise DeviceError(
+            f"devices are where the replicas are; got {in_words(devices)}, a model; leave devices "
+            "out for all GPUs, and pass the model to strategy.mirror(model)"
+        )
+    elif _is_index(devices):
+        raise DeviceError(
+            f"devices have one entry per replica; got '{devices}', a number; pass [{devices}] for "
+            "the GPU of that index, list(range(n)) for n GPUs, or ['cpu'] * n to simulate n"
+        )
     elif isinstance(devices, Iterable) and not isinstance(devices, str):
         wanted = tuple(devices)
     else:
@@ -325,22 +338,41 @@ def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
     return [_generator(device) for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
+def parse(devices: Iterable[object]) -> tuple[torch.device, ...]:
+    """Returns the devices that the names stand for, whether or not they exist.
+
+    Raises:
+        DeviceError: something is no name of a device.
+    """
+    return tuple(_parse_one(device, num_cuda_devices())[1] for device in devices)
+
+
 def _resolve_one(device: object, num_cuda: int) -> torch.device:
-    name = str(device) if isinstance(device, (torch.device, str)) else ""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise DeviceError(
-            f"a device is 'cpu' or one like 'cuda:0'; got {str(device)!r}; visible are "
-            f"{_visible(num_cuda)}; {_SIMULATE}"
-        )
-    kind, index = match[1].lower(), int(match[2] or 0)
-    if kind == "cpu":
-        return _CPU
-    if index >= num_cuda:
+    name, parsed = _parse_one(device, num_cuda)
+    if parsed.type == "cuda" and parsed.index >= num_cuda:
         raise DeviceError(
             f"{name!r} does not exist; visible are {_visible(num_cuda)}; {_SIMULATE}"
         )
-    return torch.device("cuda", index)
+    return parsed
+
+
+def _parse_one(device: object, num_cuda: int) -> tuple[str, torch.device]:
+    name = str(device) if isinstance(device, (torch.device, str)) else ""
+    if _is_index(device):
+        name = f"cuda:{device}"
+    match = _NAME.fullmatch(name)
+    if match is None:
+        got = in_words(device if name == "" and device is not None else str(device))
+        raise DeviceError(
+            f"a device is 'cpu' or one like 'cuda:0'; got {got}; visible are "
+            f"{_visible(num_cuda)}; leave devices out for all GPUs, or {_SIMULATE}"
+        )
+    is_cpu = match[1].lower() == "cpu"
+    return name, _CPU if is_cpu else torch.device("cuda", int(match[2] or 0))
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _visible(num_cuda: int) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.values import PerReplica, map_structure
+from mirror.wording import in_words
 
 
 def merge(metrics: Any) -> Any:
@@ -47,7 +48,7 @@ def _merge(metrics: Any) -> nn.Module:
     if not parts or not all(_is_metric(part) for part in parts):
         raise TypeError(
             "merge takes a PerReplica of torchmetrics, made by "
-            f"strategy.distribute_values_from_function, got {metrics!r}"
+            f"strategy.distribute_values_from_function, got {in_words(metrics)}"
         )
     seen = [part for part in parts if any(map(_is_updated, part.modules()))] or parts[:1]
     merged: nn.Module = copy.deepcopy(seen[0])

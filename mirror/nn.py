@@ -1,7 +1,10 @@
 """Layers and losses for mirrored models: the names of ``mirror.nn``."""
 
+from typing import TYPE_CHECKING
+
 from mirror.replica.losses import compute_average_loss, scale_regularization_loss
 from mirror.replica.normalization import SyncBatchNorm, convert_sync_batchnorm
+from mirror.signposts import names_of
 
 __all__ = [
     "SyncBatchNorm",
@@ -9,3 +12,6 @@ __all__ = [
     "convert_sync_batchnorm",
     "scale_regularization_loss",
 ]
+
+if not TYPE_CHECKING:  # to which an unknown name is one
+    __getattr__ = names_of("mirror.nn")

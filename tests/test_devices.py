@@ -2,8 +2,10 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from mirror import devices
 from mirror.devices import CopyStreams, Stopwatch, generators_of, separate_streams
@@ -71,7 +73,8 @@ def test_one_device_alone_is_a_list_of_one(visible):
 
 
 @pytest.mark.parametrize(
-    "device", ["mps", "meta", "xpu:0", "garbage", "", "cuda:", "cuda:-1", "cuda:0,cuda:1", 0, None]
+    "device",
+    ["mps", "meta", "xpu:0", "garbage", "", "cuda:", "cuda:-1", "cuda:0,cuda:1", None, -1],
 )
 def test_an_unknown_device_is_named_with_what_is_visible(visible, device):
     visible(2)
@@ -82,9 +85,30 @@ def test_an_unknown_device_is_named_with_what_is_visible(visible, device):
     assert "devices=['cpu'] * 4" in str(error.value)
 
 
+@pytest.mark.parametrize("indices", [[1, 0], (1, 0), np.array([1, 0]), [np.int64(1), "cuda:0"]])
+def test_numbers_in_a_list_are_gpus_by_index(visible, indices):
+    visible(2)
+    assert devices.resolve(indices) == cuda(1, 0)
+    assert devices.resolve(range(2)) == cuda(0, 1)
+
+
+def test_a_number_that_is_no_gpu_is_named(visible):
+    visible(1)
+    with pytest.raises(DeviceError, match=r"'cuda:3' does not exist; visible are 'cpu', 'cuda:0'"):
+        devices.resolve([0, 3])
+    with pytest.raises(DeviceError, match="got True"):
+        devices.resolve([True])
+
+
 def test_a_number_in_place_of_the_list_is_refused():
-    with pytest.raises(DeviceError, match="got '2'"):
+    with pytest.raises(DeviceError, match=r"got '2', a number; pass \[2\] for the GPU of that"):
         devices.resolve(2)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+def test_a_model_in_place_of_the_devices_is_told_where_it_goes(model):
+    with pytest.raises(DeviceError, match=r"a (Linear|Sequential), a model; .*mirror\(model\)"):
+        devices.resolve(model)
 
 
 def test_a_gpu_that_does_not_exist_is_never_replaced(visible):

@@ -2,6 +2,6 @@
 
 from mirror.comm import direct, hierarchical, host, naive, nccl, ring  # noqa: F401  they register
 from mirror.comm.base import Communicator
-from mirror.comm.choose import available, create, register
+from mirror.comm.choose import available, create, register, unavailable_reason
 
-__all__ = ["Communicator", "available", "create", "register"]
+__all__ = ["Communicator", "available", "create", "register", "unavailable_reason"]

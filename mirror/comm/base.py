@@ -29,6 +29,8 @@ from mirror.comm.packing import copy_back, flatten, plan_packs
 from mirror.comm.turns import in_turn
 from mirror.devices import resolve
 from mirror.errors import BackendError, ShapeError
+from mirror.uncopied import Uncopied
+from mirror.wording import in_words
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "DTYPES", "HALF_DTYPES", "OPS", "Communicator", "in_place"]
 
@@ -48,7 +50,7 @@ _COLLECTIVES = (
 )
 
 
-class Communicator(ABC):
+class Communicator(Uncopied, ABC):
     """Collectives over ``N`` replicas; derive from it to plug in a backend of your own.
 
     In every collective ``tensors[i]`` belongs to replica ``i`` and lies on ``devices[i]``. All
@@ -88,6 +90,7 @@ class Communicator(ABC):
     needs_trial: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False
     _closed = False
+    _instead = "make another one over the same devices, by mirror.comm.create(name, devices) say"
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__name__
@@ -109,7 +112,7 @@ class Communicator(ABC):
         self.devices = resolve(devices)
 
     @classmethod
-    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
         """Returns why this backend cannot serve these devices; ``None`` if nothing says so.
 
         This only looks, and tries nothing out: for that there is ``needs_trial``.
@@ -218,6 +221,10 @@ class Communicator(ABC):
                 for buffer, part in zip(buffers, parts, strict=True):
                     copy_back(buffer, part)
 
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        return f"{type(self).__name__}([{devices}]){' (closed)' if self._closed else ''}"
+
     def close(self) -> None:
         """Gives back what the communicator holds; collectives raise ``BackendError`` afterwards.
 
@@ -274,8 +281,8 @@ class Communicator(ABC):
                 f"a closed communicator cannot be used; this one ({self.name}) was closed; make "
                 "another one with mirror.comm.create(name, devices)"
             )
-        if op not in OPS:
-            raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
+        if not isinstance(op, str) or op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}; got {in_words(op)}")
         num_replicas = len(self.devices)
         if isinstance(tensors, Tensor):
             raise TypeError("a collective needs a sequence of tensors, one per replica; got one")

@@ -9,7 +9,7 @@ import torch
 
 from mirror.comm import self_test
 from mirror.comm.base import Communicator
-from mirror.devices import is_simulated, resolve
+from mirror.devices import is_simulated, parse, resolve
 from mirror.errors import BackendError
 
 C = TypeVar("C", bound=type[Communicator])
@@ -84,15 +84,19 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_registered))
 
 
-def unavailable_reason(name: str, devices: Sequence[torch.device]) -> str | None:
+def unavailable_reason(name: str, devices: Sequence[torch.device | str]) -> str | None:
     """Returns why a backend cannot serve the devices; ``None`` when it can.
 
     On GPUs that includes a self-test, once in a process, of the backends that need a trial.
+
+    Raises:
+        DeviceError: something is no name of a device.
     """
+    resolved = parse(devices)
     kind = known(name)
     if kind is None:
         return "there is no backend of that name"
-    reason = kind.unavailable_reason(devices)
-    if reason is None and kind.needs_trial and not is_simulated(devices):
-        reason = self_test.failure(kind, devices)
+    reason = kind.unavailable_reason(resolved)
+    if reason is None and kind.needs_trial and not is_simulated(resolved):
+        reason = self_test.failure(kind, resolved)
     return reason

@@ -13,7 +13,7 @@ from mirror.comm.base import Communicator, in_place
 from mirror.comm.checks import refuse_shared_memory
 from mirror.comm.choose import register
 from mirror.comm.host_library import missing_reason, require
-from mirror.devices import is_simulated
+from mirror.devices import is_simulated, parse
 
 
 @register("host")
@@ -38,8 +38,8 @@ class HostCommunicator(Communicator):
         self._library = require()
 
     @classmethod
-    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
-        return missing_reason() if is_simulated(devices) else "it serves CPU devices only"
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        return missing_reason() if is_simulated(parse(devices)) else "it serves CPU devices only"
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mirror.comm import cuda_kernels, simulator
 from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.layout import MAX_REPLICAS, Arguments
-from mirror.devices import is_simulated
+from mirror.devices import is_simulated, parse
 from mirror.errors import BackendError, CollectiveTimeoutError
 
 # How many calls back an error word can still be told which call it is about.
@@ -99,7 +99,8 @@ class KernelCommunicator(Communicator):
         """Returns the replicas of which the one must reach the other's memory."""
 
     @classmethod
-    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        devices = parse(devices)
         if len(devices) > MAX_REPLICAS:
             return f"it serves at most {MAX_REPLICAS} replicas"
         if is_simulated(devices):

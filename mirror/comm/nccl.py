@@ -15,7 +15,7 @@ from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator,
 from mirror.comm.choose import register
 from mirror.comm.clique import Call, Clique
 from mirror.comm.libnccl import DTYPES, OPS, NcclLibrary, version_name
-from mirror.devices import are_distinct, is_simulated
+from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
 
 _BYTES = DTYPES[torch.uint8]
@@ -75,7 +75,8 @@ class NcclCommunicator(Communicator):
         weakref.finalize(self, self._clique.abandon).atexit = False
 
     @classmethod
-    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str | None:
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        devices = parse(devices)
         if is_simulated(devices):
             return "NCCL serves GPUs only"
         if len(devices) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":

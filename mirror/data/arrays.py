@@ -14,6 +14,7 @@ from mirror.data.options import is_int
 from mirror.data.split import batch_size as num_examples_of
 from mirror.data.split import is_batched
 from mirror.values import map_structure
+from mirror.wording import in_words
 
 Index = slice | Tensor
 
@@ -40,11 +41,13 @@ def from_arrays(
             seed that is not an int of 64 bits.
     """
     if not is_int(batch_size) or batch_size < 1:
-        raise ValueError(f"batch_size must be an int >= 1, got {batch_size!r}")
+        raise ValueError(f"batch_size must be an int >= 1, got {in_words(batch_size)}")
     if not isinstance(shuffle, bool):
-        raise ValueError(f"shuffle must be a bool, got {shuffle!r}; a seed is passed as seed=")
+        raise ValueError(
+            f"shuffle must be a bool, got {in_words(shuffle)}; a seed is passed as seed="
+        )
     if seed is not None and not (is_int(seed) and -(2**63) <= seed < 2**64):
-        raise ValueError(f"seed must be an int of 64 bits or None, got {seed!r}")
+        raise ValueError(f"seed must be an int of 64 bits or None, got {in_words(seed)}")
     num_examples = num_examples_of(arrays)
     generator = None if seed is None else torch.Generator().manual_seed(int(seed))
     indices = _Indices(num_examples, int(batch_size), shuffle, generator)

@@ -18,14 +18,17 @@ from mirror.data.prefetch import Closed, OnDemand, Prefetcher
 from mirror.data.source import Source, source_of
 from mirror.data.steps import Assembly, Delivery, Step, Steps
 from mirror.data.streams import capture_streams, restore_streams, streams_at
+from mirror.signposts import signposted
 from mirror.timeline import CROSS, INPUT, Timeline
+from mirror.uncopied import Uncopied
 from mirror.values import PerReplica, leaves_of
 
 Reader = OnDemand | Prefetcher
 Measure = Callable[[], Callable[[], Sequence[float]]]
 
 
-class DistributedDataset:
+@signposted
+class DistributedDataset(Uncopied):
     """What ``strategy.distribute_dataset`` returns; iterating gives one distributed batch a step.
 
     It can be iterated as often as the dataset can: a ``DataLoader`` again and again, also several
@@ -36,6 +39,11 @@ class DistributedDataset:
         waited_seconds: how long consumers have waited for batches, in all iterations.
         num_delivered: how many distributed batches they have got.
     """
+
+    _instead = (
+        "take its state_dict(), and load it into strategy.distribute_dataset(loader) of the other "
+        "process"
+    )
 
     def __init__(
         self,
@@ -155,6 +163,12 @@ class DistributedDataset:
         self._shared = self._position = None
         self._saved = saved if saved.has_begun else None
 
+    def __repr__(self) -> str:
+        num_batches = self._num_batches()
+        of = "" if num_batches is None else f" of {num_batches} batches"
+        devices = ", ".join(map(str, self._assembly.devices))
+        return f"{type(self).__name__}({type(self._source.dataset).__name__}{of}, [{devices}])"
+
     def close(self) -> None:
         """Ends all iterations and their threads; idempotent."""
         self._end_iterations()
@@ -198,13 +212,15 @@ class DistributedDataset:
             self._position = None  # the next pass begins at the start
 
 
-class DistributedIterator:
+class DistributedIterator(Uncopied):
     """One iteration over a ``DistributedDataset``; dropping it ends its thread and workers.
 
     Attributes:
         waited_seconds: how long its consumer has waited for batches.
         num_delivered: how many distributed batches it has got.
     """
+
+    _instead = "take the state_dict() of the distributed dataset"
 
     def __init__(self, dataset: DistributedDataset, reader: Reader, position: Position) -> None:
         self.waited_seconds = 0.0
@@ -218,6 +234,9 @@ class DistributedIterator:
 
     def __iter__(self) -> DistributedIterator:
         return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_delivered} delivered, of {self._dataset!r})"
 
     def __next__(self) -> Any:
         """Returns the next batch, with ``PerReplica`` leaves on the replicas' devices.

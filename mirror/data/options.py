@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mirror.signposts import signposted
+from mirror.wording import in_words
+
 OptionsT = TypeVar("OptionsT")
 
 
+@signposted
 @dataclass(frozen=True)
 class InputOptions:
     """Options of a distributed dataset.
@@ -41,10 +45,10 @@ class InputOptions:
     def __post_init__(self) -> None:
         if not is_int(self.prefetch) or self.prefetch < 0:
             raise ValueError(
-                f"prefetch must be a number of batches, an int >= 0, got {self.prefetch!r}"
+                f"prefetch must be a number of batches, an int >= 0, got {in_words(self.prefetch)}"
             )
         if not isinstance(self.drop_remainder, bool):
-            raise ValueError(f"drop_remainder must be a bool, got {self.drop_remainder!r}")
+            raise ValueError(f"drop_remainder must be a bool, got {in_words(self.drop_remainder)}")
         if self.weights is not None and not (
             isinstance(self.weights, str) and self.weights == "auto"
         ):
@@ -52,7 +56,7 @@ class InputOptions:
         if self.weight_of is not None and not callable(self.weight_of):
             raise ValueError(
                 "weight_of must be a function of a replica's part of the batch, got "
-                f"{self.weight_of!r}"
+                f"{in_words(self.weight_of)}"
             )
 
 
@@ -77,7 +81,9 @@ class InputContext:
             ValueError: the global batch size is not an int >= 1 that the replicas divide.
         """
         if not is_int(global_batch_size) or global_batch_size < 1:
-            raise ValueError(f"global_batch_size must be an int >= 1, got {global_batch_size!r}")
+            raise ValueError(
+                f"global_batch_size must be an int >= 1, got {in_words(global_batch_size)}"
+            )
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise ValueError(
@@ -97,8 +103,8 @@ def or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
         return kind()
     if not isinstance(options, kind):
         raise TypeError(
-            f"options must be a mirror.{kind.__name__} or None, got {options!r}; options in a "
-            f"dict are passed as mirror.{kind.__name__}(**options)"
+            f"options must be a mirror.{kind.__name__} or None, got {in_words(options)}; options "
+            f"in a dict are passed as mirror.{kind.__name__}(**options)"
         )
     return options
 
@@ -116,5 +122,5 @@ def _checked_weights(weights: Sequence[float] | str) -> tuple[float, ...]:
         checked = ()
     valid = all(math.isfinite(weight) and weight >= 0 for weight in checked)
     if isinstance(weights, str) or not valid or not any(checked):
-        raise ValueError(f"{rule}; got {weights!r}")
+        raise ValueError(f"{rule}; got {in_words(weights)}")
     return checked

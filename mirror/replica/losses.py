@@ -11,6 +11,7 @@ from torch import Tensor
 from mirror.context import current
 from mirror.errors import StrategyError
 from mirror.replica.merge_point import MergePoint
+from mirror.wording import in_words
 
 
 def compute_average_loss(
@@ -125,7 +126,7 @@ def _checked(global_batch_size: Any) -> int:
         size = operator.index(global_batch_size)
     except TypeError:
         raise TypeError(
-            f"global_batch_size must be an integer, got {global_batch_size!r}"
+            f"global_batch_size must be an integer, got {in_words(global_batch_size)}"
         ) from None
     if size <= 0:
         raise ValueError(f"global_batch_size must be positive, got {size}")

@@ -11,6 +11,7 @@ from mirror.errors import StrategyError
 from mirror.replica.buffers import AGGREGATIONS, MirroredBuffer
 from mirror.replica.group import all_groups
 from mirror.replica.module import ReplicaDict
+from mirror.wording import in_words
 
 
 def is_mirrored(obj: object) -> bool:
@@ -47,8 +48,9 @@ def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
         AttributeError: the module has no such buffer.
         StrategyError: the buffer is not mirrored.
     """
-    if how not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {how!r}")
+    if not isinstance(how, str) or how not in AGGREGATIONS:
+        names = ", ".join(AGGREGATIONS)
+        raise ValueError(f"aggregation must be one of {names}, got {in_words(how)}")
     buffers: dict[str, Any] = module._buffers
     if buffers.get(buffer_name) is None:
         raise AttributeError(f"{type(module).__name__} has no buffer {buffer_name!r}")

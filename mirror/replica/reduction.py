@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirror.values import PerReplica
+from mirror.wording import in_words
+
 
 class ReduceOp(str, Enum):
     """How values of replicas combine."""
 
     SUM = "sum"
     MEAN = "mean"
+    AVG = "mean"  # as torch.distributed calls it, and PRODUCT
     MAX = "max"
     MIN = "min"
     PROD = "prod"
+    PRODUCT = "prod"
 
     def __str__(self) -> str:
         return self.value
@@ -32,17 +37,34 @@ _PAIRWISE: dict[str, Any] = {
 }
 
 
+_NAMES = {op.value: op.value for op in ReduceOp}
+# Of members of other libraries' enums.
+_MEMBERS = _NAMES | {"avg": "mean", "average": "mean", "product": "prod"}
+
+
 def reduce_op(op: Any) -> str:
     """Returns the lower-case name of an operation given by name, in any case, or as ReduceOp.
+
+    Members of other libraries' enums are understood by their names: ``torch.distributed``'s
+    ``ReduceOp.AVG``, ``tf.distribute.ReduceOp.MEAN``.
 
     Raises:
         ValueError: unknown operation.
     """
-    name = op.value if isinstance(op, ReduceOp) else op.lower() if isinstance(op, str) else op
-    names = [known.value for known in ReduceOp]
-    if name not in names:
-        raise ValueError(f"unknown reduction {op!r}; use one of {', '.join(names)}")
-    return str(name)
+    if isinstance(op, ReduceOp):
+        return op.value
+    is_name = isinstance(op, str) and not isinstance(op, Enum)
+    is_value = isinstance(op, (Tensor, PerReplica))
+    name = op if is_name else None if is_value else getattr(op, "name", None)
+    if not isinstance(name, str):
+        name = None
+    found = None if name is None else (_NAMES if is_name else _MEMBERS).get(name.lower())
+    if found is None:
+        raise ValueError(
+            f"unknown reduction {in_words(op if name is None else name)}; op comes first, and is "
+            f"one of {', '.join(_NAMES)}"
+        )
+    return found
 
 
 def check_reducible(tensor: Tensor) -> None:

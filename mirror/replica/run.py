@@ -20,7 +20,9 @@ from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
 from mirror.replica.plain import PlainLeaves
 from mirror.replica.recompute import NoMerges
+from mirror.signposts import signposted
 from mirror.timeline import WAITING
+from mirror.uncopied import Uncopied
 from mirror.values import regroup, select
 
 if TYPE_CHECKING:
@@ -170,7 +172,8 @@ class Run:
             order.lift_this_thread()
 
 
-class ReplicaContext:
+@signposted
+class ReplicaContext(Uncopied):
     """What a function sees of its replica inside ``strategy.run``.
 
     Attributes:
@@ -181,6 +184,7 @@ class ReplicaContext:
     """
 
     __slots__ = ("_weight", "device", "group", "lent", "replica_id", "run", "strategy")
+    _instead = "call mirror.get_replica_context() where you need it"
 
     def __init__(self, run: Run, replica_id: int, weight: float) -> None:
         self.run = run
@@ -190,6 +194,9 @@ class ReplicaContext:
         self.strategy: Any = run.group.strategy
         self.lent: list[Any] = []  # optimizers that this replica's step has
         self._weight = weight
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.group.names[self.replica_id]})"
 
     @property
     def replica_id_in_sync_group(self) -> int:

@@ -9,6 +9,7 @@ from mirror.comm.base import Communicator
 from mirror.comm.choose import create, known
 from mirror.errors import BackendError
 from mirror.strategy.options import CommunicationOptions
+from mirror.wording import in_words
 
 
 def make_communicator(
@@ -30,7 +31,7 @@ def make_communicator(
             )
         return backend
     if not isinstance(backend, str):
-        raise BackendError(f"backend must be a name or a Communicator, got {backend!r}")
+        raise BackendError(f"backend must be a name or a Communicator, got {in_words(backend)}")
 
     def make(name: str) -> Communicator:
         kind = known(name)

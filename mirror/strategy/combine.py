@@ -15,6 +15,7 @@ from mirror.replica.reduction import check_reducible, reduce_op, summed
 from mirror.replica.seams import sewn_values
 from mirror.strategy.arguments import check_parts
 from mirror.values import PerReplica, is_number, leaves_of, map_structure
+from mirror.wording import in_words
 
 _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": torch.amax,
@@ -50,7 +51,7 @@ def _reduce(
         if op in ("sum", "prod") and num_replicas > 1:
             raise ValueError(
                 f"reduce({op!r}) needs one value per replica, a PerReplica as run returns it; got "
-                f"{leaf!r}, which is the same for all"
+                f"{in_words(leaf)}, which is the same for all"
             )
         parts = [(_tensor(leaf, device), 1.0)]
     tensors = [tensor for tensor, _ in parts]

@@ -24,6 +24,7 @@ from mirror.replica.lockstep import Lockstep
 from mirror.replica.measure import measure
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
+from mirror.signposts import signposted
 from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
@@ -31,6 +32,7 @@ from mirror.strategy.options import CommunicationOptions, check_choice
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.scope import Scope
 from mirror.strategy.value_context import ValueContext
+from mirror.uncopied import Uncopied
 from mirror.values import PerReplica, local_results, map_structure, regroup, select
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -40,7 +42,8 @@ _SCHEDULES = ("auto", "lockstep", "staggered")
 _GRADIENT_REDUCTIONS = ("mean", "sum")
 
 
-class MirroredStrategy:
+@signposted
+class MirroredStrategy(Uncopied):
     """Mirrors a model's variables on all devices of one process and keeps them equal.
 
     ::
@@ -74,9 +77,14 @@ class MirroredStrategy:
         ValueError: an unknown ``gradient_reduction`` or ``schedule``.
     """
 
+    _instead = (
+        "make a strategy in each process; copy.deepcopy(model) and torch.save(model.state_dict()) "
+        "give ordinary copies of what it mirrors"
+    )
+
     def __init__(
         self,
-        devices: Sequence[torch.device | str] | None = None,
+        devices: Sequence[torch.device | str | int] | None = None,
         backend: str | Communicator = "auto",
         *,
         communication_options: CommunicationOptions | None = None,
@@ -127,7 +135,7 @@ class MirroredStrategy:
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._devices))
-        return f"MirroredStrategy([{devices}], backend={self._backend!r})"
+        return f"{type(self).__name__}([{devices}], backend={self._backend!r})"
 
     # Mirroring
 

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from mirror.signposts import signposted
+from mirror.wording import in_words
+
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@signposted
 @dataclass(frozen=True)
 class CommunicationOptions:
     """Options of a strategy's collectives.
@@ -40,11 +44,11 @@ class CommunicationOptions:
         if self.wire_dtype not in (None, *_WIRE_DTYPES):
             names = ", ".join(map(str, _WIRE_DTYPES))
             raise ValueError(
-                f"wire_dtype must be one of {names}, or None; got {self.wire_dtype!r}"
+                f"wire_dtype must be one of {names}, or None; got {in_words(self.wire_dtype)}"
             )
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     """Raises ValueError for an argument that is not one of the known names."""
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {in_words(value)}")

@@ -106,3 +106,24 @@ def test_a_name_that_is_taken_is_refused(registry, name):
 def test_only_communicators_can_be_registered(registry):
     with pytest.raises(TypeError, match=r"subclass of mirror\.comm\.Communicator"):
         comm.register("mine")(int)
+
+
+def test_reasons_are_given_for_names_of_devices(monkeypatch):
+    for name in choose.names():
+        by_name = comm.unavailable_reason(name, ["cpu", "CPU:0"])
+        assert by_name == comm.unavailable_reason(name, [torch.device("cpu")] * 2)
+        assert (by_name is None) == (name in comm.available(["cpu"] * 2))
+        kind = choose.known(name)
+        assert kind.unavailable_reason(["cpu"] * 2) == by_name
+    assert comm.unavailable_reason("host", ["GPU:0"]) == "it serves CPU devices only"
+    with pytest.raises(DeviceError, match="got 'tpu'"):
+        comm.unavailable_reason("host", ["tpu"])
+
+
+@pytest.mark.parametrize("name", comm.available(["cpu"] * 2))
+@pytest.mark.parametrize("op", [[torch.full((999,), 7.25)], torch.full((999,), 7.25), None, 3])
+def test_an_op_that_is_none_is_named_without_its_data(name, op):
+    communicator = comm.create(name, ["cpu"] * 2)
+    with pytest.raises(ValueError, match="op must be one of sum") as error:
+        communicator.all_reduce([torch.ones(1), torch.ones(1)], op)
+    assert "7.25" not in str(error.value)

@@ -1,0 +1,483 @@
+"""mirror/signposts.py: who comes from another library is told mirror's way; every entry of it."""
+
+import ast
+import copy
+import enum
+import inspect
+import io
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mirror
+from mirror import signposts
+from mirror.replica.reduction import reduce_op
+
+TABLE = signposts.table()
+ATTRIBUTES = [(p, name) for p, names in TABLE.items() for name in names if "()" not in p]
+KEYWORDS = [(p, name) for p, names in TABLE.items() for name in names if "()" in p]
+CLASSES = {
+    name: getattr(mirror, name)
+    for name in ("MirroredStrategy", "ReplicaContext", "DistributedDataset")
+}
+
+
+def context_of(strategy):
+    kept = []
+    strategy.run(lambda: kept.append(mirror.get_replica_context()))
+    return kept[0]
+
+
+@pytest.fixture(scope="module")
+def objects():
+    """One of each place that has attributes."""
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        yield {
+            "mirror": mirror,
+            "mirror.nn": mirror.nn,
+            "MirroredStrategy": strategy,
+            "DistributedDataset": strategy.distribute_dataset([torch.ones(2)]),
+            "ReplicaContext": context_of(strategy),
+        }
+
+
+@pytest.mark.parametrize(("place", "name"), ATTRIBUTES)
+def test_every_name_of_the_table_says_whose_it_is_and_what_to_do(objects, place, name):
+    sign = TABLE[place][name]
+    with pytest.raises(AttributeError) as error:
+        getattr(objects[place], name)
+    text = str(error.value)
+    assert f"{name!r} ({sign.library})" in text
+    assert text.endswith(f"; {sign.way}")
+    assert not hasattr(objects[place], name)
+    assert getattr(objects[place], name, 5) == 5
+
+
+@pytest.mark.parametrize(("place", "name"), KEYWORDS)
+def test_every_keyword_of_the_table_says_what_to_do(place, name):
+    kind = getattr(mirror, place.removesuffix("()"))
+    assert name not in inspect.signature(kind).parameters
+    with pytest.raises(TypeError) as error:
+        kind(**{name: None})
+    assert str(error.value).endswith(f"; {TABLE[place][name].way}")
+
+
+def known_paths():
+    """Returns dotted names of what there is, under the names that the texts use."""
+    here = {"mirror": mirror, "torch": torch, "context": mirror.ReplicaContext}
+    here |= {"strategy": mirror.MirroredStrategy, "copy": copy}
+    return here
+
+
+WAYS = sorted({sign.way for names in TABLE.values() for sign in names.values()})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_names_what_there_is(way):
+    assert way == way.strip()
+    assert way.isascii()
+    assert "{" not in way
+    for path in re.findall(r"\b(?:mirror|strategy|context|torch|copy)(?:\.\w+)+", way):
+        root, *names = path.split(".")
+        found = known_paths()[root]
+        for name in names:
+            if name == "strategy" and found is mirror.ReplicaContext:
+                found = mirror.MirroredStrategy
+                continue
+            assert hasattr(found, name), path
+            found = getattr(found, name)
+    for keyword in re.findall(r"\bpass (\w+)=", way):
+        callables = (mirror.MirroredStrategy, mirror.CommunicationOptions, mirror.InputOptions)
+        assert any(keyword in inspect.signature(kind).parameters for kind in callables), keyword
+
+
+def test_the_table_is_sorted_into_places_that_exist():
+    assert set(TABLE) == {
+        "mirror",
+        "mirror.nn",
+        *CLASSES,
+        "MirroredStrategy()",
+        "CommunicationOptions()",
+        "InputOptions()",
+    }
+    assert all(TABLE.values())
+    assert all(sign.library and sign.way for names in TABLE.values() for sign in names.values())
+
+
+# What people have written, and a word of the answer; gathered apart from the table.
+HABITS = """
+strategy.experimental_run_v2                      strategy.run
+strategy.experimental_run                         strategy.run
+strategy.experimental_distribute_dataset          distribute_dataset
+strategy.make_dataset_iterator                    distribute_dataset
+strategy.make_input_fn_iterator                   distribute_dataset
+strategy.experimental_local_results               local_results
+strategy.unwrap                                   local_results
+strategy.extended                                 strategy
+strategy.distribute_datasets_from_function        distribute_dataset_from_function
+strategy.experimental_distribute_datasets_from_function distribute_dataset_from_function
+strategy.experimental_distribute_values_from_function   distribute_values_from_function
+strategy.experimental_make_numpy_dataset          from_arrays
+strategy.cluster_resolver                         one machine
+strategy.call_for_each_replica                    strategy.run
+strategy.update                                   all replicas
+strategy.worker_devices                           strategy.devices
+strategy.module                                   the model
+strategy.state_dict                               the model
+strategy.parameters                               the model
+strategy.train                                    the model
+strategy.device_ids                               strategy.devices
+strategy.register_comm_hook                       wire_dtype
+strategy.join                                     uneven
+strategy.process_group                            one process
+strategy.rank                                     replica_id_in_sync_group
+strategy.world_size                               num_replicas_in_sync
+strategy.barrier                                  merge_call
+strategy.broadcast                                strategy.mirror
+strategy.all_reduce                               strategy.reduce
+strategy.all_gather                               strategy.gather
+strategy.merge_call                               get_replica_context
+strategy.setup                                    scope
+strategy.setup_module                             strategy.mirror
+strategy.setup_optimizers                         scope
+strategy.setup_dataloaders                        distribute_dataset
+strategy.backward                                 loss.backward
+strategy.launch                                   one process
+strategy.clip_gradients                           clip_grad_norm_
+strategy.no_backward_sync                         no_sync
+strategy.is_global_zero                           one process
+strategy.global_rank                              replica_id_in_sync_group
+strategy.autocast                                 torch.autocast
+strategy.save                                     torch.save
+strategy.load                                     torch.save
+strategy.print                                    one process
+strategy.seed_everything                          manual_seed
+strategy.to_device                                distribute_dataset
+strategy.prepare                                  scope
+strategy.accumulate                               no_sync
+strategy.gather_for_metrics                       strategy.gather
+strategy.clip_grad_norm_                          torch.nn.utils
+strategy.unwrap_model                             deepcopy
+strategy.wait_for_everyone                        one process
+strategy.is_main_process                          one process
+strategy.num_processes                            num_replicas_in_sync
+strategy.process_index                            replica_id_in_sync_group
+strategy.save_state                               torch.save
+strategy.sync_gradients                           no_sync
+strategy.allreduce                                strategy.reduce
+strategy.broadcast_parameters                     strategy.mirror
+strategy.size                                     num_replicas_in_sync
+context.rank                                      replica_id_in_sync_group
+context.world_size                                num_replicas_in_sync
+context.reduce                                    all_reduce
+context.gather                                    all_gather
+context.is_main_process                           replica_id_in_sync_group
+context.barrier                                   wait
+context.allreduce                                 all_reduce
+context.scope                                     merge_call
+context.devices                                   context.device
+mirror.NcclAllReduce                              nccl
+mirror.HierarchicalCopyAllReduce                  hierarchical
+mirror.ReductionToOneDevice                       naive
+mirror.CrossDeviceOps                             backend
+mirror.OneDeviceStrategy                          MirroredStrategy
+mirror.MultiWorkerMirroredStrategy                one machine
+mirror.distribute                                 mirror.MirroredStrategy
+mirror.experimental                               mirror.MirroredStrategy
+mirror.experimental_set_strategy                  scope
+mirror.DistributedValues                          PerReplica
+mirror.DataParallel                               MirroredStrategy
+mirror.DistributedDataParallel                    MirroredStrategy
+mirror.DDP                                        strategy.mirror
+mirror.Fabric                                     MirroredStrategy
+mirror.Accelerator                                MirroredStrategy
+mirror.init_process_group                         MirroredStrategy
+mirror.get_rank                                   replica_id_in_sync_group
+mirror.init                                       MirroredStrategy
+mirror.DistributedOptimizer                       scope
+mirror.DistributedSampler                         distribute_dataset
+mirror.nn.DataParallel                            MirroredStrategy
+dataset.set_epoch                                 sampler
+dataset.element_spec                              next
+dataset.get_next                                  for batch in
+dataset.batch_size                                loader
+MirroredStrategy(cross_device_ops=)               backend
+MirroredStrategy(device_ids=)                     devices=
+MirroredStrategy(num_gpus=)                       devices=
+MirroredStrategy(output_device=)                  first
+MirroredStrategy(find_unused_parameters=)         leave it out
+MirroredStrategy(bucket_cap_mb=)                  bytes_per_pack
+MirroredStrategy(process_group=)                  leave it out
+MirroredStrategy(accelerator=)                    devices=
+MirroredStrategy(precision=)                      GradScaler
+MirroredStrategy(mixed_precision=)                GradScaler
+MirroredStrategy(gradient_accumulation_steps=)    no_sync
+MirroredStrategy(timeout=)                        timeout_seconds
+MirroredStrategy(bytes_per_pack=)                 CommunicationOptions
+CommunicationOptions(implementation=)             backend=
+InputOptions(experimental_per_replica_buffer_size=)  prefetch=
+"""
+
+
+@pytest.mark.parametrize("habit", HABITS.strip().splitlines(), ids=lambda line: line.split()[0])
+def test_a_habit_is_answered(objects, habit):
+    written, answer = habit.split(maxsplit=1)
+    owners = {
+        "strategy": objects["MirroredStrategy"],
+        "context": objects["ReplicaContext"],
+        "dataset": objects["DistributedDataset"],
+        "mirror": mirror,
+    }
+    if written.endswith("=)"):
+        kind, keyword = written[:-2].split("(")
+        with pytest.raises(TypeError, match=re.escape(answer)):
+            getattr(mirror, kind)(**{keyword: 1})
+        return
+    root, *path, name = written.split(".")
+    owner = owners[root]
+    for step in path:
+        owner = getattr(owner, step)
+    with pytest.raises(AttributeError, match=re.escape(answer)):
+        getattr(owner, name)
+
+
+def test_an_import_of_a_foreign_name_says_the_same():
+    with pytest.raises(ImportError, match=r"TensorFlow.*backend='nccl'"):
+        from mirror import NcclAllReduce  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from mirror import nothing  # noqa: F401
+    with pytest.raises(ImportError, match=r"strategy\.mirror"):
+        from mirror.nn import DataParallel  # noqa: F401
+
+
+def test_a_name_that_nobody_has_is_an_ordinary_error(objects):
+    for place, owner in objects.items():
+        for name in ("nobody", "_private", "__dunder__"):
+            with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+                getattr(owner, name)
+        assert not hasattr(owner, "nobody"), place
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nobody'"):
+        mirror.MirroredStrategy(["cpu"], nobody=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nobody'"):
+        mirror.InputOptions(nobody=1)
+
+
+def test_a_subclass_may_have_a_keyword_and_a_name_of_its_own():
+    class Own(mirror.MirroredStrategy):
+        def __init__(self, precision):
+            super().__init__(["cpu"])
+            self.precision = precision
+
+        def prepare(self):
+            return self.precision
+
+    with Own(precision=16) as own:
+        assert own.prepare() == 16
+        assert repr(own) == "Own([cpu], backend='host')"
+        with pytest.raises(AttributeError, match="a Own has no 'setup'"):
+            own.setup
+
+
+def test_signatures_are_what_they_were():
+    parameters = list(inspect.signature(mirror.MirroredStrategy).parameters)
+    assert parameters[:3] == ["devices", "backend", "communication_options"]
+    assert next(iter(inspect.signature(mirror.InputOptions).parameters)) == "prefetch"
+    assert mirror.InputOptions() == mirror.InputOptions(2)
+    assert hash(mirror.InputOptions()) == hash(mirror.InputOptions(2))
+
+
+READS_LATE = """
+import mirror
+from mirror import signposts
+strategy = mirror.MirroredStrategy(["cpu"] * 2)
+strategy.run(lambda: mirror.get_replica_context().all_reduce("sum", 1))
+print(signposts.table.cache_info().currsize)
+hasattr(strategy, "prepare")
+print(signposts.table.cache_info().currsize)
+"""
+
+
+def test_the_table_is_read_when_a_name_is_missing():
+    command = [sys.executable, "-c", READS_LATE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]
+
+
+def test_the_type_checker_still_refuses_unknown_names():
+    for module in (mirror, mirror.nn, signposts):
+        tree = ast.parse(inspect.getsource(module))
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        assert "__getattr__" not in names
+    assert not any("__getattr__" in inspect.getsource(kind) for kind in CLASSES.values())
+
+
+# Enums of operations
+
+
+class TensorFlowOp(enum.Enum):
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "x"
+
+
+class TextOp(str, enum.Enum):
+    AVG = "avg"
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (torch.distributed.ReduceOp.SUM, "sum"),
+        (torch.distributed.ReduceOp.AVG, "mean"),
+        (torch.distributed.ReduceOp.MAX, "max"),
+        (torch.distributed.ReduceOp.MIN, "min"),
+        (torch.distributed.ReduceOp.PRODUCT, "prod"),
+        (TensorFlowOp.SUM, "sum"),
+        (TensorFlowOp.MEAN, "mean"),
+        (mirror.ReduceOp.AVG, "mean"),
+        (mirror.ReduceOp.PRODUCT, "prod"),
+        (TextOp.AVG, "mean"),
+    ],
+)
+def test_operations_of_other_libraries_are_understood(objects, op, name):
+    assert reduce_op(op) == name
+    values = mirror.PerReplica([torch.tensor(3.0), torch.tensor(5.0)])
+    strategy = objects["MirroredStrategy"]
+    assert strategy.reduce(op, values) == strategy.reduce(name, values)
+    reduced = strategy.run(
+        lambda x: mirror.get_replica_context().all_reduce(op, x), args=(values,)
+    )
+    assert reduced.values[1] == strategy.reduce(name, values)
+
+
+def test_aliases_are_no_operations_of_their_own():
+    assert [op.name for op in mirror.ReduceOp] == ["SUM", "MEAN", "MAX", "MIN", "PROD"]
+    assert mirror.ReduceOp.AVG is mirror.ReduceOp.MEAN
+
+
+UNKNOWN_OPS = [
+    torch.distributed.ReduceOp.BAND,
+    torch.distributed.ReduceOp.PREMUL_SUM,
+    TensorFlowOp.ONLY_FIRST_REPLICA,
+    "median",
+    "avg",
+    "",
+    None,
+    1,
+    sum,
+    torch.nn.Linear(2, 2),
+]
+
+
+@pytest.mark.parametrize("op", UNKNOWN_OPS, ids=repr)
+def test_an_unknown_operation_is_named(objects, op):
+    with pytest.raises(ValueError, match=r"op comes first.* sum, mean, max, min, prod"):
+        objects["MirroredStrategy"].reduce(op, mirror.PerReplica([1, 2]))
+
+
+SECRET = 123.456
+LOSSES = [
+    mirror.PerReplica([torch.full((50,), SECRET)] * 2),
+    torch.full((3,), SECRET),
+    [torch.tensor(SECRET)],
+    {"loss": torch.tensor(SECRET), "more": mirror.PerReplica([SECRET, SECRET])},
+    (SECRET, torch.tensor(SECRET)),
+    torch.full((3,), SECRET).numpy(),
+]
+
+
+@pytest.mark.parametrize("losses", LOSSES, ids=lambda value: type(value).__name__)
+def test_swapped_arguments_are_told_without_their_data(objects, losses):
+    strategy = objects["MirroredStrategy"]
+    for call in (
+        lambda: strategy.reduce(losses, "sum"),
+        lambda: strategy.run(lambda: mirror.get_replica_context().all_reduce(losses, "sum")),
+    ):
+        with pytest.raises(ValueError, match="op comes first") as error:
+            call()
+        assert "123.4" not in str(error.value)
+
+
+def test_a_value_that_is_not_distributed_is_told_without_its_data(objects):
+    for value in (torch.full((3,), SECRET), torch.tensor(SECRET)):
+        with pytest.raises(ValueError, match="a float32 tensor of shape") as error:
+            objects["MirroredStrategy"].reduce("sum", value)
+        assert "123.4" not in str(error.value)
+
+
+# What is short
+
+
+def test_reprs_are_short_and_say_what_it_is(objects):
+    strategy = objects["MirroredStrategy"]
+    dataset = strategy.distribute_dataset([torch.zeros(1000)] * 3)
+    iterator = iter(dataset)
+    next(iterator)
+    assert repr(strategy) == "MirroredStrategy([cpu, cpu], backend='host')"
+    assert repr(dataset) == "DistributedDataset(list of 3 batches, [cpu, cpu])"
+    assert repr(iterator) == f"DistributedIterator(1 delivered, of {dataset!r})"
+    assert repr(strategy.distribute_dataset(iter([]))) == (
+        "DistributedDataset(list_iterator, [cpu, cpu])"
+    )
+    assert repr(objects["ReplicaContext"]) == "ReplicaContext(replica 0 of 2 (cpu))"
+    values = strategy.distribute_values_from_function(repr)
+    assert values.values[1] == "ValueContext(replica 1 of 2)"
+    communicator = mirror.comm.create("ring", ["cpu"] * 2)
+    assert repr(communicator) == "RingCommunicator([cpu, cpu])"
+    communicator.close()
+    assert repr(communicator) == "RingCommunicator([cpu, cpu]) (closed)"
+    for options in (mirror.InputOptions(), mirror.CommunicationOptions()):
+        assert len(repr(options)) < 120
+
+
+# What is neither copied nor pickled
+
+
+def _torch_save(value):
+    torch.save(value, io.BytesIO())
+
+
+@pytest.mark.parametrize(
+    "copier", [copy.copy, copy.deepcopy, pickle.dumps, _torch_save], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("MirroredStrategy", "make a strategy in each process"),
+        ("ReplicaContext", r"mirror\.get_replica_context\(\)"),
+        ("DistributedDataset", r"state_dict\(\)"),
+        ("DistributedIterator", r"state_dict\(\)"),
+        ("HostCommunicator", r"mirror\.comm\.create"),
+        ("Own", r"mirror\.comm\.create"),
+    ],
+)
+def test_what_belongs_to_a_process_says_so(objects, kind, remedy, copier):
+    value = {
+        **objects,
+        "DistributedIterator": iter(objects["DistributedDataset"]),
+        "HostCommunicator": mirror.comm.create("host", ["cpu"] * 2),
+        "Own": Own(["cpu"]),
+    }[kind]
+    for held in (value, [value]) if copier is not copy.copy else (value,):
+        with pytest.raises(TypeError, match=rf"a {kind} belongs to the process.*{remedy}"):
+            copier(held)
+
+
+class Own(mirror.comm.Communicator):
+    """Of a user."""
+
+    def all_reduce(self, tensors, op="sum", scale=1.0):
+        pass
+
+    broadcast = reduce_scatter = all_gather = all_reduce
+
+
+def test_options_and_values_are_copied_and_pickled():
+    for value in (mirror.InputOptions(prefetch=5), mirror.CommunicationOptions()):
+        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
+    values = pickle.loads(pickle.dumps(mirror.PerReplica([1, 2])))
+    assert values.values == (1, 2)
