@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from mirror.context import current
+from mirror.errors import StrategyError
 from mirror.replica.merge_point import MergePoint
+from mirror.replica.optimizer_steps import group_in
 
 _lock = threading.Lock()  # not held by a scaler: scalers are copied and pickled
 
@@ -116,6 +119,31 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._of_run = None
+
+
+def watch_torchs_scaler() -> None:
+    """Has torch's own scaler say inside ``run`` that it is not for replicas; call it once."""
+    for name in ("unscale_", "step", "update"):
+        setattr(torch.amp.GradScaler, name, _refusing(getattr(torch.amp.GradScaler, name)))
+
+
+def _refusing(method: Any) -> Any:
+    @functools.wraps(method)
+    def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        replica: Any = current.replica
+        is_torchs = self._enabled and not isinstance(self, GradScaler)
+        if replica is not None and is_torchs and replica.group.num_replicas > 1:
+            optimizer = args[0] if args else kwargs.get("optimizer")
+            own = isinstance(optimizer, torch.optim.Optimizer) and group_in(optimizer) is None
+            if not own:
+                raise StrategyError(
+                    f"{type(self).__name__}.{method.__name__} of torch was called inside "
+                    "strategy.run, where every replica unscales gradients of its own; use "
+                    "mirror.amp.GradScaler, which has its arguments and its state"
+                )
+        return method(self, *args, **kwargs)
+
+    return refusing
 
 
 def _copied(states: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:

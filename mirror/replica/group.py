@@ -30,7 +30,8 @@ from mirror.replica.gradients import Gradients
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import ReplicaDict, mirror_module, route_call
 from mirror.replica.nesting import refuse_within_another
-from mirror.replica.optimizer import OptimizerMirror, watch_optimizer_steps
+from mirror.replica.optimizer import OptimizerMirror
+from mirror.replica.optimizer_hooks import watch_optimizer_steps
 from mirror.replica.parallel_pass import ParallelPass
 from mirror.replica.passes import watch_passes
 from mirror.replica.plain import PlainVariables, note_use

@@ -13,9 +13,10 @@ when its next step begins.
                    would find in ``param_groups`` may be lent to another
     cross-replica  the pre-hook steps replicas 1 .. N-1, then lends to replica 0, whose step is
                    the one that was called: hooks and schedulers see one step
-    whole          with a closure (its forward spans all replicas), with hooks of the user's, or
-                   where steps draw random numbers, a step in the cross-replica context runs on
-                   the mirrored parameters, and the others take over the result
+    whole          with a closure (its forward spans all replicas), with hooks of the user's, of a
+                   class that is not torch's, or where steps draw random numbers, a step in the
+                   cross-replica context runs on the mirrored parameters, and the others take
+                   over the result
 
 Options in ``param_groups`` are shared: every replica gets a copy before the step, and what the
 first one's step writes into its copy is kept. The first replica's state is the optimizer's own.
@@ -24,9 +25,9 @@ first one's step writes into its copy is kept. The first replica's state is the 
 Replicas that share a device, the simulated ones above all, need not compute the same update N
 times over: replica 0 steps, in the merge, or in the pre-hook outside ``run``; the others copy its
 values, which takes a fifth of the time and keeps one state instead of N. The steps that were
-called then find no parameter groups. Torch's optimizers cope with that, others may not: those step
-on every replica. The state of replicas 1 .. N-1 is copied from the first one's when
-their code looks at it.
+called then find no parameter groups. Torch's optimizers cope with that, others may not: see
+[Note: Whose step] in ``optimizer_steps.py``. The state of replicas 1 .. N-1 is copied from the
+first one's when their code looks at it.
 """
 
 from __future__ import annotations
@@ -35,36 +36,27 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from mirror.context import current
 from mirror.devices import random_state, set_random_state, using
-from mirror.errors import StrategyError
-from mirror.replica.compiler import Hold, let_go, letting_go, not_compiled, take_hold
+from mirror.replica.compiler import Hold
 from mirror.replica.merge_point import MergePoint
-from mirror.replica.nesting import refuse_within_another
 from mirror.replica.optimizer_groups import (
-    Once,
     Parameters,
     has_hooks,
-    mirrored_group,
     of_replica,
-    raw_step,
+    refuse_what_is_not_mirrored,
 )
+from mirror.replica.optimizer_kept import kept_by
 from mirror.replica.optimizer_state import ReplicaStates
-from mirror.replica.parameters import MirroredParameter
-from mirror.replica.plain import note_step
-from mirror.replica.zero_grad import watch_zero_grad
+from mirror.replica.optimizer_steps import is_torchs_own, raw_step, refuse_draws
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -74,70 +66,6 @@ Action = Callable[[dict[int, Any]], dict[int, Any]]
 
 _NOBODY = -1  # who is lent no parameter groups
 _serials = itertools.count(1)
-_watching = threading.Lock()
-_hooks: list[Any] = []
-
-
-def watch_optimizer_steps() -> None:
-    """Installs the global hooks, once."""
-    with _watching:
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
-            _hooks.append(register_optimizer_step_post_hook(_after_step))
-            watch_zero_grad()
-            # Both hooks must see one frame, which the compiler would break up.
-            not_compiled(Optimizer.profile_hook_step(lambda self: None))  # they share their code
-
-
-@letting_go
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
-    step = sys._getframe(1)
-    if mirror is not None:
-        if mirror.is_within_step(step):
-            return None  # a subclass's step has called its base's
-        mirror.reclaim()
-    if mirror is None or not mirror.parameters.are_in(optimizer.param_groups):
-        group = mirrored_group(optimizer)
-        if group is None:
-            note_step(optimizer)
-            return None
-        mirror = _mirror_of(optimizer, group)
-    group = mirror.group
-    group.check_usable()
-    refuse_within_another(group, "optimizer.step")
-    replica: Any = current.replica
-    mirror.holds[threading.get_ident()] = let_go()
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if replica is None or replica.group is not group:
-        mirror.step_everywhere(step, args, kwargs, closure)
-        return None
-    if closure is not None:
-        with torch.enable_grad():
-            once = Once(closure())
-        args, kwargs = (args[0], once, *args[2:]), {k: kwargs[k] for k in kwargs if k != "closure"}
-    mirror.step_here(step, replica, closure is not None)
-    return args, kwargs
-
-
-def _mirror_of(optimizer: Optimizer, group: ReplicaGroup) -> OptimizerMirror:
-    with _watching:  # replicas that run at once come here at once
-        mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
-        if mirror is None or mirror.group is not group:
-            # There it goes with the optimizer; its copies and pickles leave it out.
-            mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
-        mirror.parameters = Parameters(optimizer.param_groups)
-        return mirror
-
-
-@letting_go
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
-    if mirror is not None and mirror.step is sys._getframe(1):
-        try:
-            mirror.end_step()
-        finally:
-            take_hold(mirror.holds.pop(threading.get_ident(), None))
 
 
 class OptimizerMirror:
@@ -153,6 +81,8 @@ class OptimizerMirror:
         self._lent_groups: list[list[dict[str, Any]]] = [[] for _ in group.devices]
         self._lent_to: int | None = None
         self._is_whole = False  # whether the step in progress runs on the mirrored parameters
+        self._met: set[int] = set()  # the replicas that step by turns
+        self.steps_once = False  # whether a step has been seen to change what the optimizer keeps
         self._draws = False  # whether a step has been seen to draw random numbers
         self._random: Tensor | None = None  # the random state when a replica's step began
         self._alone = threading.Lock()  # held while lent
@@ -167,12 +97,17 @@ class OptimizerMirror:
         """Merges the replicas before their steps, and lends to the calling one."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        if context.replica_id in self._met:
+            self._lend(context.replica_id, step)
+            context.lent.append(self)
+            return
         if not self.parameters.are_mirrored:
-            self._refuse_what_is_not_mirrored(optimizer)
+            refuse_what_is_not_mirrored(optimizer)
         steps_once = self._steps_once(optimizer) and not has_closure
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
             self.group.gradients.settle(context.run.shares())
+            self._is_whole = False  # one that was may have raised
             self._refresh(only_first=steps_once)
             if steps_once:
                 self._step_first(optimizer)
@@ -185,24 +120,75 @@ class OptimizerMirror:
             self._lend(context.replica_id, step)
         context.lent.append(self)
 
+    def step_by_turns(self, step: Callable[..., Any], context: ReplicaContext) -> Any:
+        """Has the first replica step, then the others, or follow. See [Note: Whose step]."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        leader, others = context.run.active[0], context.run.active[1:]
+
+        def meet(payloads: dict[int, Any]) -> dict[int, Any]:
+            refuse_what_is_not_mirrored(optimizer)
+            self.group.gradients.settle(context.run.shares())
+            self._is_whole = False
+            self._refresh()
+            self._met = set(context.run.active)
+            return payloads
+
+        def follow(payloads: dict[int, Any]) -> dict[int, Any]:
+            if payloads[leader][0]:
+                self.steps_once = True
+                self._take_over(leader, others)
+            return dict.fromkeys(payloads, payloads[leader])
+
+        self._merge(context, "optimizer.step", meet)
+        has_changed, result = False, None
+        if context.replica_id == leader:
+            kept = kept_by(optimizer)
+            result = step(optimizer)
+            has_changed = kept_by(optimizer) != kept
+        outcome = (has_changed, result)
+        has_changed, result = self._merge(context, "the first step", follow, outcome)
+        if has_changed:
+            self._met.discard(context.replica_id)
+            return result
+        if context.replica_id != leader:
+            result = step(optimizer)
+        self._met.discard(context.replica_id)
+        self._end_together(context)
+        return result
+
+    @torch.no_grad()
+    def _take_over(self, leader: int, others: Sequence[int]) -> None:
+        for variable in self.parameters.variables:
+            variable.carry(leader, others)
+            variable.carry_grad(leader, others)
+        self.states.take_over(leader, others)
+
     def _steps_once(self, optimizer: Optimizer) -> bool:
         """Whether one replica's step does for all. See [Note: One device, one step]."""
         return (
             self.group.is_one_device
             and not has_hooks(optimizer)
-            and type(optimizer).__module__.startswith("torch.optim.")
+            and is_torchs_own(type(optimizer))
         )
 
-    def _merge(self, context: ReplicaContext, what: str, action: Action) -> None:
+    def _merge(
+        self, context: ReplicaContext, what: str, action: Action, payload: Any = None
+    ) -> Any:
         name = f"{type(self._optimizer()).__name__} #{self._serial}"
-        context.run.merge(context.replica_id, MergePoint(what, (name,), None, action))
+        return context.run.merge(context.replica_id, MergePoint(what, (name,), payload, action))
+
+    def _end_together(self, context: ReplicaContext) -> None:
+        """Has none go on before all have stepped, under a schedule without turns."""
+        if not context.run.lockstep.takes_turns:
+            self._merge(context, "the end of optimizer.step", lambda payloads: payloads)
 
     def _step_first(self, optimizer: Optimizer) -> None:
         """Steps the first replica, and has the others take over. See [Note: One device...]."""
         self._lend_out(0, self._lent_groups[0], self.states.of(0), sys._getframe())
         try:
             with using(self.group.devices[0]):
-                raw_step(optimizer)(optimizer)
+                raw_step(type(optimizer))(optimizer)
         finally:
             self.give_back()
             self._follow()
@@ -220,31 +206,23 @@ class OptimizerMirror:
             variable.version = variable.copies[0]._version
         self.states.follow_first()
 
-    def _refuse_what_is_not_mirrored(self, optimizer: Optimizer) -> None:
-        for i, options in enumerate(optimizer.param_groups):
-            for parameter in options["params"]:
-                if not isinstance(parameter, MirroredParameter) and parameter.requires_grad:
-                    raise StrategyError(
-                        f"parameter group {i} has a parameter of shape {tuple(parameter.shape)} "
-                        "that no mirrored module holds: its gradient would not be reduced; put it "
-                        "into a mirrored module, or step outside strategy.run"
-                    )
-
     def step_everywhere(self, step: FrameType, args: Any, kwargs: Any, closure: Any) -> None:
         """Steps replicas 1 .. N-1 and lends to replica 0."""
         self.group.prepare()
         self.group.gradients.flush()
-        is_whole = closure is not None or self._draws or has_hooks(args[0])
+        is_own = is_torchs_own(type(args[0]))
+        is_whole = closure is not None or self._draws or has_hooks(args[0]) or not is_own
         steps_once = self._steps_once(args[0])
+        self._is_whole = is_whole
         self._refresh(only_first=is_whole or steps_once)
         if is_whole:
-            self._is_whole, self.step = True, step
+            self.step = step
             return
         if steps_once:
             self._step_first(args[0])
             self._lend_nothing(step)
             return
-        function = raw_step(args[0])
+        function = raw_step(type(args[0]))
         for replica_id in range(1, self.group.num_replicas):
             self._lend(replica_id, step)
             try:
@@ -264,8 +242,8 @@ class OptimizerMirror:
         assert self._random is not None
         set_random_state(self.group.devices[replica_id], self._random)
         self.group.recover()
-        self._refresh()
         self._draws = self._is_whole = True
+        self._refresh()
         self.step = step
 
     def _has_drawn(self, replica_id: int) -> bool:
@@ -277,24 +255,22 @@ class OptimizerMirror:
     def end_step(self) -> None:
         """Gives back after a step; outside ``run`` all replicas are now equal again."""
         if self._is_whole:
-            self._is_whole, self.step = False, None
+            self.step = None
             for variable in self.parameters.variables:
                 variable.carry()
             self.states.shared.seen = True
             self._refresh(only_first=True)
+            self._is_whole = False
             return
         replica: Any = current.replica
         if replica is not None and self in replica.lent:
             replica.lent.remove(self)
             drawn = self._has_drawn(replica.replica_id)
             self.give_back()
-            if not replica.run.lockstep.takes_turns:
-                self._merge(replica, "the end of optimizer.step", lambda payloads: payloads)
+            if replica.replica_id not in self._met:
+                self._end_together(replica)
             if drawn:
-                raise StrategyError(
-                    "this optimizer's step draws random numbers, of which every replica would "
-                    "draw its own; call step outside strategy.run"
-                )
+                refuse_draws()
             return
         was_lent = self._lent_to is not None
         self.give_back()
@@ -384,7 +360,7 @@ class OptimizerMirror:
             self._lent_groups[r] = [
                 {**options, "params": of_replica(options["params"], r)} for options in self._groups
             ]
-        self.states.read(optimizer)
+        self.states.read(optimizer, is_whole=self._is_whole)
         if not only_first:
             self.states.catch_up()  # before the first one steps
 

@@ -1,8 +1,8 @@
-"""What an optimizer holds and takes: parameter groups, one replica's, its bare step, a closure."""
+"""What an optimizer holds and takes: parameter groups, one replica's, a closure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -85,11 +85,16 @@ def of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
     ]
 
 
-def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns the class's step without torch's hooks around it."""
-    function = type(optimizer).step
-    raw: Callable[..., Any] = getattr(function, "__wrapped__", function)
-    return raw
+def refuse_what_is_not_mirrored(optimizer: Optimizer) -> None:
+    """Raises for a parameter whose gradient nobody would reduce."""
+    for i, options in enumerate(getattr(optimizer, "param_groups", ())):
+        for parameter in options["params"]:
+            if not isinstance(parameter, MirroredParameter) and parameter.requires_grad:
+                raise StrategyError(
+                    f"parameter group {i} has a parameter of shape {tuple(parameter.shape)} "
+                    "that no mirrored module holds: its gradient would not be reduced; put it "
+                    "into a mirrored module, or step outside strategy.run"
+                )
 
 
 class Once:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
 
 # A replica's state, the key in it, and the key in the shared state if that is to see new entries.
-FindHere = Callable[[Any], "tuple[dict[Any, Any], Any, Any] | None"]
+Here = tuple[dict[Any, Any], Any, Any]
 
 
 class SharedState(defaultdict[Any, Any]):
@@ -31,13 +33,23 @@ class SharedState(defaultdict[Any, Any]):
     when it is looked into, which may be a change.
 
     Args:
-        find_here: says where a replica finds an entry; ``None`` outside run.
+        keeper: says where a replica finds an entry.
     """
 
-    def __init__(self, find_here: FindHere, entries: dict[Any, Any]) -> None:
+    def __init__(self, keeper: ReplicaStates, entries: dict[Any, Any]) -> None:
         super().__init__(dict, entries)
         self.seen = True
-        self._find_here = find_here
+        # Weak: the optimizer holds its state for longer than we should hold it.
+        self._keeper = weakref.ref(keeper)
+
+    def _find_here(self, key: Any) -> Here | None:
+        keeper = self._keeper()
+        return None if keeper is None else keeper.find_here(key)
+
+    def is_kept(self) -> bool:
+        """Whether it is the state of an optimizer alive."""
+        keeper = self._keeper()
+        return keeper is not None and keeper.shared is self
 
     def raw_items(self) -> Iterable[tuple[Any, Any]]:
         return super().items()
@@ -111,7 +123,7 @@ class ReplicaStates:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self.group = group
-        self.shared = SharedState(self._find_here(), {})  # what optimizer.state is between steps
+        self.shared = SharedState(self, {})  # what optimizer.state is between steps
         self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in group.devices]
         self._are_behind = False
         self._copying = threading.Lock()
@@ -131,11 +143,22 @@ class ReplicaStates:
                     self._copy(0, range(1, self.group.num_replicas))
                     self._are_behind = False
 
-    def read(self, optimizer: Optimizer) -> None:
-        """Takes in what the cross-replica context may have changed."""
-        if optimizer.state is not self.shared:
-            self.shared = SharedState(self._find_here(), optimizer.state)
+    def read(self, optimizer: Optimizer, *, is_whole: bool = False) -> None:
+        """Takes in what the cross-replica context may have changed.
+
+        Args:
+            is_whole: whether the optimizer is not lent: then it may show another's state.
+        """
+        if "state" not in vars(optimizer):
+            return
+        found: Any = optimizer.state
+        if found is not self.shared:
+            if is_whole and isinstance(found, SharedState) and found.is_kept():
+                return
+            self.shared = SharedState(self, found)
             optimizer.state = self.shared
+            if sys.getrefcount(found) > 2:
+                _replace_in_wrappers(found, self.shared)
         if self.shared.seen:
             self.shared.seen = False
             self._by_replica[0] = defaultdict(dict)
@@ -178,18 +201,8 @@ class ReplicaStates:
                             f"{names[r]} from {names[0]}; replicas must hold the same bits"
                         )
 
-    def _find_here(self) -> FindHere:
-        # Weak: the optimizer holds its state for longer than we should hold it.
-        states = weakref.ref(self)
-
-        def find_here(key: Any) -> tuple[dict[Any, Any], Any, Any] | None:
-            alive = states()
-            return None if alive is None else alive._here(key)
-
-        return find_here
-
-    def _here(self, key: Any) -> tuple[dict[Any, Any], Any, Any] | None:
-        """Returns where code inside ``run`` finds a state entry. See ``FindHere``."""
+    def find_here(self, key: Any) -> Here | None:
+        """Returns where code inside ``run`` finds a state entry; ``None`` outside."""
         replica: Any = current.replica
         if replica is None or replica.group is not self.group:
             return None
@@ -222,6 +235,16 @@ class ReplicaStates:
             return copy.deepcopy(leaf)
 
         return map_structure(copied, value)
+
+
+def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
+    """Has optimizers that show another's state (``self.state = base.state``) go on doing so."""
+    for holder in gc.get_referrers(found):
+        for owner in (holder, *(gc.get_referrers(holder) if type(holder) is dict else ())):
+            if isinstance(owner, Optimizer):
+                for name, value in list(vars(owner).items()):
+                    if value is found:
+                        vars(owner)[name] = shared
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,6 +171,22 @@ class Run:
             self.plain.tell(self.group)
             order.lift_this_thread()
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Goes out of the run, in a merge: as if it had ended here, and a new one began after."""
+        group = self.group
+        if group.num_replicas > 1:
+            self.finish()
+            group.note_run(self.active)
+            group.bring_along(self.active)
+            group.settle()
+        try:
+            with nullcontext() if self.streams is None else self.streams.of_first():
+                yield
+        finally:
+            if group.num_replicas > 1:
+                group.prepare()
+
 
 @signposted
 class ReplicaContext(Uncopied):
@@ -298,21 +314,12 @@ class ReplicaContext(Uncopied):
 
         def action(payloads: dict[int, Any]) -> dict[int, Any]:
             group, run = self.group, self.run
-            if group.num_replicas > 1:
-                run.finish()
-                group.note_run(run.active)
-                group.bring_along(run.active)
-                group.settle()
-            if run.is_default:
-                args, kwargs = payloads[0]
-            else:
-                args, kwargs = regroup(payloads, group.num_replicas, run.all_weights())
-            try:
-                with nullcontext() if run.streams is None else run.streams.of_first():
-                    result = fn(self.strategy, *args, **kwargs)
-            finally:
-                if group.num_replicas > 1:
-                    group.prepare()
+            with run.outside():
+                if run.is_default:
+                    args, kwargs = payloads[0]
+                else:
+                    args, kwargs = regroup(payloads, group.num_replicas, run.all_weights())
+                result = fn(self.strategy, *args, **kwargs)
             return {r: select(result, r) for r in payloads}
 
         payload = (tuple(args), dict(kwargs or {}))
