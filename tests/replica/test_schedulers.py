@@ -49,6 +49,7 @@ class Halving(lr_scheduler.LRScheduler):
         self.calls += 1
         for group in self.optimizer.param_groups:
             group["lr"] *= 0.5
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def batches():
