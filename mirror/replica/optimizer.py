@@ -55,6 +55,7 @@ from mirror.replica.optimizer_groups import (
     refuse_what_is_not_mirrored,
 )
 from mirror.replica.optimizer_kept import kept_by
+from mirror.replica.optimizer_options import Options, options_of, refuse_different
 from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.optimizer_steps import is_torchs_own, raw_step, refuse_draws
 
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 Action = Callable[[dict[int, Any]], dict[int, Any]]
 
 _NOBODY = -1  # who is lent no parameter groups
+_BEFORE = "before a step"
 _serials = itertools.count(1)
 
 
@@ -105,7 +107,9 @@ class OptimizerMirror:
             refuse_what_is_not_mirrored(optimizer)
         steps_once = self._steps_once(optimizer) and not has_closure
 
-        def action(payloads: dict[int, None]) -> dict[int, None]:
+        def action(payloads: dict[int, Any]) -> dict[int, Any]:
+            refuse_different(optimizer, payloads, _BEFORE)
+            context.run.stepped.setdefault(self, {})
             self.group.gradients.settle(context.run.shares())
             self._is_whole = False  # one that was may have raised
             self._refresh(only_first=steps_once)
@@ -113,7 +117,7 @@ class OptimizerMirror:
                 self._step_first(optimizer)
             return payloads
 
-        self._merge(context, "optimizer.step", action)
+        self._merge(context, "optimizer.step", action, options_of(optimizer))
         if steps_once:
             self._lend_nothing(step)
         else:
@@ -127,6 +131,8 @@ class OptimizerMirror:
         leader, others = context.run.active[0], context.run.active[1:]
 
         def meet(payloads: dict[int, Any]) -> dict[int, Any]:
+            refuse_different(optimizer, payloads, _BEFORE)
+            context.run.stepped.setdefault(self, {})
             refuse_what_is_not_mirrored(optimizer)
             self.group.gradients.settle(context.run.shares())
             self._is_whole = False
@@ -140,7 +146,7 @@ class OptimizerMirror:
                 self._take_over(leader, others)
             return dict.fromkeys(payloads, payloads[leader])
 
-        self._merge(context, "optimizer.step", meet)
+        self._merge(context, "optimizer.step", meet, options_of(optimizer))
         has_changed, result = False, None
         if context.replica_id == leader:
             kept = kept_by(optimizer)
@@ -277,6 +283,17 @@ class OptimizerMirror:
         if was_lent:
             for variable in self.parameters.variables:
                 variable.version = variable.copies[0]._version
+
+    def options(self) -> Options:
+        """Returns the options of the optimizer's groups, as the current replica has left them."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else options_of(optimizer)
+
+    def check_left(self, left: dict[int, Options]) -> None:
+        """Raises StrategyError if the replicas of a run have left different options."""
+        optimizer = self._optimizer()
+        if optimizer is not None and left:
+            refuse_different(optimizer, left, "at the end of run")
 
     def clear_gradients(self) -> bool:
         """Drops the gradients of all parameters, if none is pending; returns whether it did."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mirror.replica.run import ReplicaContext
 
 _TORCHS = "torch.optim."
+_DECORATORS = 4  # that may stand between a step and the one that it calls
 
 
 def watch_steps(step_by_turns: Callable[..., Any]) -> None:
@@ -103,6 +104,7 @@ def _step_in_run(
     step: Callable[..., Any], optimizer: Any, context: ReplicaContext, args: Any, kwargs: Any
 ) -> Any:
     kind = type(optimizer)
+    _refuse_wrappers(optimizer)
     if is_torchs_own(kind) or group_in(optimizer) is not context.group:
         return step(optimizer, *args, **kwargs)
     if any(lent.is_within_step(sys._getframe()) for lent in context.lent):
@@ -111,6 +113,30 @@ def _step_in_run(
         return _by_turns[0](step, optimizer, context)
     result, _ = call_once(context, _without_draws(step), optimizer, args, kwargs)
     return result
+
+
+def _refuse_wrappers(optimizer: Optimizer) -> None:
+    """Raises if the step of something like an optimizer, but none of torch's kind, steps one."""
+    frame: Any = sys._getframe(3)  # who has called step
+    for _ in range(_DECORATORS):
+        if frame is None:
+            return
+        code = frame.f_code
+        if code.co_name == "step" and code.co_argcount:
+            caller = frame.f_locals.get(code.co_varnames[0])
+            looks_like_one = "param_groups" in getattr(caller, "__dict__", ()) or hasattr(
+                type(caller), "param_groups"
+            )
+            if looks_like_one and not isinstance(caller, Optimizer):
+                if any(value is optimizer for value in getattr(caller, "__dict__", {}).values()):
+                    name = type(caller).__name__
+                    raise StrategyError(
+                        f"{name}.step wraps a {type(optimizer).__name__}, but {name} is no "
+                        "torch.optim.Optimizer: inside strategy.run every replica would run its "
+                        "code, on what all share; call it outside, or derive the class from "
+                        "torch.optim.Optimizer, whose steps are made once"
+                    )
+        frame = frame.f_back
 
 
 def _may_step_by_turns(optimizer: Optimizer) -> bool:

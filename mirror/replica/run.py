@@ -45,6 +45,7 @@ class Run:
         "outer",
         "plain",
         "results",
+        "stepped",
         "streams",
     )
 
@@ -60,6 +61,8 @@ class Run:
         self.lockstep = lockstep
         self.active = active
         self.results: dict[int, Any] = {}
+        # Optimizers stepped by all its replicas, and what options those that returned have left.
+        self.stepped: dict[Any, dict[int, Any]] = {}
         self.attributes: list[OwnValues] = []  # that its replicas have set or read
         self.modes: dict[int, tuple[Any, dict[int, bool]]] = {}  # set by train() and eval()
         self.is_weighted = weights is not None
@@ -165,6 +168,9 @@ class Run:
         if self.modes:
             self.check_modes()
         if self.group.num_replicas > 1:
+            while self.stepped:
+                optimizer, left = self.stepped.popitem()
+                optimizer.check_left(left)
             while self.attributes:
                 self.attributes.pop().join(self)
             self.group.gradients.finish(self.shares())
@@ -332,10 +338,13 @@ class ReplicaContext(Uncopied):
         """Calls the replica's function, which draws from its own random stream."""
         streams = self.run.streams
         if streams is None:
-            return self._measured(fn)
-        streams.enter(self.replica_id)
-        result = self._measured(fn)
-        streams.leave(self.replica_id)
+            result = self._measured(fn)
+        else:
+            streams.enter(self.replica_id)
+            result = self._measured(fn)
+            streams.leave(self.replica_id)
+        for optimizer, left in self.run.stepped.items():
+            left[self.replica_id] = optimizer.options()
         return result
 
     def _measured(self, fn: Callable[[int], Any]) -> Any:

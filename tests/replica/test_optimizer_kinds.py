@@ -458,3 +458,35 @@ def test_an_optimizer_that_is_not_mirrored_is_each_replicas_own(make_strategy):
     assert counts.values == (1, 1)
     for parameter in parameters.values:
         assert_same(parameter, torch.full((2,), 0.9))
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_a_wrapper_that_is_no_optimizer_works_outside_run(make_strategy, way):
+    class Averaging:
+        def __init__(self, params):
+            self.base = torch.optim.SGD(params, lr=0.1)
+            self.count = 0
+
+        @property
+        def param_groups(self):
+            return self.base.param_groups
+
+        @property
+        def state(self):
+            return self.base.state
+
+        def zero_grad(self):
+            self.base.zero_grad()
+
+        @torch.no_grad()
+        def step(self):
+            self.count += 1
+            self.base.step()
+            for p in self.param_groups[0]["params"]:
+                p.mul_(1 - 0.1 / self.count)
+
+    if way < 3:
+        compared(way, make_strategy(3), Averaging)
+        return
+    with pytest.raises(mirror.StrategyError, match=r"Averaging\.step wraps a SGD"):
+        compared(way, make_strategy(3), Averaging)

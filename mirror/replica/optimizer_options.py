@@ -1,0 +1,49 @@
+"""What the replicas see in ``param_groups``, which they share: it must be the same for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from mirror.errors import StrategyError
+
+Options = list[dict[str, Any]]
+
+
+def options_of(optimizer: Optimizer) -> Options:
+    """Returns the options of each group as they are now."""
+    return [
+        {name: value for name, value in options.items() if name != "params"}
+        for options in getattr(optimizer, "param_groups", ())
+    ]
+
+
+def refuse_different(optimizer: Optimizer, seen: Mapping[int, Options], when: str) -> None:
+    """Raises for options that a replica has found, or set, otherwise than the first one.
+
+    Raises:
+        StrategyError: naming the option and the two values.
+    """
+    first, *others = sorted(seen)
+    for r in others:
+        for i, (mine, theirs) in enumerate(zip(seen[first], seen[r], strict=False)):
+            for name in mine.keys() | theirs.keys():
+                ours, other = mine.get(name), theirs.get(name)
+                if ours is not other and _is_number(ours, other) and ours != other:
+                    raise StrategyError(
+                        f"{name!r} of parameter group {i} of {type(optimizer).__name__} was "
+                        f"{ours!r} {when} on replica {first} and {other!r} on replica {r}: the "
+                        "groups are shared, so a replica that changes one changes it for all, and "
+                        "replicas that each decay it do so N times; change it outside "
+                        "strategy.run, or with a torch.optim.lr_scheduler"
+                    )
+
+
+def _is_number(*values: Any) -> bool:
+    plain = (int, float, bool, str, type(None))
+    return all(
+        isinstance(v, plain) or (isinstance(v, tuple) and all(isinstance(x, plain) for x in v))
+        for v in values
+    )
