@@ -69,6 +69,8 @@ class DistributedDataset(Uncopied):
             TypeError: the dataset is no iterable of batches, or the options are something else.
             ValueError: the weights do not go with the devices, or with ``joins``.
         """
+        if isinstance(dataset, DistributedDataset):
+            raise TypeError("this dataset is distributed already; iterate over it as it is")
         self.waited_seconds = 0.0
         self.num_delivered = 0
         self._options = or_default(options, InputOptions)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
@@ -201,7 +202,7 @@ def source_of(dataset: Iterable[Any]) -> Source:
     """Returns the source for a dataset.
 
     Raises:
-        TypeError: it cannot be iterated, or gives keys or characters.
+        TypeError: it cannot be iterated, or gives keys, characters or single examples.
         BatchError: its loader's sampler leaves out what other processes would read.
     """
     if isinstance(dataset, (Mapping, str, bytes)):
@@ -209,6 +210,17 @@ def source_of(dataset: Iterable[Any]) -> Source:
             "a dataset must be an iterable of batches; got a "
             f"{type(dataset).__name__}, which gives its keys or characters; batches of arrays in "
             "memory, a dict of them too, are made by mirror.data.from_arrays(arrays, batch_size)"
+        )
+    if _is_one_batch(dataset):
+        raise TypeError(
+            f"a dataset must be an iterable of batches; got a {type(dataset).__name__} of tensors "
+            "or numbers, one batch or all examples; one batch is [batch], and batches of arrays "
+            "in memory are made by mirror.data.from_arrays(arrays, batch_size)"
+        )
+    if callable(dataset) and not isinstance(dataset, Iterable):
+        raise TypeError(
+            "a dataset must be an iterable of batches; got something to call; call it, or pass "
+            "it to strategy.distribute_dataset_from_function(fn)"
         )
     if not isinstance(dataset, Iterable):
         raise TypeError(
@@ -225,6 +237,14 @@ def source_of(dataset: Iterable[Any]) -> Source:
     if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
         return LoaderSource(dataset)
     return Source(dataset)
+
+
+def _is_one_batch(dataset: object) -> bool:
+    """Whether iterating would give the rows of an array, or the columns of a batch."""
+    arrays = (torch.Tensor, np.ndarray)
+    if type(dataset) is tuple:
+        return len(dataset) > 1 and all(isinstance(item, arrays) for item in dataset)
+    return isinstance(dataset, arrays)
 
 
 class _Indices:

@@ -241,9 +241,21 @@ def _refuse_unsplittable(tree: object, path: str) -> None:
     elif isinstance(tree, Tensor) and (tree.layout is not torch.strided or tree.is_nested):
         kind = "nested" if tree.is_nested else str(tree.layout).removeprefix("torch.")
         what, advice = f"a {kind} tensor", "pass a dense tensor, and convert it in fn"
+    elif type(tree).__module__.partition(".")[0] in ("pandas", "polars"):
+        what, advice = f"a {type(tree).__name__}", "pass its columns as numpy arrays or tensors"
+    elif _hides_tensors(tree):
+        what = f"a {type(tree).__name__}, which holds tensors,"
+        advice = "pass its tensors in a dict, or make it a dataclass, and put it together in fn"
     else:
         return
     raise BatchError(f"{what} cannot be split over replicas; {path} is one; {advice}")
+
+
+def _hides_tensors(tree: object) -> bool:
+    """Whether an object of a class of the user's, no inner node, holds batched tensors."""
+    if isinstance(tree, (Tensor, np.ndarray)) or children_of(tree) is not None:
+        return False
+    return any(map(is_batched, getattr(tree, "__dict__", {}).values()))
 
 
 def _summary(batch: object) -> str:

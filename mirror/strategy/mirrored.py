@@ -280,6 +280,11 @@ class MirroredStrategy(Uncopied):
             BatchError: while iterating, for batches of one step that differ in structure.
         """
         self._group.check_usable()
+        if not callable(fn):
+            raise TypeError(
+                f"a function of an InputContext is needed, got a {type(fn).__name__}; a dataset "
+                "of global batches goes to strategy.distribute_dataset"
+            )
         return self._distribute(fn(InputContext(1, 0, len(self._devices))), options, joins=True)
 
     def _distribute(
