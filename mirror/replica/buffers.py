@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mirror.context import current
 from mirror.errors import StrategyError
 from mirror.replica.compiler import opaque
-from mirror.replica.tensors import MirroredTensor, raw_set_data, share_storage
+from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -106,10 +106,16 @@ class Buffer:
 
     def assign(self, replica_id: int, value: Tensor) -> None:
         """``module.buffer = value`` inside ``run``: this replica's copy from now on."""
+        value = resolve(value)  # the buffer itself, as conversions assign
         others = (copy for r, copy in enumerate(self.copies) if r != replica_id)
         # Replicas that are given one tensor must not share it.
         shared = any(share_storage(value, copy) for copy in others)
         self.copies[replica_id] = value.clone() if shared else value
+        self._stale = self._apart = True
+
+    def set_data(self, replica_id: int, data: Tensor) -> None:
+        """``module.buffer.data = data`` inside ``run``, which no version counter tells."""
+        self.copies[replica_id].data = data
         self._stale = self._apart = True
 
     def note_run(self) -> None:
@@ -243,7 +249,7 @@ class MirroredBuffer(MirroredTensor):
     def _set_data(self, data: Tensor) -> None:
         here = self._here()
         if here is not None:
-            self._mirrored.copies[here].data = data
+            self._mirrored.set_data(here, data)
         else:
             self._mirrored._set_combined(data)
             self._mirrored.hand_out(data)

@@ -9,10 +9,9 @@ instance attribute are replaced:
     _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
                             ``Module.__call__`` looks at it first; copies and pickles have None.
 
-Of torch itself these are wrapped when the first module is mirrored: ``Module.compile``, after
-which calls must still split, ``Module.__setattr__`` and ``__delattr__``, and what custom autograd
-functions are called through. See [Note: Compiled calls], [Note: Own attributes] and
-[Note: Custom functions].
+Of torch itself these are wrapped when the first module is mirrored: the module's ``compile``,
+``__setattr__``, ``__delattr__`` and ``_apply``, and what custom functions are called through. See
+[Note: Compiled calls], [Note: Own attributes] and [Note: Custom functions].
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from mirror.replica.compiler import (
     take_hold,
     watch_compile,
 )
+from mirror.replica.conversions import watch_conversions
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.functions import watch_functions
 from mirror.replica.metric_calls import call_once, is_metric, watch_metric
@@ -261,6 +261,7 @@ class CompiledCall(TransparentCall):
 def mirror_module(module: nn.Module, group: ReplicaGroup) -> None:
     """Mirrors a module and all below it, in place. What is mirrored already is left alone."""
     watch_functions()
+    watch_conversions()
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             if all(map(group.owns, (*submodule.parameters(), *submodule.buffers()))):
