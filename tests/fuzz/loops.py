@@ -1,0 +1,134 @@
+"""The source of a loop with what happens between its steps, and of what is compared."""
+
+from tests.fuzz import events
+
+_HOOKS = (
+    "model.head.weight.register_hook(lambda g: g.clamp(-0.05, 0.05))",
+    "model.stem.weight.register_hook(lambda g: g * 2)",
+    "model.head.bias.register_hook(lambda g: None)",
+    "model.head.weight.register_post_accumulate_grad_hook(halve_grad)",
+    "model.head.register_forward_hook(lambda module, args, out: out * 0.9)",
+    "model.head.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))",
+    "model.head.register_full_backward_hook(lambda module, gi, go: (gi[0] * 0.5,))",
+    "model.head.register_full_backward_pre_hook(lambda module, go: (go[0] * 0.5,))",
+    "optimizers[0].register_step_post_hook(lambda o, args, kwargs: halve(o))",
+    "optimizers[0].register_step_pre_hook(lambda o, args, kwargs: slow_down(o))",
+)
+
+
+def loop(draft):
+    k = draft.k
+    ways = [draft.way] * draft.num_steps
+    if draft.way == "mixed":
+        ways = [k.whole(f"way {i}", 3) + 1 for i in range(draft.num_steps)]
+    whole = draft.way in (2, 3) and k.maybe("whole dataset", 0.6)
+    start, lines = _hooks(draft), []
+    lines += _events(draft)
+    way = ways[0] if draft.way != "mixed" else "ways[i]"
+    if draft.way == "mixed":
+        start.append(f"ways = {ways}")
+    lines = [line.replace("WAY", str(way)) for line in lines]
+    if draft.has_critic:
+        lines.append(f"m.note('critic', m.step({way}, critic_loss, critic_update, batch))")
+    if draft.is_closed:
+        lines.append(f"loss = m.call({way}, closed_step, batch)")
+    elif draft.accumulates and k.maybe("no_sync", 0.6):
+        lines.append("with m.no_sync() if i % 2 == 0 else contextlib.nullcontext():")
+        lines.append(f"    loss = m.step({way}, loss_fn, update, batch)")
+    else:
+        lines.append(f"loss = m.step({way}, loss_fn, update, batch)")
+    lines.append('m.note("loss", loss)')
+    if draft.scheduler:
+        given = "loss.item()" if "Plateau" in draft.scheduler else ""
+        lines.append(f"scheduler.step({given})")
+    if draft.average == "deepcopy":
+        lines.append("for a, b in zip(averaged.parameters(), model.parameters()):")
+        lines.append("    a.data.lerp_(b.data.to(a.dtype), 0.3)")
+    elif draft.average:
+        lines.append("averaged.update_parameters(model)")
+    if k.maybe("check every step", 0.5):
+        lines.append("m.check()")
+    dataset = f"m.batches(batches, {draft.way})" if whole else "batches"
+    options = k.choose("input", ("", "prefetch=0", f"weights={[1, 2, 1, 3, 1][: draft.n]}"))
+    if whole and options and not draft.has("rows"):
+        dataset = f"m.batches(batches, {draft.way}, {options})"
+    return [
+        *start,
+        f"for i, batch in enumerate({dataset}):",
+        *[f"    {line}" for line in lines],
+    ]
+
+
+def _hooks(draft):
+    lines = []
+    if not draft.sparse and not draft.is_closed and draft.k.maybe("hook", 0.15):
+        hook = draft.k.choose("which hook", _HOOKS)
+        if "halve(o)" in hook:
+            lines = ["@torch.no_grad()", "def halve(o):",
+                     "    for p in o.param_groups[0]['params']: p.mul_(0.99)", ""]  # fmt: skip
+        elif "halve_grad" in hook:
+            lines = ["def halve_grad(p):", "    p.grad.mul_(0.5)", ""]
+        elif "slow" in hook:
+            lines = ["def slow_down(o):",
+                     "    for group in o.param_groups: group['lr'] *= 0.9", ""]  # fmt: skip
+        lines.append(hook)
+    return lines
+
+
+def _events(draft):
+    k, lines = draft.k, []
+    pool = dict(events.ANY)
+    if draft.sparse or draft.is_closed or (draft.has("flat") and draft.optimizer.is_sharp):
+        pool.pop("backward between"), pool.pop("grads outside"), pool.pop("zero between")
+    pool.pop("grads outside", None) if draft.containers != "tuple" else None
+    plain = not (draft.scheduler or draft.accumulates or draft.scaled)
+    if plain:
+        pool |= events.SAVING
+    if plain and not draft.is_closed and draft.groups == "one":
+        pool |= events.CHANGING
+    if draft.has("lazy uncopied"):
+        pool.pop("copy", None), pool.pop("rebuild", None)
+    first = k.choose("event 0", (None, *pool), simplest=0.5)
+    rest = [n for n in pool if n not in (events.CHANGING if first in events.SAVING else ())]
+    if first in events.CHANGING:
+        rest = [n for n in pool if n not in events.SAVING]
+    names = [first, k.choose("event 1", (None, *rest), simplest=0.5)]
+    numbers = {"k": f"{k.whole('event k', 50)} % len(params())"}
+    numbers["mode"] = k.choose("eval mode", ("no_grad", "inference_mode"))
+    numbers["assign"] = k.choose("assign", (False, True))
+    if draft.model.extra:
+        lines += _event(draft, events.SKIP_EXTRA, numbers)
+    for name in dict.fromkeys(filter(None, names)):
+        lines += _event(draft, pool[name], numbers)
+    return lines
+
+
+def _event(draft, event, numbers):
+    lines = []
+    for step, statements in event:
+        filled = list(statements)
+        for name, value in numbers.items():
+            filled = [line.replace("{" + name + "}", str(value)) for line in filled]
+        if step == "all":
+            lines += filled
+        else:
+            test = "i % 2 == 1" if step == "odd" else f"i == {step}"
+            lines += [f"if {test}:", *[f"    {line}" for line in filled]]
+    return lines
+
+
+def end(draft):
+    average = ["m.note('the critic', critic.state_dict())"] if draft.has_critic else []
+    average += ["m.note('averaged', averaged.state_dict())"] if draft.average else []
+    return [
+        "m.note('gradients', {name: p.grad for name, p in model.named_parameters()})",
+        "m.note('state', model.state_dict())",
+        "m.note('optimizers', [o.state_dict() for o in optimizers])",
+        "m.check()",
+        *average,
+        *(["m.note('scheduler', scheduler.get_last_lr())"] if draft.scheduler else []),
+        *(["m.note('scale', scaler.get_scale())"] if draft.scaled else []),
+        "model.eval()",
+        "with torch.no_grad():",
+        "    m.note('evaluation', predict(batches[0]))",
+    ]

@@ -1,0 +1,131 @@
+"""Draws a training program from a seed, as the source of ``main(m)``; see ``run.py`` for ``m``.
+
+``program(seed)`` is the whole of it: the same source trains on one device and on replicas.
+"""
+
+import dataclasses
+
+from tests.fuzz.knobs import Knobs
+from tests.fuzz.loops import end, loop
+from tests.fuzz.models import draw_model
+from tests.fuzz.optimizers import CLIPS, OPTIMIZERS
+from tests.fuzz.setup import setup
+from tests.fuzz.steps import steps
+
+_BACKENDS = ("auto", "host", "naive", "ring", "direct", "hierarchical")
+_HEAD = """
+import contextlib
+import copy
+import io
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.fuzz import data, layers
+
+
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program.
+
+    Attributes:
+        source: of ``main(m)``.
+        strategy: the arguments of its MirroredStrategy; ``n`` and ``bytes_per_pack`` among them.
+        tolerance: relative and absolute, of everything that is compared.
+        knobs: what it was drawn from.
+    """
+
+    seed: int
+    source: str
+    strategy: dict
+    tolerance: float
+    knobs: Knobs
+
+
+def program(seed, fixed=None):
+    """Returns the program of a seed; ``fixed`` sets knobs by name to the index of an option."""
+    return _Draft(Knobs(seed, fixed)).finished()
+
+
+class _Draft:
+    """The choices that depend on one another, and the lines they make."""
+
+    def __init__(self, knobs):
+        self.k = k = knobs
+        self.way = k.choose("way", (1, 2, 3, "mixed"))
+        self.n = k.choose("replicas", (2, 1, 3, 4, 5), simplest=0.2)
+        self.reduction = "mean"
+        self.model = draw_model(k)
+        self.traits = self.model.traits
+        if k.maybe("reduction sum", 0.12) and not self.model.per_token:
+            self.reduction = "sum"
+        is_mixed = self.has("half fp16 complex sparse custom")
+        self.autocast = not is_mixed and k.maybe("autocast", 0.06)
+        self.is_float = self.autocast or k.maybe("float32", 0.08)
+        self.optimizer = k.choose("optimizer", [o for o in OPTIMIZERS if self._fits(o)])
+        self.is_closed = self.optimizer.name == "LBFGS" or k.maybe("closure", 0.06)
+        if self.optimizer.name == "LBFGS":
+            self.way = 1
+        elif self.is_closed and self.way in (2, "mixed"):
+            self.way = 3
+        self.sparse = self.has("sparse")
+        self.accumulates = not self.is_closed and k.maybe("accumulate", 0.12)
+        self.scaled = not (self.is_closed or self.accumulates or self.has("complex sparse"))
+        self.scaled = self.scaled and k.maybe("scaler", 0.07)
+        self.clip = "" if self.sparse or not k.maybe("clip", 0.2) else self._clip()
+        can_have_critic = self.reduction == "mean" and not self.model.per_token
+        can_have_critic = can_have_critic and not (self.is_closed or self.accumulates)
+        can_have_critic = can_have_critic and not (self.scaled or self.autocast)
+        self.has_critic = can_have_critic and k.maybe("critic", 0.08)
+        self.containers = k.choose("container", ("tuple", "dict", "data.Pair"), simplest=0.5)
+        self.as_numpy = k.maybe("numpy", 0.08)
+
+    def has(self, traits):
+        return bool(self.traits & set(traits.split()))
+
+    def _fits(self, optimizer):
+        needs = self.traits & {"complex", "sparse", "half", "fp16"}
+        loose = self.has("flat half fp16 float") or self.is_float
+        return needs <= optimizer.takes and not (optimizer.is_sharp and loose)
+
+    def _clip(self):
+        clip = self.k.choose("which clip", CLIPS)
+        needs_real = "value" in clip or "inf" in clip
+        return CLIPS[0] if self.has("complex") and needs_real else clip
+
+    def finished(self):
+        k = self.k
+        body = [*setup(self), *steps(self), *loop(self), *end(self)]
+        base = "torch.float32" if self.is_float else "torch.float64"
+        lines = [
+            "def main(m):",
+            f"    torch.set_default_dtype({base})",
+            f"    torch.manual_seed({k.seed})",
+            *[f"    {line}" if line else "" for line in body],
+        ]
+        strategy = {
+            "n": self.n,
+            "backend": k.choose("backend", _BACKENDS, simplest=0.3),
+            "bytes_per_pack": k.choose("pack", (25 * 2**20, 64, 0, 1024)),
+            "gradient_reduction": self.reduction,
+            "schedule": k.choose("schedule", ("lockstep", "staggered"), simplest=0.3),
+        }
+        said = ", ".join(f"{name}={value!r}" for name, value in strategy.items())
+        head = f'"""Seed {k.seed}: way {self.way}; {said}."""\n'
+        source = head + _HEAD + self.model.source + "\n\n" + "\n".join(lines) + "\n"
+        return Program(k.seed, source, strategy, self._tolerance(), k)
+
+    def _tolerance(self):
+        if self.autocast or self.has("half fp16"):
+            return 0.1
+        if self.is_float:
+            return 5e-3
+        if self.has("float"):
+            return 1e-3
+        return max(1e-8, self.optimizer.tolerance)

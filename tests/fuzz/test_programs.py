@@ -1,0 +1,91 @@
+"""Whole training programs, drawn from seeds: N replicas leave what one device leaves."""
+
+import pytest
+
+from tests.fuzz import run, shrink
+from tests.fuzz.events import ANY, CHANGING, SAVING
+from tests.fuzz.faults import KNOWN, known_fault
+from tests.fuzz.knobs import Knobs
+from tests.fuzz.models import LAYERS
+from tests.fuzz.optimizers import OPTIMIZERS
+from tests.fuzz.programs import program
+from tests.fuzz.run import Outcome, run_program, run_within
+from tests.fuzz.shrink import shrunk
+
+# Of these seeds the programs that show a known fault are left out.
+SEEDS = range(80)
+MORE_SEEDS = range(1000, 1600)
+
+
+def check(seed):
+    drawn = program(seed)
+    fault = known_fault(drawn)
+    if fault:
+        pytest.skip(f"known fault: {fault}")
+    outcome = run_within(drawn, 90)
+    assert outcome.is_right, f"{drawn.source}\n{outcome.kind}: {outcome.text}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_trains_as_on_one_device(seed):
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", MORE_SEEDS)
+def test_more_programs_train_as_on_one_device(seed):
+    check(seed)
+
+
+def test_a_seed_gives_one_program():
+    assert program(7).source == program(7).source
+    assert program(7).source != program(8).source
+
+
+def test_known_faults_leave_most_programs():
+    assert sum(known_fault(program(seed)) is None for seed in SEEDS) > 0.5 * len(SEEDS)
+    assert all(KNOWN.values())
+
+
+def test_every_option_is_drawn():
+    knobs = [program(seed).knobs for seed in range(800)]
+    said = {text for k in knobs for text in k.said.values()}
+    assert {layer.name for layer in LAYERS} <= said
+    assert {optimizer.name for optimizer in OPTIMIZERS} <= said
+    assert {*ANY, *SAVING, *CHANGING} <= said
+
+
+def test_a_knob_does_not_depend_on_the_others():
+    alone, after = Knobs(3), Knobs(3)
+    after.choose("other", range(9))
+    assert alone.choose("knob", range(100)) == after.choose("knob", range(100))
+    assert Knobs(3, {"knob": 5}).choose("knob", range(100)) == 5
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"),
+    [
+        ("average", lambda self, per_example: per_example.sum()),
+        ("weigh", lambda self, weight: None),
+        ("convert", staticmethod(lambda module: module)),
+    ],
+)
+def test_a_program_that_trains_otherwise_is_found(method, broken, monkeypatch):
+    """Breaks mirrored training in a way that shows where the program uses it."""
+    words = {"average": "m.average(", "weigh": "m.weigh(", "convert": "BatchNorm1d(6)"}[method]
+    drawn = (program(seed) for seed in range(500))
+    uses = [p for p in drawn if words in p.source and "way 3" in p.source]
+    uses = [p for p in uses if p.tolerance <= 1e-6 and p.strategy["n"] > 1]
+    monkeypatch.setattr(run.Mirrored, method, broken)
+    assert any(run_program(p).kind == "differs" for p in uses[:8])
+
+
+def test_shrinking_leaves_what_the_fault_needs(monkeypatch):
+    def fails_with_a_clip(drawn, seconds=0):
+        return Outcome("differs" if "clip_grad_" in drawn.source else "same", "clip")
+
+    monkeypatch.setattr(shrink, "run_within", fails_with_a_clip)
+    drawn = next(p for p in map(program, range(200)) if "clip_grad_" in p.source)
+    smallest, outcome = shrunk(drawn, fails_with_a_clip(drawn))
+    assert outcome.kind == "differs"
+    assert set(smallest.knobs.differ()) <= {"clip", "which clip"}
