@@ -114,6 +114,7 @@ class OptimizerMirror:
             self._is_whole = False  # one that was may have raised
             self._refresh(only_first=steps_once)
             if steps_once:
+                self.parameters.bring_first_along(context.run.active)
                 self._step_first(optimizer)
             return payloads
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -46,6 +47,17 @@ class Parameters:
                 for options, known in zip(groups, self._lists, strict=True)
             )
         )
+
+    @torch.no_grad()
+    def bring_first_along(self, active: tuple[int, ...]) -> None:
+        """Gives the first replica, if it sits the run out, what the others have now.
+
+        Its gradients would be those of an earlier step: nobody has cleared them.
+        """
+        if 0 not in active:
+            for variable in self.variables:
+                variable.carry(active[0], (0,))
+                variable.carry_grad(active[0], (0,))
 
 
 def mirrored_group(optimizer: Optimizer) -> ReplicaGroup | None:
