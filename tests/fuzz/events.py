@@ -97,7 +97,7 @@ SURGERY_ANEW = [
         2,
         [
             "torch.manual_seed(5)",
-            "model.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))",
+            "model.head = nn.Linear(6, 3)",
             "with m.scope():",
             "    optimizers = make_optimizers()",
         ],

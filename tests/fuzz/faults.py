@@ -11,11 +11,6 @@ KNOWN: dict[str, str] = {
         "gradients are lost where the order of their arrival changes"
     ),
     r"model\.use_extra = ": "gradients are lost where the order of their arrival changes",
-    r"layers\.CustomListed": "Function.apply does not find the replica's copy",
-    r"layers\.spectral_norm": "the buffer of a parametrization is a CombinedBuffer",
-    r"(_norm\(\)|orthogonal|parametrized|Recurrent|Cell).*(AveragedModel\(|deepcopy\(model)": (
-        "copies of modules with a __getstate__ of their own"
-    ),
     r"backend='(ring|direct|hierarchical)'.*BatchNorm": (
         "two collectives of one communicator at once"
     ),

@@ -61,6 +61,8 @@ def _sizes(draft):
 def _optimizers(draft):
     k, chosen = draft.k, draft.optimizer
     fitting = [o for o in chosen.options if not (draft.has("complex") and "fused" in o)]
+    if draft.has("half float"):  # centered: a small difference of large numbers
+        fitting = [o for o in fitting if "centered" not in o]
     if draft.sparse:
         unable = ("fused", "foreach", "weight_decay", "maximize", "nesterov")
         fitting = [o for o in fitting if not any(word in o for word in unable)]
