@@ -1,20 +1,21 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
 # make test   the linters, the type checker and all tests but those marked slow
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
+# make smoke TORCH=2.7.0 PYTHON=python3.12   trains with that torch, in an environment of its own
 #
 # Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
 # nothing. torch is pinned in every install command, so that no extra can pull another one.
 
 PYTHON ?= python3
 VENV ?= .venv
-TORCH := torch==2.13.0
+TORCH ?= 2.13.0
 
 BIN := $(VENV)/bin
 # A process for each core, with one intra-op thread: small tensors gain nothing from more.
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test slow-test lint bench clean
+.PHONY: demo test slow-test lint bench smoke smoke-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -34,17 +35,29 @@ lint: $(VENV)/test.stamp
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py
 
+smoke:
+	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH)-$(notdir $(PYTHON)) smoke-here
+
+smoke-here: $(VENV)/smoke.stamp
+	$(BIN)/python tests/scripts/smoke.py
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is an installed extra; installing builds the libraries of csrc/host.
 $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* csrc/host/*)
-	$(PIP) '$(TORCH)' --editable '.[$*]'
+	$(PIP) 'torch==$(TORCH)' --editable '.[$*]'
+	touch $@
+
+# Without what pyproject.toml says of torch, so that other versions can be tried.
+$(VENV)/smoke.stamp: $(VENV)/torch.stamp setup.py $(wildcard csrc/* csrc/host/*)
+	$(PIP) numpy safetensors
+	$(PIP) --no-deps --editable .
 	touch $@
 
 $(VENV)/torch.stamp: | $(BIN)/python
-	$(PIP) '$(TORCH)'
+	$(PIP) 'torch==$(TORCH)'
 	touch $@
 
 .PRECIOUS: $(VENV)/%.stamp

@@ -29,11 +29,14 @@ class _Current(threading.local):
         in_whole_call: whether a mirrored module runs unsplit, and all it calls with it.
     """
 
-    replica: ReplicaFrame | None = None
-    strategy: Any = None
-    in_whole_call = False
+    replica: ReplicaFrame | None
+    strategy: Any
+    in_whole_call: bool
 
     def __init__(self) -> None:
+        # Not as defaults of the class, which torch.compile takes for the values before torch 2.11.
+        self.replica = self.strategy = None
+        self.in_whole_call = False
         self.stack: list[tuple[ReplicaFrame | None, Any]] = []
 
 

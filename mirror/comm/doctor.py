@@ -7,7 +7,7 @@ import platform
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -17,6 +17,7 @@ import torch
 from mirror.comm import choose, libnccl, self_test
 from mirror.comm.auto import Choice, Facts, facts_of, pick
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
+from mirror.torch_range import range_warnings
 
 _SIMULATED = ("cpu",) * 4
 _LABEL = 12
@@ -46,6 +47,7 @@ class Diagnosis:
         nccl: the libnccl in use; ``None`` if there is none.
         nccl_reason: why libnccl cannot be used at all.
         auto: what ``backend="auto"`` means for the devices.
+        warnings: what may be wrong here though every test passed.
     """
 
     num_gpus: int
@@ -55,6 +57,7 @@ class Diagnosis:
     nccl_reason: str | None
     backends: tuple[BackendReport, ...]
     auto: Choice
+    warnings: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -69,6 +72,7 @@ class Diagnosis:
         found = {
             "mirror": _version(),
             "torch": torch.__version__,
+            "python": platform.python_version(),
             "cuda": torch.version.cuda,
             "num_gpus": self.num_gpus,
             "devices": [{"device": str(device), "name": name} for device, name in devices],
@@ -87,13 +91,15 @@ class Diagnosis:
             ],
             "auto": asdict(self.auto),
             "healthy": self.healthy,
+            "warnings": list(self.warnings),
         }
         return json.dumps(found, indent=1)
 
     def to_text(self) -> str:
         """Returns everything for a terminal."""
-        paragraphs = [
+        paragraphs: list[tuple[str, Iterable[str]]] = [
             ("versions", self._versions()),
+            ("WARNING", self.warnings),
             ("devices", self._devices()),
             ("topology", self._topology()),
             ("libnccl", self._libnccl()),
@@ -183,6 +189,7 @@ def diagnose(devices: Sequence[torch.device | str] | None = None) -> Diagnosis:
         nccl_reason=nccl_reason,
         backends=tuple(_report(name, resolved) for name in choose.names()),
         auto=pick(facts, lambda name: choose.unavailable_reason(name, resolved)),
+        warnings=range_warnings(),
     )
 
 

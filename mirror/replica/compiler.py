@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from mirror.errors import StrategyError
+from mirror.torch_range import TORCH_RANGE
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -169,7 +170,7 @@ def refuse_unknown_compiler() -> None:
     if not _IS_KNOWN:
         raise StrategyError(
             f"torch {torch.__version__} lacks the functions by which mirror keeps torch.compile "
-            "out of split calls; use one of 2.7 to 2.13, or leave the model uncompiled"
+            f"out of split calls; use one of {TORCH_RANGE}, or leave the model uncompiled"
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from mirror.errors import StrategyError
 from mirror.replica.pace import Pace
 from mirror.replica.parameters import ReplicaParameter
+from mirror.torch_private import top_saved_tensors_hooks
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
@@ -43,7 +44,7 @@ def replica_of_backward(group: ReplicaGroup) -> int | None:
 
 def saves_are_hooked() -> bool:
     """Whether what autograd saves goes through hooks, those of activation checkpointing maybe."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return top_saved_tensors_hooks() is not None
 
 
 class NoMerges:

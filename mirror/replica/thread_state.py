@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mirror.torch_private import top_saved_tensors_hooks
+
 _CPU = torch.device("cpu")
 
 
@@ -52,7 +54,7 @@ class ThreadState:
             default_device=(
                 torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
             ),
-            saved_tensors_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
+            saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=torch.get_num_threads(),
             sharers=sharers,
         )

@@ -1,0 +1,61 @@
+"""Private names of torch that not every promised version has, and what stands in for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+def top_saved_tensors_hooks() -> Hooks | None:
+    """Returns the calling thread's innermost ``saved_tensors_hooks``, ``None`` if there are none.
+
+    torch has ``_top_saved_tensors_default_hooks`` since 2.8.
+    """
+    return _top()
+
+
+class _HookStack(threading.local):
+    """What each thread pushed and did not pop yet, noted from the import of mirror on.
+
+    Every ``saved_tensors_hooks`` goes through two functions of ``torch._C._autograd``, which are
+    looked up there whenever they are called.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: list[Hooks] = []
+
+    def install(self) -> None:
+        names: Any = torch._C._autograd
+        push, pop = names._push_saved_tensors_default_hooks, names._pop_saved_tensors_default_hooks
+
+        def noted_push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+            push(pack, unpack)
+            self.hooks.append((pack, unpack))
+
+        def noted_pop() -> None:
+            pop()
+            if self.hooks:
+                self.hooks.pop()
+
+        names._push_saved_tensors_default_hooks = noted_push
+        names._pop_saved_tensors_default_hooks = noted_pop
+
+    def top(self) -> Hooks | None:
+        return self.hooks[-1] if self.hooks else None
+
+
+def _find_top() -> Callable[[], Hooks | None]:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None:
+        return lambda: top(False)
+    stack = _HookStack()
+    stack.install()
+    return stack.top
+
+
+_top = _find_top()

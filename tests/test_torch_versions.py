@@ -1,0 +1,113 @@
+"""The versions of torch and Python that are promised, and what stands in where a name lacks."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from mirror import cli, torch_private
+from mirror.context import current
+from mirror.torch_range import (
+    NEWEST_TORCH,
+    OLDEST_TORCH,
+    PYTHON_RANGE,
+    TORCH_RANGE,
+    range_warnings,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_pyproject_promises_what_was_seen():
+    text = (ROOT / "pyproject.toml").read_text()
+    (oldest, beyond) = re.findall(r'"torch>=([\d.]+),<([\d.]+)"', text)[0]
+    assert oldest == "{}.{}".format(*OLDEST_TORCH)
+    assert beyond == f"{NEWEST_TORCH[0]}.{NEWEST_TORCH[1] + 1}"
+    pythons = re.findall(r'Python :: (3\.\d+)"', text)
+    assert f"{pythons[0]} to {pythons[-1]}" == PYTHON_RANGE
+
+
+def test_the_table_has_every_promised_version():
+    text = (ROOT / "docs" / "torch-versions.md").read_text()
+    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \|(.*)\|$", text, re.MULTILINE)
+    seen = [version for version, marks in rows if "seen" in marks]
+    major, first, last = OLDEST_TORCH[0], OLDEST_TORCH[1], NEWEST_TORCH[1]
+    assert seen == [f"{major}.{minor}" for minor in range(first, last + 1)]
+    assert f"torch {TORCH_RANGE}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_promised"),
+    [("2.6.1", False), ("2.7.0+cu126", True), ("2.15.2", True), ("2.16.0a0+git12", False)],
+)
+def test_the_doctor_warns_outside_the_range(version, is_promised, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", version)
+    warnings = range_warnings()
+    assert len(warnings) == (0 if is_promised else 1)
+    assert cli.main(["doctor", "--devices", "cpu"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert (f"WARNING this is torch {version}" in text) is not is_promised
+    assert cli.main(["doctor", "--json", "--devices", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == list(warnings)
+
+
+def test_mirror_can_be_imported_outside_the_range():
+    code = (
+        "import torch; torch.__version__ = '2.99.0'; import mirror; print(mirror.has_strategy())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_the_smoke_passes_here():
+    command = [sys.executable, str(ROOT / "tests" / "scripts" / "smoke.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"seen: torch {torch.__version__}")
+
+
+def test_what_is_current_is_no_attribute_of_a_class():
+    """Before torch 2.11 the compiler takes a class's attribute for the one of a thread-local."""
+    for name in ("replica", "strategy", "in_whole_call"):
+        assert hasattr(current, name)
+        assert not hasattr(type(current), name)
+        assert inspect.getattr_static(current, name, None) is None
+
+
+def test_hooks_are_noted_where_torch_does_not_tell_them(monkeypatch):
+    """As torch.autograd does since 2.8: the innermost pair of the calling thread."""
+    for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
+        monkeypatch.setattr(torch._C._autograd, name, getattr(torch._C._autograd, name))
+    stack = torch_private._HookStack()
+    stack.install()
+    outer, inner, elsewhere = ((lambda x: x, lambda x: x) for _ in range(3))
+    tops = []
+
+    def note():
+        tops.append((stack.top(), torch_private.top_saved_tensors_hooks()))
+
+    def thread():
+        note()
+        with saved_tensors_hooks(*elsewhere):
+            note()
+
+    note()
+    with saved_tensors_hooks(*outer):
+        note()
+        with pytest.raises(ValueError, match="left"), saved_tensors_hooks(*inner):
+            note()
+            other = threading.Thread(target=thread)
+            other.start()
+            other.join()
+            raise ValueError("left")
+        note()
+    note()
+    expected = [None, outer, inner, None, elsewhere, outer, None]
+    assert tops == [(pair, pair) for pair in expected]
