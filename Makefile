@@ -1,6 +1,7 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
 # make test   the linters, the type checker and all tests but those marked slow
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
+# make third-party  trains programs over public libraries, and writes docs/third-party.md
 # make smoke TORCH=2.7.0 PYTHON=python3.12   trains with that torch, in an environment of its own
 #
 # Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test slow-test lint bench smoke smoke-here clean
+.PHONY: demo test slow-test lint bench third-party smoke smoke-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -35,6 +36,9 @@ lint: $(VENV)/test.stamp
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py
 
+third-party: .venv-third-party/third-party.stamp
+	.venv-third-party/bin/python -m tests.scripts.third_party
+
 smoke:
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH)-$(notdir $(PYTHON)) smoke-here
 
@@ -42,12 +46,18 @@ smoke-here: $(VENV)/smoke.stamp
 	$(BIN)/python tests/scripts/smoke.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is an installed extra; installing builds the libraries of csrc/host.
 $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* csrc/host/*)
 	$(PIP) 'torch==$(TORCH)' --editable '.[$*]'
+	touch $@
+
+.venv-third-party/third-party.stamp: tests/scripts/third_party/requirements.txt
+	$(MAKE) --no-print-directory VENV=.venv-third-party .venv-third-party/smoke.stamp
+	.venv-third-party/bin/python -m pip --disable-pip-version-check install --quiet \
+	    'torch==$(TORCH)' -r $<
 	touch $@
 
 # Without what pyproject.toml says of torch, so that other versions can be tried.
