@@ -175,7 +175,10 @@ def _trains_parameters(optimizer: Optimizer) -> bool:
 
 
 def _leaves_of(outputs: Sequence[Any]) -> list[Tensor]:
-    """Returns the leaves of a graph that a pass accumulates into; of a huge one, some."""
+    """Returns the leaves of a graph that a pass accumulates into; of a huge one, some.
+
+    Not a leaf that replicas have slices of: the input, whose gradient is each one's own part.
+    """
     leaves, seen = [], set[Any]()
     nodes: list[Any] = [o.node if isinstance(o, GradientEdge) else o.grad_fn for o in outputs]
     while nodes and len(seen) < _NODES:
@@ -186,5 +189,13 @@ def _leaves_of(outputs: Sequence[Any]) -> list[Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             leaves.append(leaf)
-        nodes += [following for following, _ in node.next_functions]
+        following = [n for n, _ in node.next_functions]
+        if node.name() == "SliceBackward0":
+            following = [n for n in following if not _is_of_input(n)]
+        nodes += following
     return leaves
+
+
+def _is_of_input(node: Any) -> bool:
+    leaf = getattr(node, "variable", None)
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)

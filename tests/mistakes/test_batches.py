@@ -309,3 +309,10 @@ def test_an_array_given_to_a_mirrored_model(strategy):
 def test_a_list_given_to_a_mirrored_model(strategy):
     model, _, _ = mirrored(strategy)
     model(X.tolist())
+
+
+def test_a_batch_that_requires_gradients(strategy):
+    model, _, _ = mirrored(strategy)
+    x = X.clone().requires_grad_()
+    strategy.run(lambda x, y: loss_of(model, x, y).backward(), args=first(strategy, (x, Y)))
+    assert x.grad.shape == X.shape
