@@ -73,7 +73,8 @@ class PerReplica(Generic[T]):
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(torch.Tensor, name):
             self._refuse(f".{name}")
-        raise AttributeError(f"'PerReplica' object has no attribute {name!r}{self._origin()}")
+        origin = "" if name in self.__slots__ else self._origin()  # not set yet: being unpickled
+        raise AttributeError(f"'PerReplica' object has no attribute {name!r}{origin}")
 
     def __format__(self, spec: str) -> str:
         if spec:
