@@ -76,7 +76,7 @@ class _Draft:
             self.way = 3
         self.sparse = self.has("sparse")
         self.accumulates = not self.is_closed and k.maybe("accumulate", 0.12)
-        self.scaled = not (self.is_closed or self.accumulates or self.has("complex sparse"))
+        self.scaled = not (self.is_closed or self.accumulates or self.has("complex sparse fp16"))
         self.scaled = self.scaled and k.maybe("scaler", 0.07)
         self.clip = "" if self.sparse or not k.maybe("clip", 0.2) else self._clip()
         can_have_critic = self.reduction == "mean" and not self.model.per_token

@@ -56,7 +56,7 @@ def _loss(draft, call, out):
     k, lines = draft.k, []
     penalty = (
         draft.model.data != "tok"
-        and not draft.has("once half fp16")
+        and not draft.has("once half fp16 rows")
         and not draft.autocast
         and k.maybe("gradient penalty", 0.08)
     )
