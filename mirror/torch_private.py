@@ -19,6 +19,22 @@ def top_saved_tensors_hooks() -> Hooks | None:
     return _top()
 
 
+def plain_apply() -> Callable[..., Any]:
+    """Returns ``torch.autograd.Function.apply`` as a function of the class and the arguments.
+
+    Since torch 2.15 it is a method of C, which has no function of Python inside.
+    """
+    method: Any = torch.autograd.Function.__dict__["apply"]
+    if hasattr(method, "__func__"):
+        function: Callable[..., Any] = method.__func__
+        return function
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, cls)(*args, **kwargs)
+
+    return apply
+
+
 class _HookStack(threading.local):
     """What each thread pushed and did not pop yet, noted from the import of mirror on.
 

@@ -111,3 +111,14 @@ def test_hooks_are_noted_where_torch_does_not_tell_them(monkeypatch):
     note()
     expected = [None, outer, inner, None, elsewhere, outer, None]
     assert tops == [(pair, pair) for pair in expected]
+
+
+@pytest.mark.parametrize("kind", [classmethod, None])
+def test_functions_are_applied_wherever_their_method_is_written(kind, monkeypatch):
+    """From torch 2.15 on Function.apply is a method of C; dict.fromkeys is one of that kind."""
+    method = (
+        classmethod(lambda cls, keys: dict.fromkeys(keys)) if kind else dict.__dict__["fromkeys"]
+    )
+    holder = type("Holder", (dict,), {"apply": method})
+    monkeypatch.setattr(torch.autograd, "Function", holder)
+    assert torch_private.plain_apply()(holder, "ab") == {"a": None, "b": None}

@@ -25,13 +25,14 @@ from torch.autograd.function import BackwardCFunction
 from mirror.context import current, entered
 from mirror.replica.compiler import not_compiled
 from mirror.replica.tensors import MirroredTensor, resolve
+from mirror.torch_private import plain_apply
 
 _KEY = "_mirror_replica"
 
 
 def watch_functions() -> None:
     """Wraps what custom functions are called through; once, for good."""
-    original = Function.__dict__["apply"].__func__
+    original = plain_apply()
     if hasattr(original, "_is_watched"):
         return
 
