@@ -7,10 +7,6 @@ only ever shrinks: a mended fault leaves it in the commit that mends it.
 import re
 
 KNOWN: dict[str, str] = {
-    r"params\(\)\[.*requires_grad_|model\.stem\.requires_grad_|        p\.grad = None": (
-        "gradients are lost where the order of their arrival changes"
-    ),
-    r"model\.use_extra = ": "gradients are lost where the order of their arrival changes",
     r"(max_norm=|BatchNorm).*LazyLinear": (
         "behind a collective a lazy module draws from another replica's random stream"
     ),

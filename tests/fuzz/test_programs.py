@@ -43,7 +43,7 @@ def test_a_seed_gives_one_program():
 
 
 def test_known_faults_leave_most_programs():
-    assert sum(known_fault(program(seed)) is None for seed in SEEDS) > 0.5 * len(SEEDS)
+    assert sum(known_fault(program(seed)) is None for seed in SEEDS) > 0.95 * len(SEEDS)
     assert all(KNOWN.values())
 
 
