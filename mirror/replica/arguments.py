@@ -91,9 +91,10 @@ class Part:
         given: objects of the caller's, their copies, and what those held when handed out.
         tensors: tensors of the caller's, the replica's, and the versions of those.
         shared: objects that all replicas have, and what they held.
+        has_share: whether a ``num_items_in_batch`` was among them.
     """
 
-    __slots__ = ("given", "own", "replica_id", "shared", "split", "tensors")
+    __slots__ = ("given", "has_share", "own", "replica_id", "shared", "split", "tensors")
 
     def __init__(self, split: Split, replica_id: int) -> None:
         self.split = split
@@ -102,6 +103,7 @@ class Part:
         self.given: list[tuple[Any, Any, dict[Any, Any]]] = []
         self.tensors: list[tuple[Tensor, Tensor, int]] = []
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
+        self.has_share = False
 
     def of_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
@@ -170,6 +172,7 @@ class Part:
         is_count = is_number(items) or (isinstance(items, Tensor) and items.dim() == 0)
         if not is_count or not split.num_examples or len(split.active) == 1:
             return self.of(items)
+        self.has_share = True
         return self.of(items) * (split.sizes[self.replica_id] / split.num_examples)
 
     def _of_leaf(self, value: Any) -> Any:

@@ -87,7 +87,7 @@ def call_in_turn(
         with limits_for(group.num_replicas):
             run = group.run(call, split.active, weights=sizes)
         own = [parts[r] for r in run.results]
-        joined = join_outputs(group, run.results, sizes, own)
+        joined = join_outputs(group, run.results, sizes, own, module)
         _take_changes(group, own, list(run.results), args, kwargs)
     except Exception as error:
         add_note(error, _told(module, split, args, kwargs))

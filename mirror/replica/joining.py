@@ -2,7 +2,7 @@
 
     the replicas leave                             joined
     tensors, first dimension their examples        their concatenation
-    0-d floating tensors                           their mean, weighted by examples
+    0-d floating tensors                           the whole batch's, see scalar_outputs.py
     equal numbers, strings; one object, or tensor  that
     their copies of an argument                    the argument
     objects that are data, with tensors inside     one with its attributes joined
@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirror.errors import StructureError
 from mirror.replica.arguments import Part
@@ -38,13 +39,16 @@ from mirror.replica.contents import (
     is_object,
     shell_of,
 )
+from mirror.replica.scalar_outputs import Undecided, Weights, joined_value, weights_of
 from mirror.replica.seams import sewn
+from mirror.replica.stack import warn_user
 from mirror.values import ABSENT, PerReplica, is_number, map_structure, rebuild_node
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
 
 _MISSING: Any = object()
+_warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
 
 
 class _NotJoined(Exception):
@@ -58,6 +62,7 @@ class Joiner:
         sizes: every replica's number of examples, 0 for one that sat out.
         ids: the replicas that ran.
         parts: what they were handed, for values of a split call.
+        module: what was called, for its outputs.
     """
 
     def __init__(
@@ -66,11 +71,13 @@ class Joiner:
         sizes: Sequence[float],
         ids: Sequence[int],
         parts: Sequence[Part] = (),
+        module: nn.Module | None = None,
     ) -> None:
         self._group = group
         self._sizes = sizes
         self._ids = ids
         self._parts = parts
+        self._module = module
         self._home = group.devices[0]
         self._counts = [sizes[r] for r in ids]
         self._total = sum(self._counts)
@@ -198,10 +205,22 @@ class Joiner:
             here = [part.to(self._home) for part in sewn(self._group, self._ids, parts)]
             return here[0] if len(here) == 1 else torch.cat(here)
         if self._total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
-            return weighted_mean(
-                [part.to(self._home) for part in sewn(self._group, self._ids, parts)], self._counts
-            )
+            here = [part.to(self._home) for part in sewn(self._group, self._ids, parts)]
+            weights = self._weights_of(parts)
+            if weights is None:
+                return weighted_mean(here, self._counts)
+            return joined_value(here, weights)
         return None
+
+    def _weights_of(self, parts: Sequence[Tensor]) -> Weights | None:
+        """Returns what 0-d outputs count with; ``None``: as their examples."""
+        if self._module is None or len(parts) == 1:
+            return None
+        try:
+            return weights_of(parts, self._counts, any(part.has_share for part in self._parts))
+        except Undecided as why:
+            _warn_once(type(self._module), str(why))
+            return None
 
     def _equal_or_joined(self, parts: Sequence[Any]) -> Tensor:
         if not all(isinstance(part, Tensor) for part in parts):
@@ -278,21 +297,23 @@ def join_outputs(
     results: dict[int, Any],
     sizes: Sequence[float],
     parts: Sequence[Part] = (),
+    module: nn.Module | None = None,
 ) -> Any:
     """Joins the replicas' outputs into what one device would have returned.
 
     Tensors whose first dimension is the replica's number of examples are concatenated, 0-d
-    floating ones become the example-weighted mean, equal other leaves stay; the rest becomes
-    PerReplica. Differentiable.
+    floating ones become the example-weighted mean (or what their graphs tell, of a split call),
+    equal other leaves stay; the rest becomes PerReplica. Differentiable.
 
     Args:
         parts: what the replicas were handed, of a split call. Its arguments come out as
             themselves, and objects that hold the batch are joined, too.
+        module: what the split call was of.
 
     Raises:
         StructureError: the replicas' outputs differ in structure.
     """
-    joiner = Joiner(group, sizes, list(results), parts)
+    joiner = Joiner(group, sizes, list(results), parts, module)
     try:
         return map_structure(joiner.output, *results.values())
     except StructureError as error:
@@ -307,6 +328,20 @@ def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     total = sum(weights)
     terms = [part * (weight / total) for part, weight in zip(parts, weights, strict=True)]
     return sum(terms[1:], start=terms[0])
+
+
+def _warn_once(kind: type[nn.Module], what: str) -> None:
+    known = _warned.setdefault(kind, set())
+    if what in known:
+        return
+    known.add(what)
+    warn_user(
+        f"a 0-d output of {kind.__name__} is averaged over the parts of the batch by their "
+        f"numbers of examples, which is exact for a mean over examples; what came is {what}, and "
+        "the result is not what one device gives. Return one value per example, or compute the "
+        "loss outside the model; the number by which a sum is divided can be passed as "
+        "num_items_in_batch, the whole batch's"
+    )
 
 
 def _stays_whole(parts: Sequence[Any], before: Any) -> bool:

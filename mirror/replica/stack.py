@@ -71,7 +71,7 @@ def warn_user(message: str) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level - 1)
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 # What others' errors say, and what to do about it in a replica.
