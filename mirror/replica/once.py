@@ -67,7 +67,11 @@ def watched(method: Method, in_run: Callable[..., Any]) -> Method:
         replica: Any = current.replica
         if replica is None or replica.group.num_replicas == 1:
             return method(self, *args, **kwargs)
-        return in_run(method, self, replica, args, kwargs)
+        hold = let_go()
+        try:
+            return in_run(method, self, replica, args, kwargs)
+        finally:
+            take_hold(hold)
 
     # Others may copy what a function has: only of itself it says the truth.
     wrapper._is_watched = wrapper  # type: ignore[attr-defined]
@@ -112,13 +116,9 @@ def call_once(
                 return {r: (loss, True) for r, loss in closure.losses.items()}
         return dict.fromkeys(payloads, (result, has_called))
 
-    hold = let_go()
-    try:
-        point = MergePoint(what, (kind,), (target, tuple(args), dict(kwargs)), action)
-        result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
-        return result
-    finally:
-        take_hold(hold)
+    point = MergePoint(what, (kind,), (target, tuple(args), dict(kwargs)), action)
+    result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
+    return result
 
 
 class _Closure:

@@ -14,7 +14,7 @@ from mirror.context import current, enter, leave
 from mirror.errors import StrategyError
 from mirror.replica.attributes import OwnValues
 from mirror.replica.collectives import all_gather, all_reduce
-from mirror.replica.compiler import opaque
+from mirror.replica.compiler import let_go, opaque, take_hold
 from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
@@ -128,6 +128,7 @@ class Run:
         context.release()
         watch = self.group.stopwatches[replica_id] if self.group.stopwatches else None
         timeline = self.group.timeline
+        hold = let_go()  # actions are no code of the user's
         timeline.begin(replica_id, WAITING, point.operation)
         if watch is not None:
             watch.stop()
@@ -142,6 +143,7 @@ class Run:
             timeline.end(replica_id, WAITING)
             if watch is not None:
                 watch.start()
+            take_hold(hold)
 
     def end_streams(self) -> None:
         """Leaves the random generator to the cross-replica context."""
