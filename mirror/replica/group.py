@@ -226,8 +226,7 @@ class ReplicaGroup:
             optimizer.give_back()
             optimizer.states.follow_first()
         for variable in self.variables.values():
-            variable.carry()
-            variable.carry_grad()
+            variable.follow_first()
 
     def bring_along(self, active: tuple[int, ...]) -> None:
         """Gives the replicas that sat out a run what the others have now."""

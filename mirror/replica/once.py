@@ -29,6 +29,7 @@ from mirror.replica.reduction import summed
 from mirror.replica.seams import sewn
 from mirror.replica.variables import same_bits
 from mirror.values import map_structure
+from mirror.wording import in_words
 
 if TYPE_CHECKING:
     from mirror.replica.run import ReplicaContext, Run
@@ -45,8 +46,13 @@ def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) 
             setattr(cls, name, wrap(method))
 
     def init_subclass(cls: type, /, **kwargs: Any) -> None:
-        super(base, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        if before is None:
+            super(base, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            before.__get__(None, cls)(**kwargs)
         wrap_own(cls)
+
+    before: Any = base.__dict__.get("__init_subclass__")  # one of ours, for another method
 
     base.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
     classes, seen = [base], set[type]()
@@ -156,7 +162,7 @@ def _joined(run: Run, what: str, closures: list[_Closure], *leaves: Any) -> Any:
         return first
     raise StrategyError(
         f"{what} is done once for all replicas, which have passed it different values: "
-        f"{', '.join(map(repr, leaves))}; give all the same, all_reduce('mean', ...) of a "
+        f"{', '.join(map(in_words, leaves))}; give all the same, all_reduce('mean', ...) of a "
         "replica's context, or call it outside strategy.run"
     )
 

@@ -47,7 +47,6 @@ from torch.optim import Optimizer
 from mirror.context import current
 from mirror.devices import random_state, set_random_state, using
 from mirror.replica.compiler import Hold
-from mirror.replica.merge_point import MergePoint
 from mirror.replica.optimizer_groups import (
     Parameters,
     has_hooks,
@@ -55,6 +54,7 @@ from mirror.replica.optimizer_groups import (
     refuse_what_is_not_mirrored,
 )
 from mirror.replica.optimizer_kept import kept_by
+from mirror.replica.optimizer_making import Action, step_point
 from mirror.replica.optimizer_options import Options, options_of, refuse_different
 from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.optimizer_steps import is_torchs_own, raw_step, refuse_draws
@@ -62,8 +62,6 @@ from mirror.replica.optimizer_steps import is_torchs_own, raw_step, refuse_draws
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
     from mirror.replica.run import ReplicaContext
-
-Action = Callable[[dict[int, Any]], dict[int, Any]]
 
 _NOBODY = -1  # who is lent no parameter groups
 _BEFORE = "before a step"
@@ -182,8 +180,8 @@ class OptimizerMirror:
     def _merge(
         self, context: ReplicaContext, what: str, action: Action, payload: Any = None
     ) -> Any:
-        name = f"{type(self._optimizer()).__name__} #{self._serial}"
-        return context.run.merge(context.replica_id, MergePoint(what, (name,), payload, action))
+        point = step_point(self._optimizer(), self._serial, what, payload, action)
+        return context.run.merge(context.replica_id, point)
 
     def _end_together(self, context: ReplicaContext) -> None:
         """Has none go on before all have stepped, under a schedule without turns."""

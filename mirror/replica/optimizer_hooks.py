@@ -19,6 +19,7 @@ from mirror.replica.grad_scaler import watch_torchs_scaler
 from mirror.replica.nesting import refuse_within_another
 from mirror.replica.optimizer import OptimizerMirror
 from mirror.replica.optimizer_groups import Once, Parameters, mirrored_group
+from mirror.replica.optimizer_making import watch_making
 from mirror.replica.optimizer_steps import watch_steps
 from mirror.replica.plain import note_step
 from mirror.replica.schedulers import watch_schedulers
@@ -41,6 +42,7 @@ def watch_optimizer_steps() -> None:
             _hooks.append(register_optimizer_step_post_hook(_after_step))
             watch_zero_grad()
             watch_steps(_step_by_turns)
+            watch_making()
             watch_schedulers()
             watch_torchs_scaler()
             # Both hooks must see one frame, which the compiler would break up.

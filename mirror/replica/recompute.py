@@ -55,7 +55,8 @@ class NoMerges:
     def merge(self, replica_id: int, point: object) -> Any:
         """Refuses: nobody can wait here."""
         raise StrategyError(
-            f"{point} inside activation checkpointing cannot be recomputed in a backward pass "
-            "outside strategy.run, where one thread goes through all replicas; call backward "
-            "inside run, or keep the collective out of the checkpointed part"
+            f"{point} cannot wait for the other replicas in a backward pass outside "
+            "strategy.run, where one thread goes through all of them; call backward inside run, "
+            "or keep it out of what activation checkpointing recomputes, and out of the backward "
+            "of a custom function"
         )

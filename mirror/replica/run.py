@@ -12,6 +12,7 @@ import torch
 
 from mirror.context import current, enter, leave
 from mirror.errors import StrategyError
+from mirror.replica.assigned import refuse_unlike_flags, refuse_unlike_values
 from mirror.replica.attributes import OwnValues
 from mirror.replica.collectives import all_gather, all_reduce
 from mirror.replica.compiler import let_go, opaque, take_hold
@@ -27,6 +28,7 @@ from mirror.values import regroup, select
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup
+    from mirror.replica.variables import Variable
 
 
 class Run:
@@ -34,6 +36,7 @@ class Run:
 
     __slots__ = (
         "active",
+        "assigned",
         "attributes",
         "contexts",
         "depth",
@@ -64,6 +67,7 @@ class Run:
         # Optimizers stepped by all its replicas, and what options those that returned have left.
         self.stepped: dict[Any, dict[int, Any]] = {}
         self.attributes: list[OwnValues] = []  # that its replicas have set or read
+        self.assigned: dict[Variable, bool] = {}  # see mirror/replica/assigned.py
         self.modes: dict[int, tuple[Any, dict[int, bool]]] = {}  # set by train() and eval()
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
@@ -118,6 +122,8 @@ class Run:
         def act(payloads: dict[int, Any]) -> dict[int, Any]:
             if self.modes:
                 self.check_modes()
+            if self.assigned:
+                refuse_unlike_flags(self.assigned, self)
             enter(self.group.strategy, None)
             try:
                 return action(payloads)
@@ -169,6 +175,10 @@ class Run:
         """Reduces, or defers, the gradients that nobody has looked at; joins attributes."""
         if self.modes:
             self.check_modes()
+        if self.assigned:
+            assigned, self.assigned = self.assigned, {}
+            refuse_unlike_flags(assigned, self)
+            refuse_unlike_values(assigned, self)
         if self.group.num_replicas > 1:
             while self.stepped:
                 optimizer, left = self.stepped.popitem()

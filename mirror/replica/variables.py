@@ -237,7 +237,10 @@ class Variable:
         for r in range(1, len(self.targets)) if others is None else others:
             # Through .data: the other replicas' version counters stay, because a change that
             # may not be one (a look at p.data) must not spoil their saved tensors.
-            self.targets[r].data.copy_(value)
+            if _alike(self.targets[r], value):
+                self.targets[r].data.copy_(value)
+            else:  # some were given data of another shape or kind
+                self._give(r, value)
         self.version = self.copies[0]._version
         self.handles = [handle for handle in self.handles if handle() is not None]
 
@@ -250,25 +253,34 @@ class Variable:
         """``p.data = data``: of the current replica; of all in the cross-replica context."""
         here = self.here()
         for r in range(len(self.copies)) if here is None else (here,):
-            device = self.group.devices[r]
-            value = data.to(device)
-            # Replicas that are given one tensor must not share it.
-            if any(
-                share_storage(value, self.targets[s]) for s in range(len(self.targets)) if s != r
-            ):
-                value = _value_on(data, device)
-            self.targets[r].data = value
-            DATA.__set__(self.copies[r], value)
-            owner = self.owner()
-            if r == 0 and owner is not None:
-                raw_set_data(owner, value)
+            self._give(r, data)
         if here is None:
             self.version = self.copies[0]._version
             self.hand_out(data)
+        else:
+            replica: Any = current.replica
+            replica.run.assigned[self] = True
+
+    def _give(self, replica_id: int, data: Tensor) -> None:
+        """Gives a replica data in place of what it has."""
+        device = self.group.devices[replica_id]
+        value = data.to(device)
+        others = (target for r, target in enumerate(self.targets) if r != replica_id)
+        # Replicas that are given one tensor must not share it.
+        if any(share_storage(value, target) for target in others):
+            value = _value_on(data, device)
+        self.targets[replica_id].data = value
+        DATA.__set__(self.copies[replica_id], value)
+        owner = self.owner()
+        if replica_id == 0 and owner is not None:
+            raw_set_data(owner, value)
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Sets it for the current replica; for all in the cross-replica context."""
         here = self.here()
+        if here is not None and self.copies[here].requires_grad != requires_grad:
+            replica: Any = current.replica
+            replica.run.assigned.setdefault(self, False)
         for r in range(len(self.copies)) if here is None else (here,):
             self._require_grad(r, requires_grad)
         owner = self.owner()
@@ -286,6 +298,14 @@ class Variable:
             self.group.gradients.watch.add(copy)
             if self.hooks:
                 self.group.gradients.watch_closely(copy)
+
+    def follow_first(self) -> None:
+        """Makes what the first replica has that of all, after a run that failed."""
+        self.carry()
+        self.carry_grad()
+        requires_grad = self.copies[0].requires_grad
+        if any(copy.requires_grad != requires_grad for copy in self.copies):
+            self.set_requires_grad(requires_grad)
 
     def bring_along(self, source: int, idle: Iterable[int]) -> None:
         """Gives replicas that sat a run out what one of the others has now."""
