@@ -279,3 +279,45 @@ def test_an_extension_in_cpp_is_given_parameters(make_strategy, tmp_path, monkey
     monkeypatch.setitem(KINDS, "C++", lambda layer, x: apply(x, *layer.parameters()))
     for way in (1, 2, 3):
         test_parameters_given_past_the_modules_are_trained("C++", way, make_strategy)
+
+
+class Peeking(torch.autograd.Function):
+    """Reads a gradient in its backward, when the layers behind it have theirs."""
+
+    @staticmethod
+    def forward(ctx, x, read):
+        ctx.read = read
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.read()
+        return grad, None
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_gradient_read_in_a_custom_backward_outside_run_is_refused(which, make_strategy):
+    """No replica can wait there for the others, and some have gradients of this very pass."""
+
+    class Net(nn.Module):
+        reads = True
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def read(self):
+            return getattr(self, which).weight.grad if self.reads else None
+
+        def forward(self, x):
+            return self.second(Peeking.apply(self.first(x), self.read))
+
+    plain, x = Net(), torch.ones(6, 3)
+    model = make_strategy(3).mirror(copy.deepcopy(plain))
+    with pytest.raises(mirror.StrategyError, match=r"backward pass outside .* custom function"):
+        model(x).sum().backward()
+    plain.reads = model.reads = False
+    for m in (plain, model):
+        m.zero_grad()
+        m(x).sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
