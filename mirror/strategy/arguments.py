@@ -36,9 +36,10 @@ def check_parts(num_replicas: int, leaves: Iterable[Any]) -> list[PerReplica[Any
     values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
     for value in values:
         if len(value.values) != num_replicas:
+            got = f"with {len(value.values)}" if value.values else "without parts"
             raise StructureError(
                 f"a PerReplica of this strategy has {num_replicas} parts, one per replica; got "
-                f"one with {len(value.values)}"
+                f"one {got}"
             )
     return values
 
