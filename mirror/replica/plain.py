@@ -159,12 +159,13 @@ def note_use(group: ReplicaGroup) -> None:
 def _idle_strategy() -> object:
     """Returns a strategy that is meant to train, and has nothing to."""
     if current.strategy is not None and current.strategy.num_replicas_in_sync > 1:
-        strategy: object = current.strategy
-        return strategy
+        strategy: Any = current.strategy
+        group = strategy._group
+        return None if group.plain.has_mirrored or group.recorded else strategy
     for group in list(_used):
         if group.is_closed or group.plain.has_mirrored:
             _used.discard(group)
-        else:
+        elif not group.recorded:  # else what was made in its scope is mirrored at the next use
             return group.strategy
     return None
 
