@@ -117,9 +117,8 @@ class Buckets:
             self._plan = plan = _Plan(arrivals, ends)
             for index, end in enumerate(ends):
                 for copies in arrivals.copies:
-                    register: Any = copies[end - 1].register_post_accumulate_grad_hook
                     launch = partial(self._arrived, plan, index)
-                    self._hooks.append(register(launch))
+                    self._hooks.append(copies[end - 1].watch(launch))
 
     def forget_order(self) -> None:
         """Drops the order learnt."""

@@ -22,18 +22,12 @@ examples; its gradient counts with ``weight / sum of weights`` ("mean", one devi
 batch) or 1 ("sum"). A backward pass in the cross-replica context starts from the loss of the
 whole batch, so its local gradients are plain summands. Under ``no_sync`` the shares of a run are
 applied when it ends, and the summands are kept in ``deferred`` until the next reduction.
-
-[Note: Gradient hooks]
-A hook of a parameter (``p.register_hook``) must see what it would see on one device: the gradient
-of one backward pass over the whole batch, once; it may clamp it. So a backward pass that reaches a
-parameter with hooks is reduced when it ends, also under ``no_sync``; the hooks get the first
-replica's reduced gradient, before it is added to ``.grad``, and the others take the result over.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +50,7 @@ from mirror.replica.arrivals import (
 )
 from mirror.replica.buckets import Buckets
 from mirror.replica.deferred import Deferred
+from mirror.replica.gradient_hooks import run_hooks
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
 from mirror.replica.passes import watch_passes_of
@@ -94,8 +89,7 @@ class Gradients:
     def watch_closely(self, copy: ReplicaParameter) -> None:
         """Has gradients reduced at the end of every backward pass that reaches ``copy``."""
         if "_watched_closely" not in copy.__dict__ and copy.requires_grad:
-            register: Callable[..., object] = copy.register_post_accumulate_grad_hook
-            copy.__dict__["_watched_closely"] = register(self._reduce_after_backward)
+            copy.__dict__["_watched_closely"] = copy.watch(self._reduce_after_backward)
 
     def _reduce_after_backward(self, copy: Tensor) -> None:
         if copy.variable.hooks:  # type: ignore[attr-defined]
@@ -241,7 +235,7 @@ class Gradients:
             group.timeline.begin(CROSS, REDUCTION, f"gradients of {len(variables)} parameters")
             group.all_reduce_lists(columns, scale)
             group.timeline.end(CROSS, REDUCTION)
-            _run_hooks(variables, columns)
+            run_hooks(variables, columns)
         for mine, reduced in zip(targets, columns, strict=True):
             accumulate(mine, reduced)
 
@@ -294,15 +288,3 @@ class Gradients:
         group = self._group()
         assert group is not None
         return group
-
-
-def _run_hooks(variables: list[Variable], lists: list[list[Tensor]]) -> None:
-    for i, variable in enumerate(variables):
-        if variable.hooks:
-            grad = lists[0][i]
-            for hook in tuple(variable.hooks.values()):
-                replaced = hook(grad)
-                grad = grad if replaced is None else replaced
-            lists[0][i] = grad
-            for column in lists[1:]:
-                column[i] = grad.to(column[i].device, copy=True)

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from mirror.errors import StrategyError
+from mirror.replica.gradient_hooks import (
+    refuse_own_hook,
+    refuse_post_accumulate_hook,
+    through_hooks,
+)
 from mirror.replica.parameters import MirroredParameter
 from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, resolve, special
-from mirror.replica.variables import mirror_parameter, refuse_post_accumulate_hook
+from mirror.replica.variables import mirror_parameter
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
@@ -75,10 +79,7 @@ def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     if not isinstance(self, MirroredParameter):
         return self._resolve().register_hook(hook)
     if self._mirrored.here() is not None:
-        raise StrategyError(
-            "a gradient hook of a parameter sees the gradient of the whole batch, so it is "
-            "registered once: call register_hook outside strategy.run"
-        )
+        refuse_own_hook()
     return self._mirrored.add_hook(hook)
 
 
@@ -140,9 +141,11 @@ def _autograd_grad(
     """``torch.autograd.grad`` with respect to mirrored parameters, among others.
 
     Inside ``run`` the replica's own gradient; in the cross-replica context the sum over the
-    copies, which is the whole gradient because the loss is the common one.
+    copies, which is the whole gradient because the loss is the common one, and which hooks see.
     """
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     spread = _spread(inputs)
+    is_batched = bool(options.get("is_grads_batched"))
     flat = torch.autograd.grad(
         resolve(outputs),
         [copy for copies in spread for copy in copies],
@@ -154,10 +157,13 @@ def _autograd_grad(
     )
     remaining = iter(flat)
     totals: list[Tensor | None] = []
-    for copies in spread:
+    for captured, copies in zip(inputs, spread, strict=True):
         parts = [next(remaining) for _ in copies]
         used = [part.to(copies[0].device) for part in parts if part is not None]
-        totals.append(sum(used[1:], start=used[0]) if used else None)
+        total = sum(used[1:], start=used[0]) if used else None
+        if total is not None and isinstance(captured, MirroredParameter):
+            total = through_hooks(captured._mirrored, total, is_batched=is_batched)
+        totals.append(total)
         if not used and materialize_grads:
             totals[-1] = torch.zeros_like(copies[0])
         elif not used and not allow_unused:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.replica.gradient_hooks import refuse_own_hook, refuse_post_accumulate_hook
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor
 
 if TYPE_CHECKING:
@@ -53,6 +56,19 @@ class ReplicaParameter(nn.Parameter):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.variable.set_requires_grad(value)
+
+    def watch(self, arrived: Callable[[Any], object]) -> RemovableHandle:
+        """Has ``arrived`` called when autograd has added to the local gradient."""
+        register: Callable[..., RemovableHandle] = super().register_post_accumulate_grad_hook
+        return register(arrived)
+
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refused: it would see the local gradient."""
+        refuse_own_hook()
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refused: it would run before the gradient is reduced."""
+        refuse_post_accumulate_hook()
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``copy.data = source``."""

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 
 from mirror.context import current
 from mirror.replica.compiler import opaque
+from mirror.replica.gradient_hooks import refuse_hooks_of
 from mirror.replica.parallel_pass import backward_at_once
 from mirror.replica.plain import note_pass
 from mirror.timeline import BACKWARD, CROSS, OPTIMIZER, Timeline, latest
@@ -74,6 +75,8 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
             if kwargs.get("accumulate_grad", True):
                 replica: Any = current.replica
                 note_pass(replica.run, lane, args)
+            else:
+                refuse_hooks_of(args[4])
         told = _tell_watches() if kwargs.get("accumulate_grad", True) else ()
         try:
             if lane != CROSS or not backward_at_once(run, args, kwargs):

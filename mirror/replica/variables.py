@@ -33,7 +33,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from mirror.context import current
 from mirror.errors import StrategyError
 from mirror.replica.arrivals import local_grad, plus, set_local_grad
 from mirror.replica.compiler import opaque
+from mirror.replica.gradient_hooks import refuse_post_accumulate_hook
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 
@@ -352,14 +353,6 @@ def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) ->
 def _value_on(value: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of ``value`` in memory of its own, with its strides."""
     return value.detach().to(device, copy=True)
-
-
-def refuse_post_accumulate_hook() -> NoReturn:
-    """Raises for hooks that want a gradient before it is reduced."""
-    raise StrategyError(
-        "a post-accumulate hook would run before this parameter's gradient is reduced over the "
-        "replicas; read p.grad after backward(), or use register_hook"
-    )
 
 
 def variable_of(key: Any) -> Variable | None:

@@ -16,7 +16,7 @@ came. A copy that stands there without one (its gradient was set, or is in a buc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,7 @@ class Watch:
     def add(self, copy: ReplicaParameter) -> None:
         """Has the arrival of every local gradient of ``copy`` noted, once it requires any."""
         if "_watched" not in copy.__dict__ and copy.requires_grad:
-            register: Callable[..., object] = copy.register_post_accumulate_grad_hook
-            copy.__dict__["_watched"] = register(self.pending[copy.replica_id].append)
+            copy.__dict__["_watched"] = copy.watch(self.pending[copy.replica_id].append)
 
     # Passes
 

@@ -70,6 +70,7 @@ class World:
         self.model, self.strategy = model, strategy
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.handles = []
+        self.captured = []  # what torch.autograd.grad has returned
 
     def parameter(self, i):
         parameters = list(self.model.parameters())
@@ -104,6 +105,12 @@ class World:
             loss = self.strategy.reduce("mean", losses)
             for i in range(times):
                 loss.backward(retain_graph=i + 1 < times)
+
+    def capture(self, size, seed, use):
+        loss = self.loss(data(size, seed), use)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if loss.requires_grad and trained:
+            self.captured.append(torch.autograd.grad(loss, trained, allow_unused=True))
 
     def model_requires_grad(self, losses):
         return any(loss.requires_grad for loss in self.strategy.local_results(losses))
@@ -244,6 +251,7 @@ which = st.integers(0, 11) | st.integers(0, 2)
 sizes, seeds = st.sampled_from([8, 7, 5, 3, 1]), st.integers(0, 3)
 times = st.sampled_from([1, 1, 1, 2])
 backward = one("backward", st.sampled_from([1, 2, 3]), sizes, seeds, uses, times)
+capture = one("capture", sizes, seeds, uses)
 change = (
     one("drop", which)
     | one("put", which)
@@ -272,7 +280,7 @@ surgery = (
     | one("hook", which)
     | one("unhook")
 )
-actions = backward | backward | inside | no_sync | change | look | surgery
+actions = backward | backward | capture | inside | no_sync | change | look | surgery
 
 
 class GradientMachine(RuleBasedStateMachine):
@@ -335,6 +343,9 @@ class GradientMachine(RuleBasedStateMachine):
             assert other.requires_grad == parameter.requires_grad, name
             same(f"{name}.grad", other.grad, parameter.grad)
             same(name, other.detach(), parameter.detach())
+        for expected, actual in zip(*(world.captured for world in self.worlds), strict=True):
+            for grad, other in zip(expected, actual, strict=True):
+                same("captured", other, grad)
         self.strategy.check_replicas()
         first, *rest = self.strategy.local_results(
             self.strategy.run(lambda: [p.grad for p in mirrored.parameters()])

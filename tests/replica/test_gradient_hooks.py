@@ -1,0 +1,114 @@
+"""Hooks of parameters see, and replace, the gradient that one device would have."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+
+HOOKS = {
+    "doubles": lambda grad: grad * 2,
+    "clamps": lambda grad: grad.clamp(-0.01, 0.01),
+    "looks": lambda grad: None,
+    "signs": lambda grad: grad.sign(),
+}
+
+
+def by_backward(model, parameters, x):
+    model(x).square().mean().backward()
+    return [p.grad for p in parameters]
+
+
+def by_grad(model, parameters, x):
+    return torch.autograd.grad(model(x).square().mean(), parameters)
+
+
+def by_grad_of_one(model, parameters, x):
+    return torch.autograd.grad(model(x).square().mean(), parameters[0])
+
+
+def by_grad_with_graph(model, parameters, x):
+    loss = model(x).square().mean()
+    grads = torch.autograd.grad(loss, parameters, create_graph=True)
+    sum(grad.square().sum() for grad in grads).backward()
+    return [*grads, *(p.grad for p in parameters)]
+
+
+def by_batched_grad(model, parameters, x):
+    out = model(x).mean(0)
+    return torch.autograd.grad(out, parameters, torch.eye(2).to(out), is_grads_batched=True)
+
+
+def by_grad_of_part(model, parameters, x):
+    loss = model[0](x).square().mean()
+    options = {"allow_unused": True, "materialize_grads": True}
+    return torch.autograd.grad(loss, parameters, **options)
+
+
+WAYS = [by_backward, by_grad, by_grad_of_one, by_grad_with_graph, by_batched_grad, by_grad_of_part]
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_hooks_see_the_gradient_of_one_device(make_strategy, way, hook, n):
+    plain, x = net(), torch.randn(7, 3).double()
+    model = make_strategy(n).mirror(copy.deepcopy(plain))
+    seen, found = [], []
+    for module in (plain, model):
+        called = []
+        for p in list(module.parameters())[1:]:
+            p.register_hook(lambda grad, called=called: called.append(tuple(grad.shape)))
+            p.register_hook(HOOKS[hook])
+        found.append(way(module, list(module.parameters()), x))
+        seen.append(sorted(called))
+    assert seen[0] == seen[1]
+    for actual, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_removed_hook_is_not_called(make_strategy):
+    model = make_strategy(2).mirror(nn.Linear(3, 1))
+    handle = model.weight.register_hook(lambda grad: grad * 0)
+    for removed in (False, True):
+        if removed:
+            handle.remove()
+        (grad,) = torch.autograd.grad(model(torch.ones(4, 3)).mean(), [model.weight])
+        assert bool(grad.any()) == removed
+
+
+@pytest.mark.parametrize("by", ["attribute", "list"])
+def test_a_hook_never_gets_a_replicas_own_gradient_from_grad(make_strategy, by):
+    strategy = make_strategy(2)
+    model = strategy.mirror(nn.Linear(3, 1))
+    parameters = list(model.parameters())
+
+    def grad():
+        weight = model.weight if by == "attribute" else parameters[0]
+        return torch.autograd.grad(model(torch.ones(2, 3)).mean(), [weight])[0]
+
+    assert strategy.run(grad).values[1].any()
+    model.bias.register_hook(lambda grad: grad * 2)
+    assert strategy.run(grad).values[1].any()
+    model.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(mirror.StrategyError, match="hook of parameter 'weight' has to see that"):
+        strategy.run(grad)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_registered_in_forward_is_told(make_strategy, kind):
+    class Hooking(nn.Linear):
+        def forward(self, x):
+            getattr(self.weight, kind)(lambda value: None)
+            return super().forward(x)
+
+    model = make_strategy(2).mirror(Hooking(3, 1))
+    with pytest.raises(mirror.StrategyError, match=r"register_hook|post-accumulate"):
+        model(torch.ones(4, 3))
