@@ -196,7 +196,7 @@ class TransparentCall:
 
     def _make_ready(self, module: nn.Module, replica: Any, args: Any, kwargs: Any) -> None:
         if isinstance(module, LazyModuleMixin):
-            self._initialize(module, args, kwargs)
+            self._initialize(module, replica, args, kwargs)
         if self.renormalizes:
             renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
 
@@ -224,9 +224,9 @@ class TransparentCall:
         call: Callable[..., Any] = module._call_impl
         return call
 
-    def _initialize(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Gives a lazy module its parameters, from the first replica to come by, and mirrors."""
-        with self.group.lazy_lock:
+    def _initialize(self, module: Any, replica: Any, args: Any, kwargs: Any) -> None:
+        """Gives a lazy module its parameters, by the first replica to come by, and mirrors."""
+        with self.group.lazy_lock, replica.run.drawing_for_all(replica.replica_id):
             if module.has_uninitialized_params():
                 module._infer_parameters(module, args, kwargs)
                 mirror_own(module, self.group, type(module).__name__)

@@ -9,10 +9,11 @@ its own, which is put into the generator with the turn and taken out with it:
     any other           a stream seeded by a checksum of the state that the run began with, and by
                         its number
 
-After the run the generator stands where the first replica has left it, so ``torch.get_rng_state``
-between runs is all there is to save. If that replica has drawn nothing and others have, one number
-is drawn for them, lest they draw the same again. What ``merge_call`` calls draws from the first
-replica's stream. A run of one replica, and replicas that run at once, draw as they come.
+After the run the generator stands where the first replica has left it, so
+``torch.get_rng_state`` between runs is all there is to save. If that replica has drawn nothing
+and others have, one number is drawn for them, lest they draw the same again. What ``merge_call``
+calls draws from the first replica's stream, and so do the initial values of a lazy module,
+whoever calls it first. A run of one replica, and replicas that run at once, draw as they come.
 
 Python's and numpy's generators stay shared: their states take 20 and 80 us to read.
 """
@@ -103,6 +104,16 @@ class RandomStreams:
             yield
         finally:
             self.leave(self._first)
+
+    @contextmanager
+    def for_all(self, replica_id: int) -> Iterator[None]:
+        """Has what a replica, whose turn it is, draws meanwhile drawn from the first one's."""
+        self.leave(replica_id)
+        try:
+            with self.of_first():
+                yield
+        finally:
+            self.enter(replica_id)
 
     def end(self) -> None:
         """Leaves the generator where the first replica has left it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,6 +150,10 @@ class Run:
             if watch is not None:
                 watch.start()
             take_hold(hold)
+
+    def drawing_for_all(self, replica_id: int) -> AbstractContextManager[None]:
+        """Has a replica draw what all will have, as one device would."""
+        return nullcontext() if self.streams is None else self.streams.for_all(replica_id)
 
     def end_streams(self) -> None:
         """Leaves the random generator to the cross-replica context."""

@@ -6,11 +6,7 @@ only ever shrinks: a mended fault leaves it in the commit that mends it.
 
 import re
 
-KNOWN: dict[str, str] = {
-    r"(max_norm=|BatchNorm).*LazyLinear": (
-        "behind a collective a lazy module draws from another replica's random stream"
-    ),
-}
+KNOWN: dict[str, str] = {}
 
 
 def known_fault(program):
