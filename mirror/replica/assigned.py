@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mirror.errors import StrategyError
-from mirror.replica.variables import Variable, same_bits
+from mirror.replica.bits import same_bits
+from mirror.replica.variables import Variable
 
 if TYPE_CHECKING:
     from mirror.replica.run import Run

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mirror.errors import ReplicaMismatchError
-from mirror.replica.variables import same_bits
+from mirror.replica.bits import same_bits
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.replica.bits import same_bits
 from mirror.replica.compiler import let_go, letting_go, take_hold
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.reduction import summed
 from mirror.replica.seams import sewn
-from mirror.replica.variables import same_bits
 from mirror.values import map_structure
 from mirror.wording import in_words
 

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from mirror.context import current
 from mirror.errors import ReplicaMismatchError
-from mirror.replica.variables import Variable, same_bits, variable_of
+from mirror.replica.bits import same_values
+from mirror.replica.variables import Variable, variable_of
 from mirror.values import are_identical, map_structure
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class ReplicaStates:
             for r in range(1, self.group.num_replicas):
                 other = self._by_replica[r].get(variable.targets[r], {})
                 for key in first.keys() | other.keys():
-                    if not _same(first.get(key), other.get(key)):
+                    if not same_values(first.get(key), other.get(key)):
                         raise ReplicaMismatchError(
                             f"optimizer state {key!r} of parameter {variable.name!r} differs on "
                             f"{names[r]} from {names[0]}; replicas must hold the same bits"
@@ -245,9 +246,3 @@ def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
                 for name, value in list(vars(owner).items()):
                     if value is found:
                         vars(owner)[name] = shared
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return same_bits(a, b)
-    return type(a) is type(b) and (not isinstance(a, (int, float, str, bool)) or a == b)

@@ -363,14 +363,6 @@ def variable_of(key: Any) -> Variable | None:
     return variable
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have equal bits; NaN equals NaN, 0.0 differs from -0.0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
-
-
 def _gone() -> None:
     """The handle of raw storage that left in a form which cannot be watched."""
 

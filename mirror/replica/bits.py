@@ -1,0 +1,49 @@
+"""Equal bits: of tensors of any layout, and of nested values that hold tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (int, float, complex, str, bool)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have equal bits; NaN equals NaN, 0.0 differs from -0.0.
+
+    Of sparse tensors, whether they have the same entries with equal bits, in whatever order.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided:
+        return all(map(same_bits, _parts(a), _parts(b)))
+    a, b = (t.detach().cpu().resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two nested values hold tensors with equal bits and equal numbers and strings."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same_bits(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same_values, a, b))
+    return not isinstance(a, _PLAIN) or a == b or a != a
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the strided tensors that a tensor of another layout consists of."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.detach().to_dense(),)
