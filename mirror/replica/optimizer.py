@@ -19,7 +19,8 @@ when its next step begins.
                    over the result
 
 Options in ``param_groups`` are shared: every replica gets a copy before the step, and what the
-first one's step writes into its copy is kept. The first replica's state is the optimizer's own.
+first one's step, or a hook of it, writes into its copy is kept. The first replica's state is the
+optimizer's own.
 
 [Note: One device, one step]
 Replicas that share a device, the simulated ones above all, need not compute the same update N
@@ -49,13 +50,13 @@ from mirror.devices import random_state, set_random_state, using
 from mirror.replica.compiler import Hold
 from mirror.replica.optimizer_groups import (
     Parameters,
+    group_of_replica,
     has_hooks,
-    of_replica,
     refuse_what_is_not_mirrored,
 )
 from mirror.replica.optimizer_kept import kept_by
 from mirror.replica.optimizer_making import Action, step_point
-from mirror.replica.optimizer_options import Options, options_of, refuse_different
+from mirror.replica.optimizer_options import Options, keep_options, options_of, refuse_different
 from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.optimizer_steps import is_torchs_own, raw_step, refuse_draws
 
@@ -159,7 +160,7 @@ class OptimizerMirror:
         if context.replica_id != leader:
             result = step(optimizer)
         self._met.discard(context.replica_id)
-        self._end_together(context)
+        self._end_together(context, options_of(optimizer))
         return result
 
     @torch.no_grad()
@@ -183,10 +184,23 @@ class OptimizerMirror:
         point = step_point(self._optimizer(), self._serial, what, payload, action)
         return context.run.merge(context.replica_id, point)
 
-    def _end_together(self, context: ReplicaContext) -> None:
-        """Has none go on before all have stepped, under a schedule without turns."""
-        if not context.run.lockstep.takes_turns:
-            self._merge(context, "the end of optimizer.step", lambda payloads: payloads)
+    def _end_together(self, context: ReplicaContext, left: Options) -> None:
+        """Has none go on before all have stepped, where it might find other groups than left.
+
+        Under a schedule without turns these may be lent; what hooks have written to the first
+        replica's is not there before that one has stepped.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+
+        def keep(payloads: dict[int, Any]) -> dict[int, Any]:
+            refuse_different(optimizer, payloads, "after a step")
+            if 0 not in payloads:
+                keep_options(self._groups, payloads[min(payloads)])
+            return payloads
+
+        if has_hooks(optimizer) or not context.run.lockstep.takes_turns:
+            self._merge(context, "the end of optimizer.step", keep, left)
 
     def _step_first(self, optimizer: Optimizer) -> None:
         """Steps the first replica, and has the others take over. See [Note: One device...]."""
@@ -270,10 +284,10 @@ class OptimizerMirror:
         replica: Any = current.replica
         if replica is not None and self in replica.lent:
             replica.lent.remove(self)
-            drawn = self._has_drawn(replica.replica_id)
+            drawn, left = self._has_drawn(replica.replica_id), self.options()
             self.give_back()
             if replica.replica_id not in self._met:
-                self._end_together(replica)
+                self._end_together(replica, left)
             if drawn:
                 refuse_draws()
             return
@@ -373,16 +387,11 @@ class OptimizerMirror:
         assert optimizer is not None
         self._groups = optimizer.param_groups
         for r in range(1 if only_first else self.group.num_replicas):
-            self._lent_groups[r] = [
-                {**options, "params": of_replica(options["params"], r)} for options in self._groups
-            ]
+            self._lent_groups[r] = [group_of_replica(options, r) for options in self._groups]
         self.states.read(optimizer, is_whole=self._is_whole)
         if not only_first:
             self.states.catch_up()  # before the first one steps
 
     def _keep_what_the_first_wrote(self) -> None:
-        for options, lent in zip(self._groups, self._lent_groups[0], strict=True):
-            for key, value in lent.items():
-                if key != "params" and options.get(key, options) is not value:
-                    options[key] = value
+        keep_options(self._groups, self._lent_groups[0])
         self.states.publish_first()

@@ -88,6 +88,15 @@ def has_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+def group_of_replica(options: dict[str, Any], replica_id: int) -> dict[str, Any]:
+    """Returns one replica's copy of a parameter group: what it writes there is its own."""
+    own = {**options, "params": of_replica(options["params"], replica_id)}
+    for name, value in options.items():
+        if replica_id and isinstance(value, Tensor):
+            own[name] = value.clone()
+    return own
+
+
 def of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
     """Returns one replica's ordinary parameters; what is not mirrored goes with the first."""
     return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,6 +18,14 @@ def options_of(optimizer: Optimizer) -> Options:
         {name: value for name, value in options.items() if name != "params"}
         for options in getattr(optimizer, "param_groups", ())
     ]
+
+
+def keep_options(groups: Sequence[dict[str, Any]], written: Options) -> None:
+    """Puts into groups the options that one replica has written to its copies of them."""
+    for options, copied in zip(groups, written, strict=True):
+        for name, value in copied.items():
+            if name != "params" and options.get(name, options) is not value:
+                options[name] = value
 
 
 def refuse_different(optimizer: Optimizer, seen: Mapping[int, Options], when: str) -> None:

@@ -4,7 +4,6 @@ from mirror.errors import MirrorError
 
 # What the message says, and where that is documented.
 DOCUMENTED = {
-    "the groups are shared, so a replica that changes one changes it for all": "the error",
     "of optimizers that evaluate the closure several times": "README, Limits: step(closure)",
     "a post-accumulate hook would run before this parameter's gradient is reduced": "the error",
     "a gradient was changed in place under no_sync": "strategy.no_sync",

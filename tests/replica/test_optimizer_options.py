@@ -1,5 +1,7 @@
 """Options of an optimizer that replicas change inside ``run``: alike, or told."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +83,81 @@ def test_a_rate_of_a_wrapper_that_is_no_optimizer_is_told(make_strategy):
 
     with pytest.raises(mirror.StrategyError, match="decay it do so N times"):
         strategy.run(step)
+
+
+def slow_down(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def slow_down_in_place(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        group["lr"].mul_(0.5)
+
+
+def limit(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.25 * group["lr"]
+
+
+def trained(model, strategy, way, prepare, batches, rate):
+    """Returns parameters, and the options of every step as they are seen after it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    prepare(optimizer)
+    seen = []
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        group = optimizer.param_groups[0]
+        return torch.tensor([float(group["lr"]), float(group["weight_decay"])])
+
+    for x in batches:
+        if strategy is None or way == "outside":
+            seen.append(step(x))
+        else:
+            # Of a single example the last replica takes it, and the first one sits out.
+            options = mirror.InputOptions(weights=[1, 1, 2])
+            (part,) = strategy.distribute_dataset([x], options)
+            of_replicas = strategy.local_results(strategy.run(step, args=(part,)))
+            assert all(torch.equal(one, of_replicas[0]) for one in of_replicas)
+            seen.append(of_replicas[0])
+    return [p.detach().clone() for p in model.parameters()], seen
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("way", ["inside", "outside"])
+@pytest.mark.parametrize("hook", [slow_down, slow_down_in_place, limit])
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_of_steps_change_options_as_on_one_device(make_strategy, schedule, way, hook, kind):
+    plain = nn.Linear(3, 2).double()
+    rate = torch.tensor(0.5) if hook is slow_down_in_place else 0.5
+    batches = [torch.randn(size, 3).double() for size in (6, 7, 1, 5)]
+    strategy = make_strategy(3, schedule=schedule)
+    model = strategy.mirror(copy.deepcopy(plain))
+
+    def prepare(optimizer):
+        getattr(optimizer, f"register_step_{kind}_hook")(hook)
+
+    expected = trained(plain, None, way, prepare, batches, copy.deepcopy(rate))
+    actual = trained(model, strategy, way, prepare, batches, rate)
+    torch.testing.assert_close(actual, expected)
+    strategy.check_replicas()
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_of_steps_that_change_a_rate_differently_are_told(make_strategy, schedule, kind):
+    def each(optimizer, args, kwargs):
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + here())
+
+    strategy = make_strategy(3, schedule=schedule)
+    model = strategy.mirror(nn.Linear(3, 2))
+    batches = [torch.randn(6, 3)]
+
+    def prepare(optimizer):
+        getattr(optimizer, f"register_step_{kind}_hook")(each)
+
+    with pytest.raises(mirror.StrategyError, match=r"'lr' of parameter group 0 of SGD.*after a"):
+        trained(model, strategy, "inside", prepare, batches, 0.1)
