@@ -14,7 +14,13 @@ FREEZE_STEM = [
 ]
 FREEZE_REST = [
     (1, ["for p in params()[:-2]: p.requires_grad_(False)"]),
-    (3, ["for p in params()[:-2]: p.requires_grad_(trained[p])"]),
+    (
+        3,
+        [
+            "for name, p in list(model.named_parameters())[:-2]:",
+            "    p.requires_grad_(trained.get(name, True))",
+        ],
+    ),
 ]
 FREEZE_AND_FORGET = [
     (2, ["params()[{k}].requires_grad_(False)", "params()[{k}].grad = None"]),
@@ -51,9 +57,9 @@ SAVE_BYTES = [
     (
         2,
         [
-            "saved = torch.load(io.BytesIO(file.getvalue()))",
-            "model.load_state_dict(saved[0], assign={assign})",
-            "for o, s in zip(optimizers, saved[1:]): o.load_state_dict(s)",
+            "read = torch.load(io.BytesIO(file.getvalue()))",
+            "model.load_state_dict(read[0], assign={assign})",
+            "for o, s in zip(optimizers, read[1:]): o.load_state_dict(s)",
         ],
     ),
 ]

@@ -80,6 +80,8 @@ def _events(draft):
     pool = dict(events.ANY)
     if draft.sparse or draft.is_closed or (draft.has("flat") and draft.optimizer.is_sharp):
         pool.pop("backward between"), pool.pop("grads outside"), pool.pop("zero between")
+    if "use_reentrant=True" in draft.model.source:  # refuses torch.autograd.grad
+        pool.pop("grads outside", None)
     pool.pop("grads outside", None) if draft.containers != "tuple" else None
     plain = not (draft.scheduler or draft.accumulates or draft.scaled)
     if plain:

@@ -29,7 +29,7 @@ def setup(draft):
         made += ["    optimizers = make_optimizers()"]
     if draft.has_critic:
         made += CRITIC_MADE
-    made += ["trained = {p: p.requires_grad for p in model.parameters()}"]
+    made += ["trained = {name: p.requires_grad for name, p in model.named_parameters()}"]
     can_have = draft.optimizer.name != "LBFGS" and k.maybe("schedule", 0.2)
     draft.scheduler = k.choose("scheduler", SCHEDULERS) if can_have else ""
     if draft.scheduler:
