@@ -41,16 +41,22 @@ class Signpost:
 
 def signposted(cls: ClassT) -> ClassT:
     """Decorates a class whose users may look for the names under its own in the table."""
-    place = cls.__name__
 
     def __getattr__(self: object, name: str) -> NoReturn:
         kind = type(self).__name__
-        sign = find(place, name)
+        sign = find(cls.__name__, name)
         if sign is None:
             text = f"{kind!r} object has no attribute {name!r}"
             raise AttributeError(text, name=name, obj=self)
         raise AttributeError(f"a {kind} has no {_said(name, sign)}")
 
+    cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
+    return cls
+
+
+def signposted_call(cls: ClassT) -> ClassT:
+    """Decorates such a class that users make, maybe with keywords of the table."""
+    place = cls.__name__
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = frozenset(inspect.signature(init).parameters)
 
@@ -63,9 +69,8 @@ def signposted(cls: ClassT) -> ClassT:
                     raise TypeError(f"{place}() takes no {_said(name, sign)}")
         init(self, *args, **kwargs)
 
-    cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
-    return cls
+    return signposted(cls)
 
 
 def names_of(module: str) -> Callable[[str], NoReturn]:

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-
-
-def top_saved_tensors_hooks() -> Hooks | None:
-    """Returns the calling thread's innermost ``saved_tensors_hooks``, ``None`` if there are none.
-
-    torch has ``_top_saved_tensors_default_hooks`` since 2.8.
-    """
-    return _top()
 
 
 def plain_apply() -> Callable[..., Any]:
@@ -68,10 +61,12 @@ class _HookStack(threading.local):
 def _find_top() -> Callable[[], Hooks | None]:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if top is not None:
-        return lambda: top(False)
+        return partial(top, False)
     stack = _HookStack()
     stack.install()
     return stack.top
 
 
-_top = _find_top()
+# Returns the calling thread's innermost ``saved_tensors_hooks``, ``None`` if there are none.
+# Torch has ``_top_saved_tensors_default_hooks`` since 2.8.
+top_saved_tensors_hooks = _find_top()

@@ -173,11 +173,18 @@ def map_structure(fn: Callable[..., object], tree: Any, *others: Any) -> Any:
     if kind is tuple or kind is list:
         if not others:
             return kind([map_structure(fn, child) for child in tree])
-        if all(type(other) is kind and len(other) == len(tree) for other in others):
+        if {*map(type, others)} == {kind} and {*map(len, others)} == {len(tree)}:
             rows = zip(tree, *others, strict=True)
             return kind([map_structure(fn, *children) for children in rows])
-    elif kind is dict and not others:
-        return {key: map_structure(fn, child) for key, child in tree.items()}
+    elif kind is dict:
+        if not others:
+            return {key: map_structure(fn, child) for key, child in tree.items()}
+        keys = tree.keys()
+        if {*map(type, others)} == {dict} and False not in [keys == o.keys() for o in others]:
+            return {
+                key: map_structure(fn, child, *[other[key] for other in others])
+                for key, child in tree.items()
+            }
     children = None if isinstance(tree, (torch.Tensor, PerReplica)) else children_of(tree)
     if children is None:
         for other in others:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mirror.signposts import signposted
+from mirror.signposts import signposted_call
 from mirror.wording import in_words
 
 OptionsT = TypeVar("OptionsT")
 
 
-@signposted
+@signposted_call
 @dataclass(frozen=True)
 class InputOptions:
     """Options of a distributed dataset.

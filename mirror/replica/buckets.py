@@ -80,6 +80,7 @@ class Buckets:
     """The buckets of a group, and those on their way.
 
     Attributes:
+        on_their_way: the reductions launched and not collected.
         is_disordered: whether gradients have come in another order than that learnt.
     """
 
@@ -89,15 +90,10 @@ class Buckets:
         self._side = Side(group.devices)
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
-        self._on_their_way: list[_Reduction] = []
+        self.on_their_way: list[_Reduction] = []
         self._launching = watch.lock
         self._is_held = False  # until what has arrived is reduced
         self.is_disordered = False
-
-    @property
-    def num_launched(self) -> int:
-        """How many variables' gradients are on their way."""
-        return sum(len(reduction.variables) for reduction in self._on_their_way)
 
     def learn(self, arrivals: Arrivals, *, again: bool) -> None:
         """Takes the order of a pass for that of the next ones.
@@ -132,7 +128,7 @@ class Buckets:
         Takes no lock: a garbage collection may come here at any time.
         """
         self.forget_order()
-        for reduction in tuple(self._on_their_way):
+        for reduction in tuple(self.on_their_way):
             if variable in reduction.variables:
                 reduction.dropped.update((variable, r) for r in range(len(reduction.targets)))
                 reduction.copies = [
@@ -148,13 +144,15 @@ class Buckets:
         """Has what is on its way for these replicas' copies thrown away when it arrives."""
         with self._launching:
             self._is_held = True
-            for reduction in self._on_their_way:
+            for reduction in self.on_their_way:
                 if variable in reduction.variables:
                     reduction.dropped.update((variable, r) for r in replica_ids)
 
     def launched(self) -> list[list[ReplicaParameter]]:
         """Returns each replica's copies whose gradients are on their way, in order."""
-        parts = [reduction.copies for reduction in self._on_their_way]
+        if not self.on_their_way:
+            return [[] for _ in self._watch.pending]
+        parts = [reduction.copies for reduction in self.on_their_way]
         return [[*chain(*(part[r] for part in parts))] for r in range(len(self._watch.pending))]
 
     def discard(self) -> None:
@@ -180,7 +178,7 @@ class Buckets:
                 accumulate([targets[i] for i in kept], [grads[i] for i in kept])
 
     def _take(self) -> list[_Reduction]:
-        reductions, self._on_their_way = self._on_their_way, []
+        reductions, self.on_their_way = self.on_their_way, []
         if reductions:
             for unsettled in self._watch.unsettled:
                 unsettled.remove(reductions)
@@ -191,10 +189,10 @@ class Buckets:
     def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self._launching:
-            if index > len(self._on_their_way):
+            if index > len(self.on_their_way):
                 before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
                 self.is_disordered |= local_grad(before) is None
-            if plan is self._plan and index == len(self._on_their_way) and not self._is_held:
+            if plan is self._plan and index == len(self.on_their_way) and not self._is_held:
                 part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
                 if self._may_launch():
                     self._launch(plan.order, part)
@@ -224,7 +222,7 @@ class Buckets:
         if scale is None:
             scale = 1.0
             weigh(columns, shares)
-        name = f"bucket {len(self._on_their_way) + 1}: {len(variables)} parameters"
+        name = f"bucket {len(self.on_their_way) + 1}: {len(variables)} parameters"
 
         def reduce() -> None:
             group.timeline.begin(BESIDE, REDUCTION, name)
@@ -233,10 +231,10 @@ class Buckets:
             group.timeline.end(BESIDE, REDUCTION)
 
         targets = [mine[part] for mine in order.targets]
-        if not self._on_their_way:
+        if not self.on_their_way:
             for unsettled in self._watch.unsettled:
-                unsettled.append(self._on_their_way)
-        self._on_their_way.append(
+                unsettled.append(self.on_their_way)
+        self.on_their_way.append(
             _Reduction(variables, copies, targets, columns, self._side.start(reduce))
         )
 

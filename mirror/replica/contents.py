@@ -121,7 +121,11 @@ def leaves_in(value: Any) -> Iterator[Any]:
     seen, found = set[int](), [value]
     while found:
         value = found.pop()
-        if is_leaf(value):
+        kind = type(value)
+        if kind is tuple and id(value) not in seen:  # the usual ones, seen at once
+            seen.add(id(value))
+            found += reversed(value)
+        elif kind is Tensor or is_leaf(value):
             yield value
         elif id(value) not in seen and (not is_object(value) or dataclasses.is_dataclass(value)):
             seen.add(id(value))

@@ -79,6 +79,7 @@ class Gradients:
         self._group = weakref.ref(group)
         self.watch = Watch(group.num_replicas)
         self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
+        self._noted = (*self.pending, *self.unsettled)
         self.deferred = Deferred()
         self.deferring = False
         self.buckets = Buckets(group, self.watch)
@@ -111,12 +112,15 @@ class Gradients:
 
     def has_arrived(self, replica_id: int) -> bool:
         """Whether backward passes have brought a replica what is not reduced."""
-        self.watch.look_here(replica_id)
-        return bool(self.pending[replica_id] or self.buckets.num_launched)
+        if self.unsettled[replica_id]:
+            self.watch.look_here(replica_id)
+        return bool(self.pending[replica_id] or self.buckets.on_their_way)
 
     def _have_arrived(self) -> bool:
+        if not (self.watch.may_have_arrived or any(self._noted)):
+            return False
         self.watch.look()
-        return any(self.pending) or bool(self.buckets.num_launched)
+        return any(self.pending) or bool(self.buckets.on_their_way)
 
     def observe(self, replica_id: int) -> None:
         """Merges the replicas of the current run and reduces what is pending."""
@@ -131,26 +135,33 @@ class Gradients:
 
     def flush(self) -> None:
         """Reduces what backward passes in the cross-replica context left pending."""
-        self.settle(dict.fromkeys(range(len(self.pending)), 1.0))
+        if self._have_arrived() or self.deferred:
+            self.reduce(self.equal_shares())
+
+    def equal_shares(self) -> dict[int, float]:
+        """Returns the shares of backward passes in the cross-replica context."""
+        return dict.fromkeys(range(len(self.pending)), 1.0)
 
     def settle(self, shares: Mapping[int, float]) -> None:
         """Reduces all there is: pending gradients by ``shares``, and deferred ones."""
         if self._have_arrived() or self.deferred:
             self.reduce(shares)
 
-    def finish(self, shares: Mapping[int, float]) -> None:
+    def finish(self, shares: Callable[[], Mapping[int, float]]) -> None:
         """Ends a run, or a stretch of the cross-replica context: reduces or defers the rest."""
-        shown, self._shown = self._shown, []
-        if any(total._version != version for total, version in shown):
+        shown = self._shown
+        if shown:
+            self._shown = []
+        if shown and any(total._version != version for total, version in shown):
             raise StrategyError(
                 "a gradient was changed in place under no_sync, where .grad is the sum of several "
                 "parts; change gradients after no_sync, or set .grad"
             )
         if self._have_arrived():
             if self.deferring:
-                self._defer(shares)
+                self._defer(shares())
             else:
-                self.reduce(shares)
+                self.reduce(shares())
 
     def discard(self) -> None:
         """Drops what is not reduced."""
@@ -195,7 +206,7 @@ class Gradients:
     def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
         """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
         self.watch.look()
-        if any(self.pending[r] for r in replicas) or self.buckets.num_launched:
+        if any(self.pending[r] for r in replicas) or self.buckets.on_their_way:
             self.buckets.drop(variable, replicas)
         self.deferred.drop(variable, replicas)
 

@@ -101,22 +101,21 @@ class ReplicaGroup:
         self._wire_dtype = wire_dtype
         self._schedule, self._timeout_seconds = schedule, timeout_seconds
         self.claims = dict[str, int]()  # see mirror/replica/claim.py
-        self.locksteps: list[Lockstep] = []
+        self.locksteps, self.lent = list[Lockstep](), set[OptimizerMirror]()  # lent to a step
         self.recorded = Recorded()
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self._generators = generators_of(self.devices)
         self.streams = Streams(schedule == "lockstep" and not self._generators)
-        self.plain = PlainVariables()
-        self.is_closed = False
+        self.plain, self.is_closed = PlainVariables(), False
         self.is_nested = current.replica is not None  # made by a replica of another strategy
         _groups.add(self)
         watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
         if schedule == "concurrent":
             watch_saved_draws()
-        self._keeps_memory = self.num_replicas > 1 and is_simulated(self.devices)
-        if self._keeps_memory:
+        self._simulates = self.num_replicas > 1 and is_simulated(self.devices)
+        if self._simulates:
             keep_freed_memory()
 
     # What is mirrored
@@ -141,7 +140,7 @@ class ReplicaGroup:
 
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
-        if self.recorded:
+        if self.recorded.modules or self.recorded.unmade:
             for module in self.recorded.take():
                 self.mirror(module)
 
@@ -188,9 +187,9 @@ class ReplicaGroup:
             return
         self.mirror_recorded()
         if self.num_replicas > 1:
-            if self.running is None and any(o.is_lent for o in self.optimizers):
+            if self.running is None and self.lent:
                 self.recover()  # a step in the cross-replica context has raised
-            self.gradients.finish(dict.fromkeys(range(self.num_replicas), 1.0))
+            self.gradients.finish(self.gradients.equal_shares)
             self.carry()
 
     def carry(self) -> None:
@@ -276,7 +275,8 @@ class ReplicaGroup:
                 "run was called inside run, on one replica; start a run in the cross-replica "
                 "context, which merge_call gives: get_replica_context().merge_call(fn)"
             )
-        refuse_within_another(self, "run")
+        if replica is not None:
+            refuse_within_another(self, "run")
         self.check_between_runs("run")
         note_use(self)
         outer = self.running
@@ -307,7 +307,8 @@ class ReplicaGroup:
         finally:
             self.running = outer if run.goes_on() else self.running
             state.restore()
-            run.end_streams()
+            if run.streams is not None:
+                run.streams.end()
             self.note_run(run.active)
         if self.num_replicas > 1:
             self.bring_along(run.active)
@@ -346,12 +347,15 @@ class ReplicaGroup:
             finally:
                 timeline.end(replica_id, FORWARD)
                 leave()
-                context.release()
+                if context.lent:
+                    context.release()
 
         def task() -> Any:
             if len(context.run.active) == 1:
                 with using(device):
                     return call()
+            if self._simulates:  # on the CPU there is nothing to enter
+                return state.call(lambda: variables.run(call), device)
             with using(device), backward_in_calling_thread((device,)):
                 return state.call(lambda: variables.run(call), device)
 
@@ -391,5 +395,5 @@ class ReplicaGroup:
         self.locksteps = []
         self.gradients.buckets.close()
         self.communicator.close()
-        if self._keeps_memory:
+        if self._simulates:
             give_back_freed_memory()

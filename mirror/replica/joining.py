@@ -88,9 +88,9 @@ class Joiner:
     def output(self, *parts: Any) -> Any:
         """Joins one leaf of the outputs."""
         first = parts[0]
-        if len(parts) > 1 and all(part is first for part in parts):
+        if len(parts) > 1 and parts[1] is first and all(part is first for part in parts):
             return self._origin_of(parts, first)
-        if all(isinstance(part, Tensor) for part in parts):
+        if False not in [isinstance(part, Tensor) for part in parts]:
             tensor = self._tensor(parts)
             if tensor is not None:
                 return tensor
@@ -355,11 +355,12 @@ def _stays_whole(parts: Sequence[Any], before: Any) -> bool:
 
 
 def _are_batched(parts: Sequence[Any], counts: Sequence[float]) -> bool:
-    shape = parts[0].shape[1:]
-    return all(
-        len(part.shape) > 0 and part.shape[0] == count and part.shape[1:] == shape
-        for part, count in zip(parts, counts, strict=True)
-    )
+    rest = parts[0].shape[1:]
+    for part, count in zip(parts, counts, strict=True):
+        shape = part.shape
+        if not shape or shape[0] != count or shape[1:] != rest:
+            return False
+    return True
 
 
 def _are_equal(parts: Sequence[Any]) -> bool:

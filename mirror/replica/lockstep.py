@@ -231,10 +231,10 @@ class Lockstep:
         if len(self._waiting) < len(self._order):
             return True
         first, *others = self._waiting.values()
-        return any(
-            point.operation != first.operation or point.signature != first.signature
-            for point in others
-        )
+        for point in others:
+            if point.operation != first.operation or point.signature != first.signature:
+                return True
+        return False
 
     def _act(self, last: int, points: dict[int, MergePoint]) -> None:
         payloads = {r: points[r].payload for r in sorted(points)}

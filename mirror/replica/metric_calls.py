@@ -42,8 +42,10 @@ _wrapping = threading.Lock()
 def is_metric(module: nn.Module) -> bool:
     """Whether a module is a metric, or a collection of them; asks only if there are any."""
     library = sys.modules.get("torchmetrics")
+    if library is None:
+        return False
     kinds = tuple(getattr(library, name, ()) for name in ("Metric", "MetricCollection"))
-    return library is not None and isinstance(module, tuple(k for k in kinds if k != ()))
+    return isinstance(module, tuple(k for k in kinds if k != ()))
 
 
 def watch_metric(module: nn.Module) -> None:

@@ -110,12 +110,15 @@ def call_once(
                 f"every replica has called {what} of a {kind} of its own, over parameters that "
                 "all share; make it outside strategy.run"
             )
-        with run.outside():
+        closures: list[_Closure] = []
+
+        def call() -> Any:
             trees = [payloads[r][1:] for r in run.active]
-            closures: list[_Closure] = []
             joined = functools.partial(_joined, run, what, closures)
             one_args, one_kwargs = map_structure(joined, *trees)
-            result = method(target, *one_args, **one_kwargs)
+            return method(target, *one_args, **one_kwargs)
+
+        result = run.call_outside(call)
         has_called = any(closure.losses is not None for closure in closures)
         for closure in closures:
             if closure.losses is not None and closure.loss is result:

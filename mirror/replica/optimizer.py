@@ -349,6 +349,7 @@ class OptimizerMirror:
         optimizer = self._optimizer()
         self.step = None
         replica_id, self._lent_to = self._lent_to, None
+        self.group.lent.discard(self)
         if replica_id is None or optimizer is None:
             return
         if replica_id == 0:
@@ -378,6 +379,7 @@ class OptimizerMirror:
         assert optimizer is not None
         self.step = step
         self._lent_to = replica_id
+        self.group.lent.add(self)
         optimizer.param_groups = groups
         optimizer.state = state  # type: ignore[assignment]
 

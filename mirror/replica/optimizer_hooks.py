@@ -65,8 +65,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         mirror = _mirror_of(optimizer, group)
     group = mirror.group
     group.check_usable()
-    refuse_within_another(group, "optimizer.step")
     replica: Any = current.replica
+    if replica is not None and replica.group is not group:
+        refuse_within_another(group, "optimizer.step")
     mirror.holds[threading.get_ident()] = let_go()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if replica is None or replica.group is not group:

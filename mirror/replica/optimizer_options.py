@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,10 +15,7 @@ Options = list[dict[str, Any]]
 
 def options_of(optimizer: Optimizer) -> Options:
     """Returns the options of each group as they are now."""
-    return [
-        {name: value for name, value in options.items() if name != "params"}
-        for options in getattr(optimizer, "param_groups", ())
-    ]
+    return [*map(dict, getattr(optimizer, "param_groups", ()))]
 
 
 def keep_options(groups: Sequence[dict[str, Any]], written: Options) -> None:
@@ -37,6 +35,8 @@ def refuse_different(optimizer: Optimizer, seen: Mapping[int, Options], when: st
     first, *others = sorted(seen)
     for r in others:
         for i, (mine, theirs) in enumerate(zip(seen[first], seen[r], strict=False)):
+            if [*mine] == [*theirs] and all(map(is_, mine.values(), theirs.values())):
+                continue
             for name in mine.keys() | theirs.keys():
                 ours, other = mine.get(name), theirs.get(name)
                 if ours is not other and _is_number(ours, other) and ours != other:

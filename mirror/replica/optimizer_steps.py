@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +69,11 @@ def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_torchs_own(kind: type) -> bool:
     """Whether steps of a class change nothing but parameters and state."""
+    return _is_torchs_own(kind, kind.step)  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=256)
+def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
     return (
         kind.__module__.startswith(_TORCHS)
         and kind is not Optimizer

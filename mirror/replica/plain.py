@@ -49,13 +49,14 @@ class PlainVariables:
 
     Attributes:
         passes: the backward passes that were looked at, by place in the code and replica.
+        is_noted: whether its first use has been noted.
         has_mirrored: whether anything has been mirrored.
         has_told: whether the user has been told of models made inside ``run``.
     """
 
     def __init__(self) -> None:
         self.passes: dict[tuple[CodeType, int, int], int] = {}
-        self.has_mirrored = self.has_told = False
+        self.is_noted = self.has_mirrored = self.has_told = False
 
 
 class PlainLeaves:
@@ -126,7 +127,7 @@ def note_pass(run: Run, replica_id: int, args: Sequence[Any]) -> None:
     inputs = args[4] if len(args) > 4 else ()
     leaves = [leaf for leaf in inputs if isinstance(leaf, Tensor)] or _leaves_of(args[0])
     leaves = [leaf for leaf in leaves if not isinstance(leaf, (ReplicaParameter, MirroredTensor))]
-    run.plain.claim(leaves, replica_id, "their gradients would be added up, not averaged")
+    run.leaves().claim(leaves, replica_id, "their gradients would be added up, not averaged")
 
 
 def note_step(optimizer: Optimizer) -> None:
@@ -138,7 +139,7 @@ def note_step(optimizer: Optimizer) -> None:
     replica: Any = current.replica
     if replica is not None:
         if len(replica.run.active) > 1:
-            replica.run.plain.claim_step(optimizer, replica.replica_id)
+            replica.run.leaves().claim_step(optimizer, replica.replica_id)
     elif (_used or current.strategy is not None) and optimizer not in _told:
         idle = _idle_strategy()
         if idle is not None and _trains_parameters(optimizer):
@@ -151,7 +152,10 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def note_use(group: ReplicaGroup) -> None:
-    """Notes that a strategy is used, if it has mirrored nothing yet."""
+    """Notes the first use of a strategy, if it has mirrored nothing yet."""
+    if group.plain.is_noted:
+        return
+    group.plain.is_noted = True
     if group.num_replicas > 1 and not group.plain.has_mirrored:
         _used.add(group)
 

@@ -3,7 +3,7 @@
 [Note: Streams of replicas]
 Simulated devices share one generator. Were it drawn from in turns, what one replica draws would
 depend on how many numbers the others have drawn before. So every replica of a run has a stream of
-its own, which is put into the generator with the turn and taken out with it:
+its own, which is put into the generator with the turn; whose was there before is kept then:
 
     the first replica   goes on with the generator's stream, as one device does
     any other           a stream seeded by a checksum of the state that the run began with, and by
@@ -27,9 +27,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mirror.devices import random_state, set_random_state, stream_seed
+from mirror.devices import stream_seed
 
-_CPU = torch.device("cpu")
+_generator = torch.default_generator
 
 
 class Seeded:
@@ -38,19 +38,21 @@ class Seeded:
     A program that draws nothing leaves the generator as it is, and needs them anew in every run.
     """
 
-    __slots__ = ("base", "states")
+    __slots__ = ("base", "known", "states")
 
     def __init__(self, base: bytes) -> None:
         self.base = base
         self.states: dict[int, Tensor] = {}
+        self.known: dict[int, bytes] = {}  # the same states
 
     def put(self, replica_id: int) -> None:
         """Puts the replica's stream, at its beginning, into the generator."""
         if replica_id in self.states:
-            set_random_state(_CPU, self.states[replica_id])
+            _generator.set_state(self.states[replica_id])
             return
-        torch.default_generator.manual_seed(stream_seed(zlib.crc32(self.base), replica_id))
-        self.states[replica_id] = random_state(_CPU)
+        _generator.manual_seed(stream_seed(zlib.crc32(self.base), replica_id))
+        state = self.states[replica_id] = _generator.get_state()
+        self.known[replica_id] = state.numpy().tobytes()
 
 
 class Streams:
@@ -61,75 +63,69 @@ class Streams:
     """
 
     def __init__(self, are_apart: bool) -> None:
-        self._are_apart = are_apart
+        self.are_apart = are_apart
         self._seeded = Seeded(b"")  # of the last run
 
-    def begin(self, active: tuple[int, ...]) -> RandomStreams | None:
-        """Returns the streams of a run that begins; ``None`` if it draws as it comes."""
-        if not self._are_apart or len(active) < 2:
-            return None
-        state = random_state(_CPU)
-        base = _bytes_of(state)
+    def begin(self, first: int) -> RandomStreams:
+        """Returns the streams of a run of several replicas that begins."""
+        base = _state()
         if self._seeded.base != base:
             self._seeded = Seeded(base)
-        return RandomStreams(self._seeded, active[0], state)
+        return RandomStreams(self._seeded, first)
 
 
 class RandomStreams:
-    """The streams of the replicas of one run."""
+    """The streams of the replicas of one run.
 
-    __slots__ = ("_first", "_seeded", "_states")
+    Attributes:
+        inside: the replica whose stream is in the generator.
+    """
 
-    def __init__(self, seeded: Seeded, first: int, state: Tensor) -> None:
-        self._first = first
+    __slots__ = ("_first", "_seeded", "_states", "inside")
+
+    def __init__(self, seeded: Seeded, first: int) -> None:
+        self._first = self.inside = first
         self._seeded = seeded
-        self._states = {first: state}
+        self._states: dict[int, Tensor] = {}  # of those that were in the generator
 
     def enter(self, replica_id: int) -> None:
-        """Puts a replica's stream into the generator, with the turn."""
-        if replica_id in self._states:
-            set_random_state(_CPU, self._states[replica_id])
+        """Puts a replica's stream into the generator, where another one's is."""
+        states = self._states
+        states[self.inside] = _generator.get_state()
+        self.inside = replica_id
+        if replica_id in states:
+            _generator.set_state(states[replica_id])
         else:
             self._seeded.put(replica_id)
 
-    def leave(self, replica_id: int) -> None:
-        """Takes a replica's stream out of the generator, before the turn goes."""
-        self._states[replica_id] = random_state(_CPU)
-
-    @contextmanager
-    def of_first(self) -> Iterator[None]:
-        """Has what is drawn meanwhile drawn from the first replica's stream."""
-        self.enter(self._first)
-        try:
-            yield
-        finally:
-            self.leave(self._first)
+    def enter_first(self) -> None:
+        """Has what is drawn from now on drawn from the first replica's stream."""
+        if self.inside != self._first:
+            self.enter(self._first)
 
     @contextmanager
     def for_all(self, replica_id: int) -> Iterator[None]:
         """Has what a replica, whose turn it is, draws meanwhile drawn from the first one's."""
-        self.leave(replica_id)
+        self.enter_first()
         try:
-            with self.of_first():
-                yield
+            yield
         finally:
-            self.enter(replica_id)
+            if self.inside != replica_id:
+                self.enter(replica_id)
 
     def end(self) -> None:
         """Leaves the generator where the first replica has left it."""
-        self.enter(self._first)
-        if _bytes_of(self._states[self._first]) == self._seeded.base and self._have_drawn():
-            torch.empty((), device=_CPU).random_()
+        self.enter_first()
+        if self._others_have_drawn() and _state() == self._seeded.base:
+            torch.empty((), device="cpu").random_()
 
-    def _have_drawn(self) -> bool:
-        """Whether replicas but the first one have drawn."""
-        begun = self._seeded.states
-        return any(
-            _bytes_of(state) != _bytes_of(begun[r])
-            for r, state in self._states.items()
-            if r in begun
-        )
+    def _others_have_drawn(self) -> bool:
+        for replica_id, begun in self._seeded.known.items():
+            if replica_id in self._states:
+                if self._states[replica_id].numpy().tobytes() != begun:
+                    return True
+        return False
 
 
-def _bytes_of(state: Tensor) -> bytes:
-    return state.numpy().tobytes()
+def _state() -> bytes:
+    return _generator.get_state().numpy().tobytes()

@@ -18,34 +18,34 @@ class Recorded:
 
     A module with tensors on the meta device has no values to mirror yet. It is looked at again at
     every use: what gives it values need not set an entry of it.
+
+    Attributes:
+        modules, unmade: what there is of both kinds.
     """
 
     def __init__(self) -> None:
-        self._modules: _Modules = {}
-        self._unmade: _Modules = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._modules or self._unmade)
+        self.modules: _Modules = {}
+        self.unmade: _Modules = {}
 
     def add(self, module: nn.Module) -> bool:
         """Notes a module; returns whether it was not noted yet."""
-        is_new = id(module) not in self._modules
+        is_new = id(module) not in self.modules
         if is_new:
-            self._modules[id(module)] = weakref.ref(module)
+            self.modules[id(module)] = weakref.ref(module)
         return is_new
 
     def look_again(self, module: nn.Module) -> None:
         """Notes a module for every next use, if it holds meta tensors itself."""
         own = chain(module._parameters.values(), module._buffers.values())
         if any(map(is_unmade, own)):
-            self._unmade[id(module)] = weakref.ref(module)
+            self.unmade[id(module)] = weakref.ref(module)
 
     def take(self) -> Iterator[nn.Module]:
         """Yields the modules, and those that are recorded meanwhile."""
-        unmade, self._unmade = self._unmade, {}
-        self._modules = unmade | self._modules
-        while self._modules:
-            taken, self._modules = list(self._modules.values()), {}
+        unmade, self.unmade = self.unmade, {}
+        self.modules = unmade | self.modules
+        while self.modules:
+            taken, self.modules = list(self.modules.values()), {}
             for reference in taken:
                 module = reference()
                 if module is not None:

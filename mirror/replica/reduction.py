@@ -51,6 +51,8 @@ def reduce_op(op: Any) -> str:
     Raises:
         ValueError: unknown operation.
     """
+    if type(op) is str and op in _NAMES:
+        return op
     if isinstance(op, ReduceOp):
         return op.value
     is_name = isinstance(op, str) and not isinstance(op, Enum)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from mirror.replica.lockstep import Lockstep
 from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
 from mirror.replica.plain import PlainLeaves
+from mirror.replica.random_streams import RandomStreams
 from mirror.replica.recompute import NoMerges
 from mirror.signposts import signposted
 from mirror.timeline import WAITING
@@ -72,9 +74,11 @@ class Run:
         self.is_weighted = weights is not None
         self.is_default = False  # without a strategy, where nothing is distributed
         self.outer = outer
-        self.plain = PlainLeaves()
+        self.plain: PlainLeaves | None = None  # made when a replica trains any
         self.depth: int = 0 if outer is None else outer.depth + 1
-        self.streams = group.streams.begin(active)
+        self.streams: RandomStreams | None = None  # apart, where replicas take turns on the CPU
+        if len(active) > 1 and group.streams.are_apart:
+            self.streams = group.streams.begin(active[0])
         self.contexts = {
             r: ReplicaContext(self, r, 1.0 if weights is None else float(weights[r]))
             for r in active
@@ -111,7 +115,8 @@ class Run:
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Merges the replicas of this run; the action runs in the cross-replica context."""
         context = self.contexts[replica_id]
-        context.check_current()
+        if current.replica is not context:
+            context.check_current()
         if context.lent and any(o.is_within_step(sys._getframe()) for o in context.lent):
             raise StrategyError(
                 f"{point} was called inside optimizer.step, where every replica steps alone; call "
@@ -131,18 +136,21 @@ class Run:
                 leave()
 
         point.action = act
-        context.release()
+        if context.lent:
+            context.release()
         watch = self.group.stopwatches[replica_id] if self.group.stopwatches else None
         timeline = self.group.timeline
         hold = let_go()  # actions are no code of the user's
         timeline.begin(replica_id, WAITING, point.operation)
         if watch is not None:
             watch.stop()
-        if self.streams is not None:
-            self.streams.leave(replica_id)
         try:
             result = self.lockstep.merge(replica_id, point)
-            if self.streams is not None:
+        except Exception:  # what the replica may handle, and go on
+            self.enter_stream(replica_id)
+            raise
+        else:
+            if self.streams is not None and self.streams.inside != replica_id:
                 self.streams.enter(replica_id)
             return result
         finally:
@@ -155,10 +163,16 @@ class Run:
         """Has a replica draw what all will have, as one device would."""
         return nullcontext() if self.streams is None else self.streams.for_all(replica_id)
 
-    def end_streams(self) -> None:
-        """Leaves the random generator to the cross-replica context."""
-        if self.streams is not None:
-            self.streams.end()
+    def enter_stream(self, replica_id: int) -> None:
+        """Has a replica, which has got the turn, draw from its own stream."""
+        if self.streams is not None and self.streams.inside != replica_id:
+            self.streams.enter(replica_id)
+
+    def leaves(self) -> PlainLeaves:
+        """Returns the plain leaves that its replicas train."""
+        if self.plain is None:
+            self.plain = PlainLeaves()
+        return self.plain
 
     def check_modes(self) -> None:
         """Raises StrategyError if some replicas alone have changed a module's mode."""
@@ -189,22 +203,23 @@ class Run:
                 optimizer.check_left(left)
             while self.attributes:
                 self.attributes.pop().join(self)
-            self.group.gradients.finish(self.shares())
-            self.plain.tell(self.group)
+            self.group.gradients.finish(self.shares)
+            if self.plain is not None:
+                self.plain.tell(self.group)
             order.lift_this_thread()
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Goes out of the run, in a merge: as if it had ended here, and a new one began after."""
+    def call_outside(self, fn: Callable[[], Any]) -> Any:
+        """Calls ``fn`` in a merge: as if the run had ended here, and a new one began after."""
         group = self.group
         if group.num_replicas > 1:
             self.finish()
             group.note_run(self.active)
             group.bring_along(self.active)
             group.settle()
+        if self.streams is not None:
+            self.streams.enter_first()
         try:
-            with nullcontext() if self.streams is None else self.streams.of_first():
-                yield
+            return fn()
         finally:
             if group.num_replicas > 1:
                 group.prepare()
@@ -277,7 +292,7 @@ class ReplicaContext(Uncopied):
         if gradients.has_arrived(self.replica_id):
 
             def action(payloads: dict[int, None]) -> dict[int, None]:
-                gradients.finish(self.run.shares())
+                gradients.finish(self.run.shares)
                 return payloads
 
             point = MergePoint("a new weight after a backward pass", (), None, action)
@@ -335,13 +350,14 @@ class ReplicaContext(Uncopied):
         """
 
         def action(payloads: dict[int, Any]) -> dict[int, Any]:
-            group, run = self.group, self.run
-            with run.outside():
-                if run.is_default:
-                    args, kwargs = payloads[0]
-                else:
-                    args, kwargs = regroup(payloads, group.num_replicas, run.all_weights())
-                result = fn(self.strategy, *args, **kwargs)
+            run = self.run
+            if run.is_default:
+                args, kwargs = payloads[0]
+            else:
+                args, kwargs = regroup(payloads, self.group.num_replicas, run.all_weights())
+            result = run.call_outside(partial(fn, self.strategy, *args, **kwargs))
+            if result is None:
+                return dict.fromkeys(payloads)
             return {r: select(result, r) for r in payloads}
 
         payload = (tuple(args), dict(kwargs or {}))
@@ -352,21 +368,17 @@ class ReplicaContext(Uncopied):
 
     def call(self, fn: Callable[[int], Any]) -> Any:
         """Calls the replica's function, which draws from its own random stream."""
-        streams = self.run.streams
-        if streams is None:
-            result = self._measured(fn)
-        else:
-            streams.enter(self.replica_id)
-            result = self._measured(fn)
-            streams.leave(self.replica_id)
-        for optimizer, left in self.run.stepped.items():
-            left[self.replica_id] = optimizer.options()
+        run, replica_id = self.run, self.replica_id
+        if run.streams is not None and run.streams.inside != replica_id:
+            run.streams.enter(replica_id)
+        result = self._measured(fn) if self.group.stopwatches else fn(replica_id)
+        if run.stepped:
+            for optimizer, left in run.stepped.items():
+                left[replica_id] = optimizer.options()
         return result
 
     def _measured(self, fn: Callable[[int], Any]) -> Any:
-        """Calls the replica's function; counts the time, if somebody measures."""
-        if not self.group.stopwatches:
-            return fn(self.replica_id)
+        """Calls the replica's function, and counts the time."""
         watch = self.group.stopwatches[self.replica_id]
         watch.start()
         try:

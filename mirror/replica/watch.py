@@ -65,23 +65,27 @@ class Watch:
             within: whether another pass of the same thread goes on.
         """
         this = object()
-        for r in self._those(replica_id):
-            self.unsettled[r].append(this)
-            self._passes[r].append(this)
-        if replica_id is not None and not within:
+        if replica_id is None:
+            for passes in (*self.unsettled, *self._passes):
+                passes.append(this)
+            return this
+        self.unsettled[replica_id].append(this)
+        self._passes[replica_id].append(this)
+        if not within:
             with self.lock:
                 self._num_passes[replica_id] += 1
         return this
 
     def end_pass(self, this: object, replica_id: int | None) -> None:
         """Notes that a backward pass has ended, and what it has brought."""
-        for r in self._those(replica_id):
-            self.unsettled[r].remove(this)
-            self._passes[r].remove(this)
         if replica_id is None:
+            for passes in (*self.unsettled, *self._passes):
+                passes.remove(this)
             self.may_have_arrived = True  # looked for when the strategy is used next
-        else:
-            self.find(replica_id)
+            return
+        self.unsettled[replica_id].remove(this)
+        self._passes[replica_id].remove(this)
+        self.find(replica_id)
 
     def may_be_in_second_pass(self) -> bool:
         """Whether a replica that others have not caught up with may be writing to its slots."""
@@ -102,7 +106,7 @@ class Watch:
 
     def find(self, replica_id: int | None = None) -> None:
         """Notes what has come to copies without hooks, of one replica or of all."""
-        for r in self._those(replica_id):
+        for r in range(len(self.pending)) if replica_id is None else (replica_id,):
             pending, silent = self.pending[r], self._silent[r]
             if silent:
                 with self.lock:
@@ -169,9 +173,6 @@ class Watch:
         for copy in chain(*silent):
             del copy.__dict__["_is_silent"], copy.__dict__["_watched"]
             self.add(copy)  # one that is frozen now has it back when it is not any more
-
-    def _those(self, replica_id: int | None) -> Iterable[int]:
-        return range(len(self.pending)) if replica_id is None else (replica_id,)
 
 
 def _without(variable: Variable, copies: Iterable[ReplicaParameter]) -> list[ReplicaParameter]:

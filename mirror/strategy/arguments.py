@@ -18,6 +18,8 @@ def taking_part(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence
     Raises:
         StructureError: a PerReplica has a wrong number of parts, or nobody has all.
     """
+    if not any(trees):
+        return range(num_replicas), None
     values = check_parts(num_replicas, leaves_of(trees))
     active = present_in(values)
     if active is None:
@@ -51,14 +53,15 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
             f"run takes a function, which it calls on every replica, got a {type(fn).__name__}; "
             "pass the function itself and its arguments: strategy.run(step, args=(batch,))"
         )
-    if not isinstance(args, (tuple, list)):
+    if type(args) is not tuple and not isinstance(args, (tuple, list)):
         raise TypeError(
             f"args must be a tuple or a list, got a {type(args).__name__}; one argument is "
             "args=(batch,)"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a mapping of names, got a {type(kwargs).__name__}")
-    flags = getattr(getattr(fn, "__code__", None), "co_flags", 0)
+    code = getattr(fn, "__code__", None)
+    flags = 0 if code is None else code.co_flags
     if flags & _NOT_RUN_BY_A_CALL:
         kind = "a generator" if flags & inspect.CO_GENERATOR else "an async"
         raise TypeError(

@@ -24,7 +24,7 @@ from mirror.replica.lockstep import Lockstep
 from mirror.replica.measure import measure
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext
-from mirror.signposts import signposted
+from mirror.signposts import signposted_call
 from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
@@ -42,7 +42,7 @@ _SCHEDULES = ("auto", "lockstep", "staggered")
 _GRADIENT_REDUCTIONS = ("mean", "sum")
 
 
-@signposted
+@signposted_call
 class MirroredStrategy(Uncopied):
     """Mirrors a model's variables on all devices of one process and keeps them equal.
 
@@ -198,7 +198,8 @@ class MirroredStrategy(Uncopied):
 
         def call(replica_id: int) -> Any:
             own_kwargs = select(kwargs, replica_id) if kwargs else {}
-            return fn(*select(args, replica_id), **own_kwargs)
+            own_args = select(args, replica_id) if args else ()
+            return fn(*own_args, **own_kwargs)
 
         with limits_for(self.num_replicas_in_sync):
             run = self._group.run(call, active, weights=weights)
@@ -333,7 +334,7 @@ class MirroredStrategy(Uncopied):
         gradients.deferring = True
         try:
             yield
-            gradients.finish(dict.fromkeys(range(self.num_replicas_in_sync), 1.0))
+            gradients.finish(gradients.equal_shares)
         finally:
             gradients.deferring = outer
 

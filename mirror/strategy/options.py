@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from mirror.signposts import signposted
+from mirror.signposts import signposted_call
 from mirror.wording import in_words
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@signposted
+@signposted_call
 @dataclass(frozen=True)
 class CommunicationOptions:
     """Options of a strategy's collectives.

@@ -55,10 +55,10 @@ def launches(monkeypatch):
     original = mirror.replica.buckets.Buckets._launch
 
     def launch(self, order, part):
-        before = len(self._on_their_way)
+        before = len(self.on_their_way)
         original(self, order, part)
-        if len(self._on_their_way) > before:
-            launched.append([variable.name for variable in self._on_their_way[-1].variables])
+        if len(self.on_their_way) > before:
+            launched.append([variable.name for variable in self.on_their_way[-1].variables])
 
     monkeypatch.setattr(mirror.replica.buckets.Buckets, "_launch", launch)
     return launched
@@ -521,7 +521,7 @@ def test_an_error_while_a_bucket_is_on_its_way_leaves_nothing_behind(make, sched
         @staticmethod
         def backward(ctx, grad):
             if mirror.get_replica_context().replica_id_in_sync_group == 1:
-                assert schedule == "staggered" or strategy._group.gradients.buckets.num_launched
+                assert schedule == "staggered" or strategy._group.gradients.buckets.on_their_way
                 reached.set()
                 raise ValueError("in backward")
             return grad
