@@ -1,0 +1,73 @@
+"""How many functions, of Python and C, hot paths call: no more than they did when it was counted."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+
+TIMES, WARM = 4, 5
+N = 2
+
+
+def calls_of(fn):
+    """Returns the calls of one ``fn()``, on all threads: how many, not how long, is exact."""
+    counts, counting = [0], [False]
+
+    def note(frame, event, arg):
+        if counting[0] and event in ("call", "c_call"):
+            counts[0] += 1
+
+    before = sys.getprofile()
+    threading.setprofile(note)  # of the replicas' threads, which start below
+    sys.setprofile(note)
+    try:
+        for _ in range(WARM):
+            fn()
+        counting[0] = True
+        for _ in range(TIMES):
+            fn()
+    finally:
+        counting[0] = False
+        sys.setprofile(before)
+        threading.setprofile(None)
+    return counts[0] / TIMES
+
+
+def nothing(*_):
+    pass
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 114), (2, 275), (8, 640)])
+def test_an_empty_run(n, most):
+    with mirror.MirroredStrategy(["cpu"] * n) as strategy:
+        assert calls_of(lambda: strategy.run(nothing)) <= most
+
+
+def test_a_merge():
+    def merge(times):
+        for _ in range(times):
+            mirror.get_replica_context().merge_call(nothing)
+
+    with mirror.MirroredStrategy(["cpu"] * N) as strategy:
+        few, many = (calls_of(lambda t=t: strategy.run(merge, args=(t,))) for t in (2, 12))
+    assert (many - few) / 10 <= 209
+
+
+def test_a_step_in_run_per_parameter():
+    def calls(num_layers):
+        with mirror.MirroredStrategy(["cpu"] * N) as strategy:
+            model = strategy.mirror(nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers))))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+            def step():
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).mean().backward()
+                optimizer.step()
+
+            return calls_of(lambda: strategy.run(step))
+
+    assert (calls(12) - calls(2)) / 20 <= 26
