@@ -1,4 +1,4 @@
-"""How many functions, of Python and C, hot paths call: no more than they did when it was counted."""
+"""How many functions, of Python and C, hot paths call: no more than when it was counted."""
 
 import sys
 import threading
