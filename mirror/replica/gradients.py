@@ -27,7 +27,7 @@ applied when it ends, and the summands are kept in ``deferred`` until the next r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
