@@ -82,6 +82,26 @@ def lightning():
     return Program(make=Lit, batches=vectors(4), loss=regress, loop=loop)
 
 
+@case("lightning", "Fabric: setup, backward, clip_gradients", ways=(1,))
+def fabric():
+    from lightning.fabric import Fabric
+
+    def loop(model, optimizer, batches, loss):
+        fabric = Fabric(accelerator="cpu", devices=1)
+        wrapped, stepper = fabric.setup(model, optimizer)
+        losses = []
+        for batch in batches:
+            stepper.zero_grad()
+            value = loss(wrapped, batch)
+            fabric.backward(value)
+            fabric.clip_gradients(wrapped, stepper, max_norm=0.5)
+            stepper.step()
+            losses.append(float(value))
+        return losses
+
+    return Program(make=_net, batches=vectors(4), loss=regress, loop=loop)
+
+
 @case("skorch", "NeuralNet.fit with the optimizer it makes", ways=(1,))
 def skorch():
     from skorch import NeuralNet
@@ -158,7 +178,7 @@ def metric_in_forward():
     )
 
 
-@case("captum", "IntegratedGradients as a penalty", ways=(1,))
+@case("captum", "input gradients as a penalty, then Saliency", ways=(1,))
 def captum():
     from captum.attr import Saliency
 

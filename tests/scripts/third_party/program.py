@@ -1,10 +1,11 @@
 """A training program over somebody else's library, and how its results are compared with plain."""
 
 import copy
+import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import mirror
 NUM_REPLICAS = 3
 SIZES = (7, 5, 8, 2)  # none divides; the last leaves a replica without an example
 PASSES = 2
+PAIRS = 5  # of steps, mirrored and plain in turn, whose times are compared
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 CASES: dict[str, list["Case"]] = {}
 
@@ -57,16 +59,22 @@ class Case:
 
 @dataclass
 class Row:
-    """One line of the table. ``difference``: see ``difference``; ``ratio``: of step times."""
+    """One line of the table.
+
+    Attributes:
+        difference: see ``difference``.
+        ratios: processor times of mirrored steps over those of plain ones, in pairs.
+        load: the machine's load average when it was done.
+    """
 
     library: str
     name: str
     way: int
     verdict: str
     difference: float | None = None
-    ratio: float | None = None
+    ratios: list[float] = field(default_factory=list)
     remark: str = ""
-    loss: float = field(default=float("nan"))
+    load: float = 0.0
 
 
 def case(library: str, name: str, *, ways: Sequence[int] = (1, 3), remark: str = "") -> Any:
@@ -79,35 +87,55 @@ def case(library: str, name: str, *, ways: Sequence[int] = (1, 3), remark: str =
     return register
 
 
-def rows_of(case: Case) -> list[Row]:
+def rows_of(case: Case) -> Iterator[Row]:
     """Trains a case plainly and in each of its ways."""
     remarks = [case.remark] if case.remark else []
     try:
         program = case.program()
         plain, model, dtype = _plain(program)
     except Exception as error:
-        return [
-            Row(case.library, case.name, way, "not run", remark=_told(error)) for way in case.ways
-        ]
-    rows = []
+        for way in case.ways:
+            yield Row(case.library, case.name, way, "not run", remark=_told(error))
+        return
     for way in case.ways:
         row = Row(case.library, case.name, way, "right")
         notes = list(remarks)
         try:
-            trained = _mirrored(program, copy.deepcopy(model), way, dtype, notes)
+            trained = _mirrored(program, model, way, dtype, notes, row.ratios)
             row.difference = difference(trained, plain)
-            row.ratio = trained["seconds"] / plain["seconds"]
             if not row.difference < TOLERANCE[dtype]:
                 row.verdict = "DIFFERS"
+                if program.loop is None:
+                    row.verdict, note = _cause(program, model, dtype, trained, plain)
+                    notes.append(note)
         except (mirror.errors.MirrorError, NotImplementedError) as error:
-            row.verdict, notes = "refused", [_told(error)]
+            row.verdict, notes = "refused", [*remarks, _told(error)]
         except Exception as error:
-            row.verdict, notes = "ERROR", [_told(error)]
+            row.verdict, notes = "ERROR", [*remarks, _told(error)]
         if dtype is torch.float32:
             notes.append("float32")
         row.remark = "; ".join(notes)
-        rows.append(row)
-    return rows
+        row.load = os.getloadavg()[0]
+        yield row
+
+
+def _cause(program: Program, model: Any, dtype: torch.dtype, mine: Any, plain: Any) -> Any:
+    """Returns whether plain training is as far from itself when only its sums are rounded anew.
+
+    That is so where a network magnifies its rounding: each batch backwards is the same batch.
+    """
+    backwards = [tree_map(_flipped, batch) for batch in program.batches]
+    with_order = replace(program, batches=backwards)
+    control = difference(_Training(with_order, copy.deepcopy(model), dtype, _plainly).run(), plain)
+    limit = TOLERANCE[dtype]
+    early = difference(mine["early"], plain["early"])
+    note = f"{early:.0e} after one step; plain with each batch backwards: {control:.0e}"
+    is_chaotic = early < limit < control and difference(mine, plain) < 100 * control
+    return "chaotic" if is_chaotic else "DIFFERS", note
+
+
+def _flipped(x: Any) -> Any:
+    return x.flip(0) if isinstance(x, torch.Tensor) else x
 
 
 def difference(actual: dict[str, Any], plain: dict[str, Any]) -> float:
@@ -155,61 +183,81 @@ def _plain(program: Program) -> tuple[dict[str, Any], Any, torch.dtype]:
             torch.manual_seed(1)
             program.loss(copy.deepcopy(model), _cast(program.batches[0], dtype))
             before = copy.deepcopy(model)
-            return _trained(program, model, dtype, lambda step, batch: step(batch)), before, dtype
+            return _Training(program, model, dtype, _plainly).run(), before, dtype
         except (RuntimeError, ValueError, TypeError):
             if dtype is torch.float32:
                 raise
     raise AssertionError
 
 
-def _mirrored(program: Program, model: Any, way: int, dtype: torch.dtype, notes: Any) -> Any:
-    with mirror.MirroredStrategy(["cpu"] * NUM_REPLICAS) as strategy, strategy.scope():
-        strategy.mirror(model)
-        for module in model.modules():
-            if isinstance(module, _BatchNorm) and not _has_own_forward(module):
-                mirror.nn.convert_sync_batchnorm(module)
-        if any(map(_has_own_forward, model.modules())):
-            notes.append("its own batch norm in eval mode")
-
-        def on_replicas(step: Any, batch: Any) -> Any:
-            return strategy.reduce("mean", strategy.run(step, args=(batch,)))
+def _mirrored(
+    program: Program, plain: Any, way: int, dtype: torch.dtype, notes: Any, ratios: list[float]
+) -> Any:
+    beside = _Training(program, copy.deepcopy(plain), dtype, _plainly)
+    model = copy.deepcopy(plain)
+    with mirror.MirroredStrategy(["cpu"] * NUM_REPLICAS) as strategy:
 
         def split(step: Any, batch: Any) -> Any:
             (parts,) = strategy.distribute_dataset([batch])
-            return on_replicas(step, parts)
+            return strategy.reduce("mean", strategy.run(step, args=(parts,)))
 
-        how = split if way == 3 else lambda step, batch: step(batch)
-        result = _trained(program, model, dtype, how)
+        with strategy.scope():
+            strategy.mirror(model)
+            for module in model.modules():
+                if isinstance(module, _BatchNorm) and not _has_own_forward(module):
+                    mirror.nn.convert_sync_batchnorm(module)
+            if any(map(_has_own_forward, model.modules())):
+                notes.append("its own batch norm in eval mode")
+            training = _Training(program, model, dtype, split if way == 3 else _plainly)
+            result = training.run()
         strategy.check_replicas()
+        if program.loop is None:
+            ratios += [training.time_of_a_step() / beside.time_of_a_step() for _ in range(PAIRS)]
     return result
 
 
-def _trained(program: Program, model: Any, dtype: torch.dtype, how: Any) -> dict[str, Any]:
-    torch.manual_seed(1)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = program.optimizer(parameters)
+def _plainly(step: Any, batch: Any) -> Any:
+    return step(batch)
 
-    def step(batch: Any) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = program.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
 
-    first = _state(model)
-    losses: list[float] = []
-    seconds = float("inf")
-    for _ in range(PASSES):
-        begin = time.process_time()
-        if program.loop is not None:
-            losses += program.loop(model, optimizer, _cast(program.batches, dtype), program.loss)
-        else:
-            for batch in program.batches:
-                losses.append(float(how(step, _cast(batch, dtype))))
+class _Training:
+    """One model in training; ``how`` takes a step and a batch, and makes the step."""
+
+    def __init__(self, program: Program, model: Any, dtype: torch.dtype, how: Any) -> None:
+        self.program, self.model, self.how = program, model, how
+        self.batches = _cast(program.batches, dtype)
+        torch.manual_seed(1)
+        self.optimizer = program.optimizer([p for p in model.parameters() if p.requires_grad])
+
+    def run(self) -> dict[str, Any]:
+        """Trains on all batches, and returns the losses and states, also those soon after."""
+        program, model, first = self.program, self.model, _state(self.model)
+        torch.manual_seed(1)
+        losses: list[float] = []
+        early: dict[str, Any] = {}
+        for _ in range(PASSES):
+            if program.loop is not None:
+                losses += program.loop(model, self.optimizer, self.batches, program.loss)
+                continue
+            for batch in self.batches:
+                losses.append(float(self.how(self._step, batch)))
                 program.after(model)
-        seconds = min(seconds, time.process_time() - begin)
-    state = _state(model) | {k: v.detach().clone() for k, v in program.extra(model).items()}
-    return {"losses": losses, "first": first, "state": state, "seconds": seconds}
+                if not early:
+                    early = {"losses": losses[:1], "first": first, "state": _state(model)}
+        state = _state(model) | {k: v.detach().clone() for k, v in program.extra(model).items()}
+        return {"losses": losses, "first": first, "state": state, "early": early}
+
+    def time_of_a_step(self) -> float:
+        begin = time.process_time()
+        float(self.how(self._step, self.batches[0]))
+        return time.process_time() - begin
+
+    def _step(self, batch: Any) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.program.loss(self.model, batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:

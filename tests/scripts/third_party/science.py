@@ -91,7 +91,40 @@ for _name in ("GCNConv", "GATConv", "SAGEConv", "GINConv", "TransformerConv"):
         return Program(make=Net, batches=vectors(5, 4), loss=regress)
 
 
-@case("torch_geometric", "DenseGCNConv and MLP", remark="its LayerNorm goes over whole batches")
+_WHOLE = "its default without batch= goes over all nodes of the batch, as batch normalisation does"
+_OVER = {
+    "LayerNorm, each graph by batch=": ("graph", True, ""),
+    "LayerNorm, mode='node'": ("node", False, ""),
+    "LayerNorm without batch=": (
+        "graph",
+        False,
+        f"{_WHOLE}, so each replica normalises over its own part: give it batch=, which tells the "
+        "graphs apart, or mode='node'",
+    ),
+}
+
+for _name, (_mode, _is_told, _remark) in _OVER.items():
+
+    @case("torch_geometric", _name, remark=_remark)
+    def graph_norm(mode=_mode, is_told=_is_told):
+        import torch_geometric.nn as gnn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.norm = nn.Linear(4, 8), gnn.LayerNorm(8, mode=mode)
+                self.head = nn.Linear(8, 1)
+
+            def forward(self, x):
+                n, nodes = x.shape[:2]
+                graphs = torch.arange(n).repeat_interleave(nodes) if is_told else None
+                hidden = self.norm(self.body(x).flatten(0, 1), graphs).relu()
+                return self.head(hidden.unflatten(0, (n, nodes)).mean(1))
+
+        return Program(make=Net, batches=vectors(5, 4), loss=regress)
+
+
+@case("torch_geometric", "DenseGCNConv and MLP")
 def dense_graph():
     import torch_geometric.nn as gnn
 

@@ -342,6 +342,17 @@ def linear_attention():
     )
 
 
+@case("linformer", "LinformerLM")
+def linformer():
+    from linformer import LinformerLM
+
+    return Program(
+        make=lambda: LinformerLM(num_tokens=50, dim=16, seq_len=12, depth=2, k=4, heads=2),
+        batches=sequences(12),
+        loss=lambda m, tokens: F.cross_entropy(m(tokens).transpose(1, 2), tokens),
+    )
+
+
 @case("local-attention", "LocalTransformer")
 def local():
     from local_attention import LocalTransformer
