@@ -15,6 +15,7 @@ from mirror.replica.gradient_hooks import (
     refuse_post_accumulate_hook,
     through_hooks,
 )
+from mirror.replica.kinds import parameter_like
 from mirror.replica.parameters import MirroredParameter
 from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, resolve, special
 from mirror.replica.variables import mirror_parameter
@@ -57,7 +58,10 @@ def _another(parameter: MirroredParameter) -> Tensor:
     memory of its own, on all replicas.
     """
     variable = parameter._mirrored
-    another = nn.Parameter(variable.targets[0].detach().clone())
+    target = variable.targets[0]
+    another: nn.Parameter = parameter_like(
+        target, type(target), target.detach().clone(), requires_grad=True
+    )
     mirror_parameter(another, variable.group, variable.name)
     return another
 

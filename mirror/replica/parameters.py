@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from mirror.context import current
 from mirror.errors import StrategyError
 from mirror.replica.gradient_hooks import refuse_own_hook, refuse_post_accumulate_hook
+from mirror.replica.kinds import parameter_like
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ class ReplicaParameter(nn.Parameter):
         return _plain_copy(self, self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        return _plain(self).__reduce_ex__(protocol)
 
 
 class MirroredParameter(MirroredTensor, nn.Parameter):
@@ -167,11 +169,18 @@ def set_to(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     return parameter
 
 
+def _plain(copy: Tensor) -> nn.Parameter:
+    """Returns what a replica's copy would be if it were not mirrored, on its storage."""
+    if not isinstance(copy, ReplicaParameter):
+        return nn.Parameter(copy.detach(), copy.requires_grad)
+    target = copy.variable.targets[copy.replica_id]
+    plain: nn.Parameter = parameter_like(target, type(target), copy, copy.requires_grad)
+    return plain
+
+
 def _plain_copy(key: Tensor, value: Tensor, memo: dict[int, Any]) -> nn.Parameter:
     if id(key) not in memo:
-        memo[id(key)] = nn.Parameter(
-            value.detach().clone(memory_format=torch.preserve_format), value.requires_grad
-        )
+        memo[id(key)] = deepcopy(_plain(value), memo)
         if current.replica is not None:
             memo[id(key)]._copied_in_run = True  # see mirror/replica/plain.py
     copied: nn.Parameter = memo[id(key)]

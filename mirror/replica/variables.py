@@ -5,7 +5,7 @@ A parameter ``p`` of N replicas is, per replica r:
 
     copies[r]    a ReplicaParameter: what the forward pass uses. Autograd accumulates this
                  replica's own gradient, not yet reduced, in its C++ slot.
-    targets[r]   an ordinary nn.Parameter on the same storage: what optimizers update. Its
+    targets[r]   an ordinary parameter on the same storage: what optimizers update. Its
                  ``.grad`` is the reduced gradient, which is what users see as ``p.grad``.
 
 and ``p`` itself shares the storage of replica 0. So the local gradient is always apart from the
@@ -45,6 +45,7 @@ from mirror.errors import StrategyError
 from mirror.replica.arrivals import local_grad, plus, set_local_grad
 from mirror.replica.compiler import opaque
 from mirror.replica.gradient_hooks import refuse_post_accumulate_hook
+from mirror.replica.kinds import derived, parameter_like, refuse_operations
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 
@@ -86,14 +87,18 @@ class Variable:
         requires_grad = parameter.requires_grad
         first = parameter.detach()
         values = [first if r == 0 else _value_on(first, d) for r, d in enumerate(group.devices)]
-        self.targets = tuple(nn.Parameter(value, requires_grad) for value in values)
+        kind = type(parameter)
+        made = [parameter_like(parameter, kind, value, requires_grad) for value in values]
+        self.targets: tuple[nn.Parameter, ...] = tuple(made)
         for target in self.targets:
             target.variable = self  # type: ignore[attr-defined]
         self.copies = tuple(self._copy(r, value, requires_grad) for r, value in enumerate(values))
         self.version = self.copies[0]._version
 
     def _copy(self, replica_id: int, value: Tensor, requires_grad: bool) -> ReplicaParameter:
-        copy: ReplicaParameter = Tensor._make_subclass(ReplicaParameter, value, requires_grad)
+        target = self.targets[replica_id]
+        kind = derived(ReplicaParameter, type(target))
+        copy: ReplicaParameter = parameter_like(target, kind, value, requires_grad)
         copy.variable, copy.replica_id = self, replica_id
         if requires_grad:
             self.group.gradients.watch.add(copy)
@@ -325,11 +330,7 @@ def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) ->
         StrategyError: another strategy has mirrored it, or its class cannot be swapped.
     """
     kind = type(parameter)
-    if kind.__torch_function__ is not nn.Parameter.__torch_function__:
-        raise StrategyError(
-            f"parameter {name!r} is a {kind.__name__}, a tensor subclass with operations of its "
-            "own; mirror takes plain parameters: convert it after mirroring, or not at all"
-        )
+    refuse_operations(kind, name)
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         refuse_post_accumulate_hook()
     grad = parameter.grad
@@ -344,7 +345,7 @@ def mirror_parameter(parameter: nn.Parameter, group: ReplicaGroup, name: str) ->
     if parameter.requires_grad:
         variable.receive_at(parameter)
     parameter._mirrored = variable  # type: ignore[attr-defined]
-    parameter.__class__ = MirroredParameter
+    parameter.__class__ = derived(MirroredParameter, kind)
     if grad is not None:
         variable.set_grad(grad)
     return variable
