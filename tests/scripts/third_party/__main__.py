@@ -1,22 +1,29 @@
 """Trains programs over public libraries on 3 replicas and plainly: make third-party.
 
-Writes docs/third-party.md. Each library runs in a process of its own, one after the other; what
-is seen is kept in .third-party.json after every row, so a run that was ended goes on there.
+Writes docs/third-party.md. Each library runs in a process of its own, one after the other and
+the smallest first; what is seen is kept in .third-party.json after every row, so that a run that
+was ended goes on there.
 """
 
 import argparse
 import faulthandler
 import importlib
 import json
-import subprocess
+import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
+
+import torch
 
 from tests.scripts.third_party import page
+from tests.scripts.third_party.program import CASES, rows_of, silent
 from tests.scripts.third_party.results import Results
+from tests.scripts.third_party.torchvision_shim import define_operators
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "docs" / "third-party.md"
@@ -29,15 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="libraries, separated by commas; prints and writes nothing")
     parser.add_argument("--again", action="store_true", help="keep nothing of an earlier run")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name in FILES:
         importlib.import_module(f"tests.scripts.third_party.{name}")
-    if args.child:
-        _train_all_of(args.child)
-        return
-    from tests.scripts.third_party.program import CASES
-
     if args.only:
         for library in args.only.split(","):
             for row in _rows(library):
@@ -48,7 +49,7 @@ def main() -> None:
         results.forget()
     programs = {
         library: {Path(case.program.__code__.co_filename) for case in CASES[library]}
-        for library in sorted(CASES, key=str.lower)
+        for library in sorted(CASES, key=lambda library: (len(CASES[library]), library.lower()))
     }
     for library in results.begin(programs):
         for row in _rows(library):
@@ -60,37 +61,44 @@ def main() -> None:
 
 
 def _rows(library: str) -> Iterator[dict]:
-    command = [sys.executable, "-m", "tests.scripts.third_party", "--child", library]
+    """Trains a library's programs in a fork of this process, and yields what comes of them."""
+    reading, writing = os.pipe()
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        for line in child.stdout:
-            if line.startswith("ROW: "):
-                yield json.loads(line[5:])
-        if child.wait():
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            os.dup2(errors.fileno(), 2)
+            _train_all_of(library, writing)
+        os.close(writing)
+        with open(reading) as lines:
+            yield from map(json.loads, lines)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
             errors.seek(0)
             told = errors.read()
-            last = (told.strip().splitlines() or [""])[-1][:160]
-            remark = f"exit code {child.returncode}: {last}"
             print(told[-3000:], file=sys.stderr, flush=True)
+            last = (told.strip().splitlines() or [""])[-1][:160]
+            remark = f"exit code {status}: {last}"
             yield {"library": library, "name": "?", "way": 0, "verdict": "ERROR", "remark": remark}
 
 
-def _train_all_of(library: str) -> None:
-    import torch
-
-    from tests.scripts.third_party.program import CASES, rows_of, silent
-    from tests.scripts.third_party.torchvision_shim import define_operators
-
-    silent()
-    torch.set_num_threads(1)
-    define_operators()
-    for case in CASES[library]:
-        faulthandler.dump_traceback_later(SECONDS_PER_CASE * len(case.ways), exit=True)
-        for row in rows_of(case):
-            print("ROW: " + json.dumps(asdict(row)), flush=True)
-    faulthandler.cancel_dump_traceback_later()
+def _train_all_of(library: str, writing: int) -> NoReturn:
+    status = 1
+    try:
+        silent()
+        torch.set_num_threads(1)
+        define_operators()
+        with open(writing, "w") as out:
+            for case in CASES[library]:
+                faulthandler.dump_traceback_later(SECONDS_PER_CASE * len(case.ways), exit=True)
+                for row in rows_of(case):
+                    print(json.dumps(asdict(row)), file=out, flush=True)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import mirror
 NUM_REPLICAS = 3
 SIZES = (7, 5, 8, 2)  # none divides; the last leaves a replica without an example
 PASSES = 2
-PAIRS = 5  # of steps, mirrored and plain in turn, whose times are compared
+PAIRS = 3  # of steps, mirrored and plain in turn, whose times are compared
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 CASES: dict[str, list["Case"]] = {}
 

@@ -26,7 +26,8 @@ class Results:
         if path.exists():
             kept = json.loads(path.read_text())
             if kept["run"]["of"] == self._run["of"]:
-                self._run, self._seen = kept["run"], kept["seen"]
+                self._run["begun"] = kept["run"]["begun"]
+                self._seen = kept["seen"]
 
     @property
     def run(self) -> dict:
