@@ -12,7 +12,7 @@ attribute, which is what the cross-replica context and copies of the module see:
                                                   one, of integers
     tensors of their parts of the batch           their concatenation
     0-d floating tensors                          their mean, weighted by examples
-    numbers or strings, all equal; one object     that
+    numbers or strings, all equal; one object     that; equal sizes too, but for those of examples
     anything else                                 PerReplica
 
 A bool is not each replica's own but says that something has been done, to what the replicas share

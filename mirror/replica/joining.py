@@ -4,6 +4,7 @@
     tensors, first dimension their examples        their concatenation
     0-d floating tensors                           the whole batch's, see scalar_outputs.py
     equal numbers, strings; one object, or tensor  that
+    equal sizes, without a dimension of examples   that
     their copies of an argument                    the argument
     objects that are data, with tensors inside     one with its attributes joined
     anything else                                  PerReplica
@@ -96,6 +97,8 @@ class Joiner:
                 return tensor
         elif (len(parts) == 1 and not is_object(first)) or _are_equal(parts):
             return self._origin_of(parts, first)
+        elif isinstance(first, torch.Size) and self._is_of_no_part(parts):
+            return first
         elif self._parts and is_object(first):
             origin = self._origin_of(parts, _MISSING)
             if origin is not _MISSING:
@@ -248,13 +251,19 @@ class Joiner:
             raise _NotJoined
         if isinstance(first, PerReplica):
             raise _NotJoined
-        if isinstance(first, torch.Size) and first and self.are_sizes([p[0] for p in parts]):
-            raise _NotJoined  # of a part, most likely
+        if isinstance(first, torch.Size) and not self._is_of_no_part(parts):
+            raise _NotJoined
         if self._is_new and type(first) is int and self.are_sizes(parts):
             raise _NotJoined
         if all(type(part) is type(first) and bool(part == first) for part in parts):
             return first
         raise _NotJoined
+
+    def _is_of_no_part(self, sizes: Sequence[Any]) -> bool:
+        """Whether these are all one torch.Size, and none of its dimensions is of examples."""
+        if any(type(size) is not torch.Size or size != sizes[0] for size in sizes):
+            return False
+        return not any(self.are_sizes(dimension) for dimension in zip(*sizes, strict=True))
 
     def _holder(self, parts: Sequence[Any]) -> Any:
         first = parts[0]
