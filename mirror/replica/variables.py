@@ -41,7 +41,6 @@ from torch._guards import CompileContext
 from torch.utils.hooks import RemovableHandle
 
 from mirror.context import current
-from mirror.errors import StrategyError
 from mirror.replica.arrivals import local_grad, plus, set_local_grad
 from mirror.replica.compiler import opaque
 from mirror.replica.gradient_hooks import refuse_post_accumulate_hook
