@@ -9,7 +9,8 @@ _HOOKS = (
     "model.head.weight.register_post_accumulate_grad_hook(halve_grad)",
     "model.head.register_forward_hook(lambda module, args, out: out * 0.9)",
     "model.head.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))",
-    "model.head.register_full_backward_hook(lambda module, gi, go: (gi[0] * 0.5,))",
+    "model.head.register_full_backward_hook("
+    "lambda module, gi, go: tuple(g if g is None else g * 0.5 for g in gi))",
     "model.head.register_full_backward_pre_hook(lambda module, go: (go[0] * 0.5,))",
     "optimizers[0].register_step_post_hook(lambda o, args, kwargs: halve(o))",
     "optimizers[0].register_step_pre_hook(lambda o, args, kwargs: slow_down(o))",
