@@ -570,7 +570,9 @@ def test_the_default_backend_trains_as_one_device(way, compiled, make_strategy):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own
 def test_the_step_of_an_optimizer_without_mirrored_parameters_compiles(make_strategy):
-    make_strategy(2).run(lambda: None)
+    strategy = make_strategy(2)
+    strategy.mirror(nn.Linear(1, 1))  # else the scope of the parameter would seem forgotten
+    strategy.run(lambda: None)
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=0.5)
