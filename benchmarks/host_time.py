@@ -57,12 +57,12 @@ FILES = {
         "timeline.py",
     ),
     "lockstep": (
-        "replica/lockstep.py",
-        "replica/merge_point.py",
-        "replica/pace.py",
+        "execution/lockstep.py",
+        "execution/merge_point.py",
+        "execution/pace.py",
         "replica/run.py",
-        "replica/thread_state.py",
-        "replica/wake.py",
+        "execution/thread_state.py",
+        "execution/wake.py",
     ),
     "optimizer": ("replica/optimizer",),
 }

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.context import current
+from mirror.execution.current import current
 from tests.oracle import assert_same, assert_same_training
 
 # The compiler looks at .grad of whatever comes into a graph.

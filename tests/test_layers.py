@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mirror"
-FOLDERS = {"comm", "data", "replica", "server", "strategy", "train"}
+FOLDERS = {"comm", "data", "execution", "replica", "server", "strategy", "train"}
 MAX_LINES = 400
 
 # These stand above all layers: the command line, and the lists of public names.

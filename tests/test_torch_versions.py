@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mirror import cli, torch_private
-from mirror.context import current
+from mirror.execution.current import current
 from mirror.torch_range import (
     NEWEST_TORCH,
     OLDEST_TORCH,

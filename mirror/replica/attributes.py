@@ -34,11 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mirror.context import current
+from mirror.compiler import forget_compiled, opaque
 from mirror.errors import StrategyError, StructureError
-from mirror.replica.compiler import forget_compiled, group_of, opaque
+from mirror.execution.current import current
 from mirror.replica.joining import join_outputs, weighted_mean
 from mirror.replica.parameters import ReplicaParameter
+from mirror.replica.routing import group_of
 from mirror.replica.seams import sewn
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure

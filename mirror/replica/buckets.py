@@ -34,8 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from mirror.comm.packing import plan_packs
-from mirror.context import current
+from mirror.compiler import opaque
 from mirror.devices import Side
+from mirror.execution.current import current
 from mirror.replica.arrivals import (
     Arrivals,
     accumulate,
@@ -46,7 +47,6 @@ from mirror.replica.arrivals import (
     unshare,
     weigh,
 )
-from mirror.replica.compiler import opaque
 from mirror.replica.watch import Watch
 from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
 

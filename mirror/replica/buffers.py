@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mirror.context import current
+from mirror.compiler import opaque
 from mirror.errors import StrategyError
-from mirror.replica.compiler import opaque
+from mirror.execution.current import current
 from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mirror.context import current
+from mirror.compiler import Hold, call_held, limits_for, take_hold
 from mirror.data.split import split_sizes
+from mirror.execution.current import current
+from mirror.execution.stack import add_note
 from mirror.replica.arguments import Part, Split, describe, must_move
 from mirror.replica.changes import join_changes
-from mirror.replica.compiler import Hold, call_held, limits_for, take_hold
 from mirror.replica.contents import is_in, leaves_in
 from mirror.replica.joining import Joiner, join_outputs
 from mirror.replica.metric_calls import is_metric
-from mirror.replica.stack import add_note
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import PerReplica
 

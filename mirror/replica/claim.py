@@ -7,8 +7,8 @@ from functools import wraps
 from threading import get_ident
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.execution.current import current
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup

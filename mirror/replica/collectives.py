@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mirror.replica.merge_point import MergePoint
+from mirror.execution.merge_point import MergePoint
 from mirror.replica.nodes import Common, Joint, not_differentiable
 from mirror.replica.reduction import check_reducible, reduce_op, summed
 from mirror.replica.tensors import resolve

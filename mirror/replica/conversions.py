@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
-from mirror.replica.compiler import group_of
+from mirror.replica.routing import group_of
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup

@@ -22,8 +22,8 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
-from mirror.context import current, entered
-from mirror.replica.compiler import not_compiled
+from mirror.compiler import not_compiled
+from mirror.execution.current import current, entered
 from mirror.replica.tensors import MirroredTensor, resolve
 from mirror.torch_private import plain_apply
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.merge_point import MergePoint
+from mirror.execution.current import current
+from mirror.execution.merge_point import MergePoint
 from mirror.replica.optimizer_steps import group_in
 
 _lock = threading.Lock()  # not held by a scaler: scalers are copied and pickled

@@ -34,8 +34,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.execution.merge_point import MergePoint
 from mirror.replica.arrivals import (
     Arrivals,
     Column,
@@ -51,7 +52,6 @@ from mirror.replica.arrivals import (
 from mirror.replica.buckets import Buckets
 from mirror.replica.deferred import Deferred
 from mirror.replica.gradient_hooks import run_hooks
-from mirror.replica.merge_point import MergePoint
 from mirror.replica.parameters import ReplicaParameter
 from mirror.replica.passes import watch_passes_of
 from mirror.replica.unusual_gradients import are_unusual, or_zeros, reduce_unusual

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import mirror.replica.overrides  # noqa: F401  registers what tensor functions do
 from mirror.comm.base import Communicator
-from mirror.context import current, enter, leave
 from mirror.devices import (
     Stopwatch,
     backward_in_calling_thread,
@@ -23,11 +22,15 @@ from mirror.devices import (
     using,
 )
 from mirror.errors import StrategyError
+from mirror.execution.current import current, enter, leave
+from mirror.execution.lockstep import Lockstep
+from mirror.execution.random_streams import Streams
+from mirror.execution.saved_draws import watch_saved_draws
+from mirror.execution.thread_state import ThreadState
 from mirror.host_memory import give_back_freed_memory, keep_freed_memory
 from mirror.replica.buffers import Buffer
 from mirror.replica.claim import by_one_thread
 from mirror.replica.gradients import Gradients
-from mirror.replica.lockstep import Lockstep
 from mirror.replica.module import ReplicaDict, mirror_module, route_call
 from mirror.replica.nesting import refuse_within_another
 from mirror.replica.optimizer import OptimizerMirror
@@ -35,12 +38,9 @@ from mirror.replica.optimizer_hooks import watch_optimizer_steps
 from mirror.replica.parallel_pass import ParallelPass
 from mirror.replica.passes import watch_passes
 from mirror.replica.plain import PlainVariables, note_use
-from mirror.replica.random_streams import Streams
 from mirror.replica.recompute import NoMerges
 from mirror.replica.recorded import Recorded, is_unmade
 from mirror.replica.run import ReplicaContext, Run
-from mirror.replica.saved_draws import watch_saved_draws
-from mirror.replica.thread_state import ThreadState
 from mirror.replica.variables import Variable
 from mirror.timeline import FORWARD, Timeline
 

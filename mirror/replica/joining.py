@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StructureError
+from mirror.execution.stack import warn_user
 from mirror.replica.arguments import Part
 from mirror.replica.contents import (
     IMMUTABLE,
@@ -42,7 +43,6 @@ from mirror.replica.contents import (
 )
 from mirror.replica.scalar_outputs import Undecided, Weights, joined_value, weights_of
 from mirror.replica.seams import sewn
-from mirror.replica.stack import warn_user
 from mirror.values import ABSENT, PerReplica, is_number, map_structure, rebuild_node
 
 if TYPE_CHECKING:

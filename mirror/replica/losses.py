@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.merge_point import MergePoint
+from mirror.execution.current import current
+from mirror.execution.merge_point import MergePoint
 from mirror.wording import in_words
 
 

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.context import current
+from mirror.compiler import opaque
 from mirror.errors import StrategyError
-from mirror.replica.compiler import group_of, opaque
+from mirror.execution.current import current
+from mirror.execution.merge_point import MergePoint
 from mirror.replica.joining import weighted_mean
-from mirror.replica.merge_point import MergePoint
+from mirror.replica.routing import group_of
 from mirror.values import is_number, map_structure
 
 _WRAPPED = "_mirror_wrapped"

@@ -29,12 +29,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from mirror.context import current, entered
-from mirror.errors import StrategyError
-from mirror.replica.attributes import OwnValues, is_own, watch_attributes
-from mirror.replica.buffers import MirroredBuffer, mirror_buffer
-from mirror.replica.call import call_in_turn
-from mirror.replica.compiler import (
+from mirror.compiler import (
     is_compiled,
     let_go,
     letting_go,
@@ -42,8 +37,12 @@ from mirror.replica.compiler import (
     opaque,
     refuse_unknown_compiler,
     take_hold,
-    watch_compile,
 )
+from mirror.errors import StrategyError
+from mirror.execution.current import current, entered
+from mirror.replica.attributes import OwnValues, is_own, watch_attributes
+from mirror.replica.buffers import MirroredBuffer, mirror_buffer
+from mirror.replica.call import call_in_turn
 from mirror.replica.conversions import watch_conversions
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.functions import watch_functions
@@ -53,6 +52,7 @@ from mirror.replica.normalization import watch_torchs_own
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.recompute import replica_of_backward, saves_are_hooked
 from mirror.replica.recorded import is_unmade
+from mirror.replica.routing import watch_compile
 from mirror.replica.tensors import MirroredTensor
 from mirror.replica.variables import mirror_parameter
 from mirror.replica.wrappers import refuse_wrapper, watch_wrappers

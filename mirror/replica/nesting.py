@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.execution.current import current
 
 if TYPE_CHECKING:
     from mirror.replica.group import ReplicaGroup

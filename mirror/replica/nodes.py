@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mirror.context import current
+from mirror.execution.current import current
 from mirror.replica.functions import without_replica
 from mirror.replica.reduction import summed
 

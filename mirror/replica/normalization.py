@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mirror.context import current
+from mirror.compiler import opaque
+from mirror.execution.current import current
 from mirror.replica.collectives import all_reduce
-from mirror.replica.compiler import group_of, opaque
+from mirror.replica.routing import group_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from mirror.context import current
+from mirror.compiler import let_go, letting_go, take_hold
 from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.execution.merge_point import MergePoint
 from mirror.replica.bits import same_bits
-from mirror.replica.compiler import let_go, letting_go, take_hold
-from mirror.replica.merge_point import MergePoint
 from mirror.replica.reduction import summed
 from mirror.replica.seams import sewn
 from mirror.values import map_structure

@@ -45,9 +45,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.context import current
+from mirror.compiler import Hold
 from mirror.devices import random_state, set_random_state, using
-from mirror.replica.compiler import Hold
+from mirror.execution.current import current
 from mirror.replica.optimizer_groups import (
     Parameters,
     group_of_replica,

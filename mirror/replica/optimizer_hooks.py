@@ -13,8 +13,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mirror.context import current
-from mirror.replica.compiler import let_go, letting_go, not_compiled, take_hold
+from mirror.compiler import let_go, letting_go, not_compiled, take_hold
+from mirror.execution.current import current
 from mirror.replica.grad_scaler import watch_torchs_scaler
 from mirror.replica.nesting import refuse_within_another
 from mirror.replica.optimizer import OptimizerMirror

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.context import current
 from mirror.errors import StrategyError
-from mirror.replica.merge_point import MergePoint
+from mirror.execution.current import current
+from mirror.execution.merge_point import MergePoint
 from mirror.replica.once import call_once, watched, wrap_in_subclasses
 from mirror.replica.optimizer_steps import group_in
 from mirror.replica.parameters import ReplicaParameter

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.context import current
 from mirror.errors import ReplicaMismatchError
+from mirror.execution.current import current
 from mirror.replica.bits import same_values
 from mirror.replica.variables import Variable, variable_of
 from mirror.values import are_identical, map_structure

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from mirror.context import current, entered
+from mirror.execution.current import current, entered
+from mirror.execution.thread_state import ThreadState
 from mirror.replica.seams import Node, live_seams, parts_of
-from mirror.replica.thread_state import ThreadState
 from mirror.timeline import BACKWARD, CROSS
 
 if TYPE_CHECKING:

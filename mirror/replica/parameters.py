@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.execution.current import current
 from mirror.replica.gradient_hooks import refuse_own_hook, refuse_post_accumulate_hook
 from mirror.replica.kinds import parameter_like
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, MirroredTensor

@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mirror.context import current
-from mirror.replica.compiler import opaque
+from mirror.compiler import opaque
+from mirror.execution.current import current
 from mirror.replica.gradient_hooks import refuse_hooks_of
 from mirror.replica.parallel_pass import backward_at_once
 from mirror.replica.plain import note_pass

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from mirror.context import current
 from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.execution.stack import warn_user
 from mirror.replica.parameters import ReplicaParameter
-from mirror.replica.stack import warn_user
 from mirror.replica.tensors import MirroredTensor
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mirror.errors import StrategyError
-from mirror.replica.pace import Pace
+from mirror.execution.pace import Pace
 from mirror.replica.parameters import ReplicaParameter
 from mirror.torch_private import top_saved_tensors_hooks
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mirror.context import current, enter, leave
+from mirror.compiler import let_go, opaque, take_hold
 from mirror.errors import StrategyError
+from mirror.execution.current import current, enter, leave
+from mirror.execution.lockstep import Lockstep
+from mirror.execution.merge_point import MergePoint
+from mirror.execution.random_streams import RandomStreams
 from mirror.replica.assigned import refuse_unlike_flags, refuse_unlike_values
 from mirror.replica.attributes import OwnValues
 from mirror.replica.collectives import all_gather, all_reduce
-from mirror.replica.compiler import let_go, opaque, take_hold
-from mirror.replica.lockstep import Lockstep
-from mirror.replica.merge_point import MergePoint
 from mirror.replica.nodes import order
 from mirror.replica.plain import PlainLeaves
-from mirror.replica.random_streams import RandomStreams
 from mirror.replica.recompute import NoMerges
 from mirror.signposts import signposted
 from mirror.timeline import WAITING

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from torch._guards import CompileContext
 from torch.utils.hooks import RemovableHandle
 
-from mirror.context import current
+from mirror.compiler import opaque
+from mirror.execution.current import current
 from mirror.replica.arrivals import local_grad, plus, set_local_grad
-from mirror.replica.compiler import opaque
 from mirror.replica.gradient_hooks import refuse_post_accumulate_hook
 from mirror.replica.kinds import derived, parameter_like, refuse_operations
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter

@@ -17,8 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from mirror.data.source import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
-from mirror.replica.compiler import group_of
-from mirror.replica.stack import warn_user
+from mirror.execution.stack import warn_user
+from mirror.replica.routing import group_of
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mirror.replica.compiler import opaque
+from mirror.compiler import opaque
 
 
 def watch_zero_grad() -> None:

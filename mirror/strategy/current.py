@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from mirror.context import current
 from mirror.devices import resolve
+from mirror.execution.current import current
 from mirror.replica.run import ReplicaContext
 from mirror.strategy.mirrored import MirroredStrategy
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from mirror.comm.base import Communicator
-from mirror.context import current
+from mirror.compiler import limits_for, opaque
 from mirror.data.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions, or_default
 from mirror.devices import is_simulated, resolve
 from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.execution.lockstep import Lockstep
 from mirror.replica.comparison import compare_replicas
-from mirror.replica.compiler import limits_for, opaque
 from mirror.replica.group import ReplicaGroup
-from mirror.replica.lockstep import Lockstep
 from mirror.replica.measure import measure
 from mirror.replica.reduction import ReduceOp
 from mirror.replica.run import ReplicaContext

@@ -7,8 +7,8 @@ from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mirror.context import current, entered
 from mirror.errors import StrategyError
+from mirror.execution.current import current, entered
 from mirror.replica.group import ReplicaGroup
 from mirror.replica.module import recording
 from mirror.replica.plain import note_use

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.execution import lockstep, pace
 
 N = 3
 over = threading.Event()  # the run of the case has raised
@@ -204,7 +205,7 @@ def one_step(strategy, model):
 
 
 if __name__ == "__main__":
-    mirror.replica.lockstep.DRAIN_SECONDS = 0.5
+    lockstep.DRAIN_SECONDS = 0.5
     faulthandler.dump_traceback_later(60, exit=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for case in CASES:
@@ -214,7 +215,7 @@ if __name__ == "__main__":
         raised = "nothing"
         try:
             if case is in_a_backward_pass_outside_run:
-                mirror.replica.pace.LONG_SECONDS, mirror.replica.pace.LOOKS = -1.0, 1  # at once
+                pace.LONG_SECONDS, pace.LOOKS = -1.0, 1  # at once
                 case()
             else:
                 strategy.run(case)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mirror
-from mirror.replica import pace
+from mirror.execution import pace
 from tests.oracle import assert_same, finishes
 from tests.replica.interrupts import CASES
 

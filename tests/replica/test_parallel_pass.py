@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mirror
-from mirror.replica import pace
+from mirror.execution import pace
 from mirror.timeline import BACKWARD, CROSS
 from tests.oracle import assert_same, finishes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import FrameType
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
-from mirror.replica.merge_point import MergePoint
-from mirror.replica.stack import user_line
+from mirror.execution.merge_point import MergePoint
+from mirror.execution.stack import user_line
 
 
 def stand(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> str:

@@ -34,11 +34,11 @@ from types import FrameType
 from typing import Any
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
-from mirror.replica.merge_point import MergePoint, Raised, Released
-from mirror.replica.pace import Pace
-from mirror.replica.stack import callees_of, frame_of, note_replica, raise_in
-from mirror.replica.standstill import divergence, stand, timeout
-from mirror.replica.wake import Gate
+from mirror.execution.merge_point import MergePoint, Raised, Released
+from mirror.execution.pace import Pace
+from mirror.execution.stack import callees_of, frame_of, note_replica, raise_in
+from mirror.execution.standstill import divergence, stand, timeout
+from mirror.execution.wake import Gate
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
 BLOCKED_AFTER_SECONDS = 0.0003

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mirror.context import current
+from mirror.compiler import opaque
 from mirror.errors import StrategyError
-from mirror.replica.compiler import opaque
+from mirror.execution.current import current
 
 _wrapping = threading.Lock()
 
