@@ -1,0 +1,111 @@
+"""What the constructor of a strategy takes, and what it refuses."""
+
+import pytest
+import torch
+
+import mirror
+from tests.oracle import assert_same
+from tests.strategy.programs import here, ids, values
+
+
+def test_devices_default_to_what_is_visible():
+    for devices in (None, []):
+        with mirror.MirroredStrategy(devices) as strategy:
+            visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            expected = [torch.device("cuda", i) for i in range(visible)] or [torch.device("cpu")]
+            assert list(strategy.devices) == expected
+            assert isinstance(strategy.devices, tuple)
+            assert strategy.num_replicas_in_sync == len(expected)
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        ["cpu", "cpu"],
+        ["cpu:0", "cpu:1"],
+        ["CPU:0", "/cpu:1"],
+        [torch.device("cpu"), "cpu:7"],
+        ("/CPU:0", "Cpu"),
+    ],
+)
+def test_every_spelling_of_cpu_is_a_simulated_device(devices):
+    with mirror.MirroredStrategy(devices) as strategy:
+        assert strategy.num_replicas_in_sync == 2
+        assert {d.type for d in strategy.devices} == {"cpu"}
+        assert all(isinstance(d, torch.device) for d in strategy.devices)
+        assert values(strategy, ids(strategy)) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["cuda:77", "GPU:77", "/gpu:77", "nonsense", "tpu:0"])
+def test_a_device_that_does_not_exist_is_named(name):
+    with pytest.raises(mirror.DeviceError, match="77" if "77" in name else name):
+        mirror.MirroredStrategy([name])
+    assert issubclass(mirror.DeviceError, ValueError)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["GPU:0", "/gpu:0", "cuda:0", "gpu:0"])
+def test_every_spelling_of_gpu_is_understood(name):
+    with mirror.MirroredStrategy([name]) as strategy:
+        assert strategy.devices == (torch.device("cuda", 0),)
+
+
+def test_cpu_mixed_with_cuda_is_an_error():
+    with pytest.raises(mirror.DeviceError):
+        mirror.MirroredStrategy(["cpu", "cuda:0"])
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nonsense"])
+def test_a_backend_that_cannot_serve_the_devices_is_an_error_with_the_reason(backend):
+    with pytest.raises(mirror.BackendError, match=backend):
+        mirror.MirroredStrategy(["cpu"] * 2, backend=backend)
+    assert issubclass(mirror.BackendError, RuntimeError)
+
+
+def test_auto_chooses_an_available_backend_and_tells_which(strategy):
+    assert strategy.backend in mirror.comm.available(strategy.devices)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "nonsense"},
+        {"gradient_reduction": "max"},
+        {"gradient_reduction": "Mean of all"},
+    ],
+)
+def test_unknown_options_are_value_errors(options):
+    with pytest.raises(ValueError, match=next(iter(options.values()))):
+        mirror.MirroredStrategy(["cpu"], **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bytes_per_pack": -1},
+        {"timeout_seconds": -1.0},
+        {"wire_dtype": "nonsense"},
+        {"wire_dtype": torch.complex64},
+    ],
+)
+def test_bad_communication_options_are_value_errors_at_construction(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        mirror.CommunicationOptions(**options)
+
+
+@pytest.mark.parametrize("bytes_per_pack", [0, 1, 100, 25 * 2**20])
+def test_the_size_of_a_pack_changes_no_value(bytes_per_pack, make_strategy):
+    options = mirror.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+    strategy = make_strategy(3, communication_options=options)
+
+    def fn():
+        tensors = [torch.full((n,), here() + 1.0) for n in (0, 1, 33, 200)]
+        return mirror.get_replica_context().all_reduce("sum", tensors)
+
+    for result in strategy.local_results(strategy.run(fn)):
+        assert_same(result, [torch.full((n,), 6.0) for n in (0, 1, 33, 200)])
+
+
+def test_options_are_keyword_only():
+    with pytest.raises(TypeError):
+        mirror.MirroredStrategy(["cpu"], "auto", mirror.CommunicationOptions())

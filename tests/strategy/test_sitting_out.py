@@ -1,0 +1,89 @@
+"""Replicas without examples sit a step out, and are brought along."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+from tests.oracle import assert_same
+from tests.strategy.programs import here, values
+
+
+def counted(strategy, size):
+    (batch,) = strategy.distribute_dataset([torch.arange(float(size))])
+    return batch
+
+
+def test_replicas_without_examples_sit_the_step_out(make_strategy):
+    strategy = make_strategy(4)
+    called = []
+
+    def fn(x):
+        called.append(here())
+        assert len(x) == 1
+        return x.sum()
+
+    result = strategy.run(fn, args=(counted(strategy, 2),))
+    assert called == [0, 1]
+    assert values(strategy, result) == [0.0, 1.0]
+    assert strategy.reduce("sum", result).item() == 1.0
+    assert strategy.reduce("mean", result).item() == 0.5
+
+
+def test_collectives_span_the_replicas_that_take_part(make_strategy):
+    strategy = make_strategy(4)
+
+    def fn(x):
+        context = mirror.get_replica_context()
+        return (
+            context.all_reduce("sum", torch.ones(())),
+            context.all_reduce("mean", x.sum()),
+            context.all_gather(x),
+            context.merge_call(lambda s, v: s.reduce("sum", v), args=(x.sum(),)),
+        )
+
+    count, mean, gathered, merged = strategy.run(fn, args=(counted(strategy, 3),))
+    assert values(strategy, count) == [3.0] * 3
+    assert values(strategy, mean) == [1.0] * 3
+    assert [t.tolist() for t in strategy.local_results(gathered)] == [[0.0, 1.0, 2.0]] * 3
+    assert values(strategy, merged) == [3.0] * 3
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_idle_replicas_keep_equal_variables_and_optimizer_state(size, where, make_strategy):
+    strategy = make_strategy(4)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = strategy.mirror(copy.deepcopy(plain))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+
+    def backward(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def step(x):
+        optimizers[1].zero_grad()
+        backward(x)
+        optimizers[1].step()
+
+    for length in (size, 8, size, size, 5):
+        x = torch.randn(length, 3)
+        optimizers[0].zero_grad()
+        plain(x).square().mean().backward()
+        optimizers[0].step()
+        (batch,) = strategy.distribute_dataset([x])
+        if where == "inside":
+            strategy.run(step, args=(batch,))
+        else:
+            optimizers[1].zero_grad()
+            strategy.run(backward, args=(batch,))
+            optimizers[1].step()
+        assert strategy.check_replicas() == 4
+    assert_same(model.state_dict(), plain.state_dict())
+    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+    whole = strategy.run(lambda: [p.detach().clone() for p in model.parameters()])
+    for parameters in strategy.local_results(whole):
+        assert_same(parameters, [p.detach() for p in plain.parameters()])

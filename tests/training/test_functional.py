@@ -1,0 +1,154 @@
+"""torch.func, export, tracing and summaries of a mirrored model."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from tests.oracle import assert_same
+from tests.training.programs import Net, cross_entropy, features, sgd
+
+
+def test_functional_call_with_other_parameters(same):
+    """The given tensors get the gradients; the model keeps its own parameters."""
+
+    def script(place):
+        model = place.put(Net())
+        given = {k: (p.detach() * 0.5).requires_grad_() for k, p in model.named_parameters()}
+        before = {k: p.detach().clone() for k, p in model.named_parameters()}
+        seen = []
+
+        def step(x, y):
+            out = torch.func.functional_call(model, given, (x,))
+            return F.cross_entropy(out, y)
+
+        for batch in features():
+            loss = place.step(step, *batch)
+            grads = torch.autograd.grad(loss, list(given.values()))
+            seen.append((loss, grads))
+        assert_same(dict(model.named_parameters()), before)
+        assert all(type(p) is torch.Tensor for p in given.values())
+        return seen, place.train(model, sgd(model)), model
+
+    same(script)
+
+
+def test_an_unrolled_update_through_functional_call(same_loop):
+    """MAML: one step on the support set, the loss after it differentiated through the step."""
+
+    def script(place):
+        model = place.put(Net())
+        optimizer = sgd(model)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            names, params = zip(*model.named_parameters(), strict=True)
+            grads = torch.autograd.grad(cross_entropy(model, x, y), params, create_graph=True)
+            fast = {k: p - 0.1 * g for k, p, g in zip(names, params, grads, strict=True)}
+            loss = F.cross_entropy(torch.func.functional_call(model, fast, (-x,)), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return [place.step(step, *b) for b in features()], model, optimizer
+
+    same_loop(script)
+
+
+def test_gradients_of_torch_func(same_loop):
+    def script(place):
+        model = place.put(Net())
+        params = {k: p.detach() for k, p in model.named_parameters()}
+        seen = []
+        for x, y in features((5, 2)):
+
+            def loss(params, x, y):
+                return F.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+
+            seen.append(torch.func.grad(loss)(params, x, y))
+            seen.append(
+                torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
+                    params, x[:, None], y[:, None]
+                )
+            )
+        return seen, place.train(model, sgd(model)), model
+
+    same_loop(script)
+
+
+def test_per_example_gradients_inside_run(same_run):
+    def script(place):
+        model = place.put(Net())
+
+        def step(x, y):
+            params = {k: p.detach() for k, p in model.named_parameters()}
+
+            def loss(params, x, y):
+                return F.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+
+            grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
+                params, x[:, None], y[:, None]
+            )
+            return {k: g.square().flatten(1).sum(1).mean() for k, g in grads.items()}
+
+        return [place.step(step, *batch) for batch in features()]
+
+    same_run(script)
+
+
+@pytest.mark.parametrize("kind", ["export", "trace"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_model_is_exported_as_a_plain_one(kind, same_loop):
+    def script(place):
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+        place.put(model).eval()
+        optimizer = sgd(model)
+        place.train(model, optimizer)
+        x = torch.randn(4, 6)
+        if kind == "export":
+            program = torch.export.export(model, (x,))
+            names = sorted(program.state_dict)
+            kinds = sorted(str(node.target) for node in program.graph.nodes)
+            exported = program.module()
+        else:
+            exported = torch.jit.trace(model, (x,))
+            names, kinds = sorted(exported.state_dict()), []
+        # The export is a copy of the program with the values of now: two devices agree on both.
+        out = exported(x)
+        losses = place.train(model, optimizer)
+        return out, names, kinds, losses, model
+
+    same_loop(script)
+
+
+def test_summaries_of_the_model_read_as_of_a_plain_one(same):
+    def script(place):
+        model = place.put(Net())
+        place.train(model, sgd(model), sizes=(5,))
+        return {
+            "text": str(model),
+            "names": [name for name, _ in model.named_parameters()],
+            "modules": [type(m).__name__ for m in model.modules()],
+            "count": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "vector": nn.utils.parameters_to_vector(model.parameters()),
+            "norm": torch.stack([p.detach().norm() for p in model.parameters()]).norm(),
+            "largest": max(p.abs().max().item() for p in model.parameters()),
+            "numpy": torch.from_numpy(model.head.bias.detach().numpy().copy()),
+            "list": model.head.bias.tolist(),
+        }
+
+    same(script)
+
+
+def test_a_vector_is_put_into_the_parameters(same):
+    def script(place):
+        model = place.put(Net())
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector.detach() * 0.5, model.parameters())
+        optimizer = sgd(model)
+        return place.train(model, optimizer), model, optimizer
+
+    same(script)
