@@ -24,6 +24,7 @@ and they do not stand at one point, the run fails with the line where each stand
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import deque
@@ -36,8 +37,16 @@ from typing import Any
 from mirror.errors import CollectiveTimeoutError, DivergenceError
 from mirror.execution.merge_point import MergePoint, Raised, Released
 from mirror.execution.pace import Pace
-from mirror.execution.stack import callees_of, frame_of, note_replica, raise_in
-from mirror.execution.standstill import divergence, stand, timeout
+from mirror.execution.stack import (
+    call_noted,
+    callees_of,
+    frame_of,
+    note_replica,
+    positions,
+    raise_in,
+)
+from mirror.execution.standstill import are_unlike, divergence, stand, timeout
+from mirror.execution.threads import Threads
 from mirror.execution.wake import Gate
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
@@ -67,19 +76,16 @@ class Lockstep:
     def __init__(
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
-        self.names, self.usable, self._closed = names, True, False
+        self.names, self.usable = names, True
         self._schedule, self._staggered = schedule, schedule == "staggered"
-        self._timeout_seconds = timeout_seconds
+        self._limit = math.inf if timeout_seconds is None else timeout_seconds
         self.pace, self._mutex = Pace(), threading.Lock()
-        self._finished = Gate()
-        self._turns, self._turn_here = [Gate() for _ in names], Gate()
-        self._threads: dict[int, threading.Thread] = {}  # made when first needed
+        self._finished, self._threads = Gate(), Threads(names, self._work)
         self._begin_run({})
 
     def _begin_run(self, tasks: Tasks, at_once: bool | None = None) -> None:
         self._tasks = tasks
-        self._caller = threading.current_thread()
-        self._here: int | None = None  # who has the turn in the caller's thread
+        self._threads.caller, self._threads.here = threading.current_thread(), None
         self._runnable = deque(tasks)  # in the order in which they get the turn
         self._running: set[int] = set()
         self._waiting: dict[int, MergePoint] = {}
@@ -92,8 +98,8 @@ class Lockstep:
         self._acting = False  # whether a merge's action runs, for which no deadline holds
         self._interrupted = False  # whether one who waited was
         self._moves = 0  # counts turns, so that the caller sees progress
-        at_once = self.pace.is_long if at_once is None else at_once
-        self.is_eager = at_once and self._schedule == "concurrent"
+        wants_all = self.pace.is_long if at_once is None else at_once
+        self.is_eager = wants_all and self._schedule == "concurrent"
         self.takes_turns = not (self._staggered or self.is_eager)
 
     def run(self, tasks: Tasks, *, at_once: bool | None = None) -> dict[int, Any]:
@@ -109,9 +115,10 @@ class Lockstep:
         """
         self._begin_run(tasks, at_once)
         if len(tasks) == 1:
-            return self._run_alone(*tasks.popitem())
+            replica_id, task = tasks.popitem()
+            return {replica_id: call_noted(task, self.names[replica_id])}
         self.pace.begin_turn()
-        if self.takes_turns and self._timeout_seconds is None:
+        if self.takes_turns and self._limit == math.inf:
             self._run_here()
         else:
             with self._mutex:  # the first ones may stop before all have been given their turn
@@ -134,18 +141,18 @@ class Lockstep:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
         if len(self._order) < 2:
             return point.action({replica_id: point.payload})[replica_id]
-        if self._failure is not None or self._closed:
+        if self._failure is not None or self._threads.dismissed:
             raise Released
         try:
             if not self._stop(replica_id, point):
-                self._gate_of(replica_id).wait()
+                self._threads.wait(replica_id)
         except BaseException:  # an interrupt: this replica will not take its turn
             self._interrupted = True
             with self._mutex, suppress(ValueError):
                 self._waiting.pop(replica_id, None)
                 self._runnable.remove(replica_id)
             raise
-        if self._failure is not None or self._closed:
+        if self._failure is not None or self._threads.dismissed:
             raise Released
         outcome = self._results.pop(replica_id)
         if isinstance(outcome, Raised):
@@ -154,18 +161,13 @@ class Lockstep:
 
     def close(self) -> None:
         """Ends the threads and waits for that; idempotent. Not while a run is going on."""
-        threads = list(self._threads.values())
-        self.dismiss()
-        for thread in threads:
-            thread.join()
+        self.usable = False
+        self._threads.close()
 
     def dismiss(self) -> None:
         """Has every thread end when it next waits for its turn, if it ever does."""
-        self._closed, self.usable = True, False
-        for replica_id in self._threads:
-            with suppress(RuntimeError):  # the gate is open already
-                self._turns[replica_id].open(near=False)
-        self._threads = {}
+        self.usable = False
+        self._threads.dismiss()
 
     # The turn, passed on by the thread that stops.
 
@@ -194,18 +196,10 @@ class Lockstep:
             if successor == mine:
                 came_back = True
             else:
-                self._wake(successor, near=self.takes_turns)
+                self._threads.wake(successor, near=self.takes_turns)
             if not self.is_eager:
                 break
         return came_back
-
-    def _wake(self, replica_id: int, *, near: bool) -> None:
-        if replica_id not in self._threads and replica_id != self._here:
-            self._start_thread(replica_id)
-        self._gate_of(replica_id).open(near=near)
-
-    def _gate_of(self, replica_id: int) -> Gate:
-        return self._turn_here if replica_id == self._here else self._turns[replica_id]
 
     def _next(self) -> int:
         successor = self._runnable.popleft()
@@ -218,7 +212,7 @@ class Lockstep:
         """Decides, once all have stopped, what happens, and who may go on."""
         waiting = self._waiting
         if self._failure is None and waiting:
-            if self._diverged():
+            if len(waiting) < len(self._order) or are_unlike(waiting.values()):
                 self._failure = divergence(self._tell_where())
             else:
                 self._act(last, dict(waiting))
@@ -226,15 +220,6 @@ class Lockstep:
         self._runnable.extend(r for r in self._order if r in waiting)
         waiting.clear()
         self._frames.clear()
-
-    def _diverged(self) -> bool:
-        if len(self._waiting) < len(self._order):
-            return True
-        first, *others = self._waiting.values()
-        for point in others:
-            if point.operation != first.operation or point.signature != first.signature:
-                return True
-        return False
 
     def _act(self, last: int, points: dict[int, MergePoint]) -> None:
         payloads = {r: points[r].payload for r in sorted(points)}
@@ -255,22 +240,19 @@ class Lockstep:
 
     # The threads.
 
-    def _await_turn(self, replica_id: int) -> bool:
-        """Waits in a replica's own thread; returns whether there are any: not if dismissed."""
-        return self._turns[replica_id].wait() and not self._closed
-
     def _run_here(self) -> None:
         """Runs the replicas in the caller's thread, until one has to wait for another."""
+        threads = self._threads
         try:
-            self._here = self._next()
-            while self._here is not None:
-                ended = self._here
+            threads.here = self._next()
+            while threads.here is not None:
+                ended = threads.here
                 self._perform(ended)
                 self._skip_the_unstarted()
-                self._here = self._next_here(ended)
+                threads.here = self._next_here(ended)
         except BaseException as interrupt:  # struck our own code
-            if self._here is not None:
-                self._running.discard(self._here)
+            if threads.here is not None:
+                self._running.discard(threads.here)
             self._abandon(interrupt)
             return
         if self._interrupted and self._failure is not None:
@@ -288,20 +270,11 @@ class Lockstep:
         self._stop(ended, None)
         return None
 
-    def _thread_of(self, replica_id: int) -> threading.Thread:
-        return self._caller if replica_id == self._here else self._threads[replica_id]
-
-    def _start_thread(self, replica_id: int) -> None:
-        name = f"mirror {self.names[replica_id]}"
-        thread = threading.Thread(target=self._work, args=(replica_id,), name=name, daemon=True)
-        self._threads[replica_id] = thread
-        thread.start()
-
     def _work(self, replica_id: int) -> None:
         with suppress(Released):  # sent by _abandon, it may arrive anywhere
-            while self._await_turn(replica_id):
+            while self._threads.wait(replica_id):
                 self._perform(replica_id)
-                if self._closed:
+                if self._threads.dismissed:
                     return
                 self._skip_the_unstarted()
                 self._stop(replica_id, None)
@@ -318,57 +291,43 @@ class Lockstep:
 
     def _blame(self, cause: BaseException | None, replica_id: int) -> None:
         """An exception whose handling met a divergence caused it, and goes before it."""
-        if isinstance(self._failure, DivergenceError) and cause is not None:
-            if self._failed_replica is None and not isinstance(cause, Released):
-                self._failure, self._failed_replica = cause, replica_id
+        unblamed = isinstance(self._failure, DivergenceError) and self._failed_replica is None
+        if unblamed and cause is not None and not isinstance(cause, Released):
+            self._failure, self._failed_replica = cause, replica_id
 
     def _skip_the_unstarted(self) -> None:
         """Ends, in a run that has failed, those who have not begun."""
-        if self._failure is None:
-            return
-        with self._mutex:
-            self._runnable = deque(r for r in self._runnable if r not in self._unstarted)
-
-    def _run_alone(self, replica_id: int, task: Callable[[], Any]) -> dict[int, Any]:
-        try:
-            return {replica_id: task()}
-        except BaseException as error:
-            note_replica(error, self.names[replica_id])
-            raise
+        if self._failure is not None:
+            with self._mutex:
+                self._runnable = deque(r for r in self._runnable if r not in self._unstarted)
 
     # The caller.
 
     def _await(self) -> None:
         """Waits until all replicas have ended; starts the next one, watches the clock."""
-        # -1 waits for ever.
-        forever_or_timeout = -1.0 if self._timeout_seconds is None else self._timeout_seconds
-        wait = BLOCKED_AFTER_SECONDS if self._staggered else forever_or_timeout
+        wait = BLOCKED_AFTER_SECONDS if self._staggered else self._limit
         try:
             seen: object = None
-            deadline = self._deadline()
+            deadline = monotonic() + self._limit
             while not self._finished.wait(wait):
                 position = self._position()
                 if position != seen or self._acting:
-                    seen, deadline = position, self._deadline()
+                    seen, deadline = position, monotonic() + self._limit
                 elif self._staggered:
                     with self._mutex:
                         if self._runnable and self._running and self._failure is None:
-                            self._wake(self._next(), near=False)
-                if deadline is not None and monotonic() > deadline:
-                    self._abandon(timeout(self._timeout_seconds, self._tell_where()))
+                            self._threads.wake(self._next(), near=False)
+                if monotonic() > deadline:
+                    self._abandon(timeout(self._limit, self._tell_where()))
                     return
         except BaseException as interrupt:
             self._abandon(interrupt)
-
-    def _deadline(self) -> float | None:
-        return None if self._timeout_seconds is None else monotonic() + self._timeout_seconds
 
     def _position(self) -> object:
         """Returns what changes while any replica moves: turns taken, instructions executed."""
         if not self._staggered:
             return self._moves
-        at = [frame_of(self._thread_of(r)) for r in tuple(self._running)]
-        return self._moves, [(id(frame), frame.f_lasti if frame else -1) for frame in at]
+        return self._moves, positions(map(self._threads.of, tuple(self._running)))
 
     def _abandon(self, failure: BaseException) -> None:
         """Fails the run from outside; threads that cannot be stopped are left to themselves."""
@@ -377,24 +336,22 @@ class Lockstep:
             # An asynchronous exception may strike our own code: never reuse these threads.
             run.usable = False
             run._failure, run._failed_replica = failure if run is self else Released(), None
-            for thread in set(map(run._thread_of, tuple(run._running))) - unwound:
+            for thread in set(map(run._threads.of, tuple(run._running))) - unwound:
                 unwound.add(thread)
                 raise_in(thread, Released)
                 # It may wait for a run that it has started, and hear nothing before that ends.
                 abandoned += callees_of(thread, Lockstep.run)
-        seconds = 0.2 if isinstance(failure, CollectiveTimeoutError) else DRAIN_SECONDS
         try:
             if self._running:
-                self._finished.wait(seconds)
+                is_late = isinstance(failure, CollectiveTimeoutError)
+                self._finished.wait(0.2 if is_late else DRAIN_SECONDS)
         finally:
             self.dismiss()
 
     def _tell_where(self) -> str:
-        lines = []
-        for replica_id in sorted(self._tasks):
-            frame = self._frames.get(replica_id)
-            if replica_id in self._running:
-                frame = frame_of(self._thread_of(replica_id))
-            point, is_next = self._waiting.get(replica_id), replica_id in self._runnable
-            lines.append(f"  {self.names[replica_id]}: {stand(point, frame, is_next)}")
-        return "\n".join(lines)
+        """Returns a line for each replica, on where it stands."""
+        frames = self._frames | {r: frame_of(self._threads.of(r)) for r in self._running}
+        return "\n".join(
+            f"  {self.names[r]}: {stand(self._waiting.get(r), frames.get(r), r in self._runnable)}"
+            for r in sorted(self._tasks)
+        )

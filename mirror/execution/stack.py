@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -35,6 +35,12 @@ def frame_of(thread: threading.Thread) -> FrameType | None:
         finally:
             if collecting:
                 gc.enable()
+
+
+def positions(threads: Iterable[threading.Thread]) -> list[tuple[int, int]]:
+    """Returns what changes while any of these threads executes Python."""
+    frames = map(frame_of, threads)
+    return [(id(frame), -1 if frame is None else frame.f_lasti) for frame in frames]
 
 
 def callees_of(thread: threading.Thread, method: Callable[..., object]) -> list[Any]:
@@ -92,6 +98,15 @@ def note_replica(error: BaseException, name: str) -> None:
     for part, remedy in _REMEDIES:
         if part in text:
             add_note(error, remedy)
+
+
+def call_noted(task: Callable[[], Any], replica: str) -> Any:
+    """Calls a replica's task; notes on an exception that it raises whose it is."""
+    try:
+        return task()
+    except BaseException as error:
+        note_replica(error, replica)
+        raise
 
 
 def add_note(error: BaseException, note: str) -> None:

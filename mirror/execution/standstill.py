@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import FrameType
 
 from mirror.errors import CollectiveTimeoutError, DivergenceError
@@ -24,6 +25,15 @@ def stand(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> s
     return "waits for its turn" if is_next else "has returned"
 
 
+def are_unlike(points: Iterable[MergePoint]) -> bool:
+    """Whether replicas that stand at these points do not stand at one."""
+    first, *others = points
+    for point in others:
+        if point.operation != first.operation or point.signature != first.signature:
+            return True
+    return False
+
+
 def divergence(where: str) -> DivergenceError:
     """Returns the error for replicas that do not stand at one merge point.
 
@@ -37,7 +47,7 @@ def divergence(where: str) -> DivergenceError:
     )
 
 
-def timeout(timeout_seconds: float | None, where: str) -> CollectiveTimeoutError:
+def timeout(timeout_seconds: float, where: str) -> CollectiveTimeoutError:
     """Returns the error for replicas of which none has moved for too long."""
     return CollectiveTimeoutError(
         f"no replica moved for timeout_seconds={timeout_seconds}:\n{where}\n"

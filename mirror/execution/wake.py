@@ -11,6 +11,7 @@ it starts, may use every CPU as before.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -27,12 +28,13 @@ class Gate:
         self._lock.acquire()
         self._sleeper: tuple[int, set[int]] | None = None  # the thread, and its affinity
 
-    def wait(self, timeout: float = -1.0) -> bool:
+    def wait(self, timeout: float = math.inf) -> bool:
         """Waits until the gate is opened and closes it; returns whether it was in time.
 
         Args:
-            timeout: seconds; -1 waits for ever.
+            timeout: seconds.
         """
+        timeout = -1 if timeout == math.inf else timeout
         if _current_cpu is None:
             return self._lock.acquire(timeout=timeout)
         allowed = os.sched_getaffinity(0)
