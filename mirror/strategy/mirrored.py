@@ -149,7 +149,7 @@ class MirroredStrategy(Uncopied):
             StrategyError: on entry, inside another strategy's scope, inside ``run``, or after
                 ``close``.
         """
-        return Scope(self, self._group)
+        return Scope(self._group)
 
     def mirror(self, module: ModuleT) -> ModuleT:
         """Mirrors a module made elsewhere (a pretrained one), in place, and returns it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from mirror.errors import StrategyError
 from mirror.execution.current import current, entered
@@ -13,15 +12,12 @@ from mirror.replica.group import ReplicaGroup
 from mirror.replica.module import recording
 from mirror.replica.plain import note_use
 
-if TYPE_CHECKING:
-    from mirror.strategy.mirrored import MirroredStrategy
-
 
 class Scope(ContextDecorator):
     """What ``strategy.scope()`` returns: ``with`` enters it; it warns if nobody ever does."""
 
-    def __init__(self, strategy: MirroredStrategy, group: ReplicaGroup) -> None:
-        self._strategy, self._group = strategy, group
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._strategy, self._group = group.strategy, group
         self._stacks: list[ExitStack] = []
         self._is_used = False
 
@@ -56,7 +52,7 @@ class Scope(ContextDecorator):
 
     def _recreate_cm(self) -> Scope:
         self._is_used = True  # it decorates a function
-        return Scope(self._strategy, self._group)
+        return Scope(self._group)
 
     def __del__(self) -> None:
         if not self._is_used:
