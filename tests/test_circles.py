@@ -17,6 +17,8 @@ replica.optimizer_hooks replica.optimizer_state replica.optimizer_steps replica.
 replica.parallel_pass replica.parameters replica.passes replica.plain replica.recompute
 replica.routing replica.run replica.schedulers replica.seams replica.unusual_gradients
 replica.variables replica.watch replica.wrappers
+replica.assigned replica.gradient_hooks replica.optimizer_making replica.scalar_outputs
+replica.scalar_terms
 """.split()
 }
 
