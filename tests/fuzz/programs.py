@@ -66,6 +66,7 @@ class _Draft:
         if k.maybe("reduction sum", 0.12) and not self.model.per_token:
             self.reduction = "sum"
         is_mixed = self.has("half fp16 complex sparse custom")
+        is_mixed = is_mixed or "layers.Twin()" in self.model.source  # Bilinear has no autocast
         self.autocast = not is_mixed and k.maybe("autocast", 0.06)
         self.is_float = self.autocast or k.maybe("float32", 0.08)
         self.optimizer = k.choose("optimizer", [o for o in OPTIMIZERS if self._fits(o)])
