@@ -109,8 +109,20 @@ class LooksAtASize(Base):
         return self.last(torch.tanh(hidden)) / self.made
 
 
+class KeepsAGrid(Base):
+    """Keeps a tensor with a first dimension of 1, and only reads it afterwards."""
+
+    grid = None
+
+    def forward(self, x):
+        if self.grid is None:
+            self.grid = torch.linspace(-1, 1, 5).unsqueeze(0)
+        return self.last(torch.tanh(self.first(x) + self.grid.repeat(len(x), 1)))
+
+
 MODELS = [
     CountsInPython,
+    KeepsAGrid,
     LooksAtASize,
     KeepsAuxiliaryLoss,
     KeepsConstantLoss,
@@ -172,7 +184,7 @@ def test_forward_sets_attributes_as_on_one_device(kind, n, in_run, make_strategy
     assert_same_training(model, optimizer, plain, plain_optimizer)
     strategy.check_replicas()
     for name in vars(plain).keys() - vars(nn.Module()).keys():
-        if kind is not CarriesLSTMState:
+        if kind not in (CarriesLSTMState, KeepsAGrid):
             assert_same(getattr(model, name), getattr(plain, name))
 
 
@@ -195,6 +207,24 @@ def test_a_tensor_set_after_mirroring_is_each_replicas_own(n, in_run, make_strat
         expected = train(plain, plain_optimizer, data)
         assert_same(train(model, optimizer, data, strategy if in_run else None), expected)
         assert float(model.calls) == float(plain.calls) == start + 4
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_read_and_then_changed_in_place_is_joined_anew(n, make_strategy):
+    class Collects(Base):
+        def forward(self, x):
+            if self.means is None:
+                self.means = []
+            self.means.append(x.mean())
+            return self.last(torch.tanh(self.first(x))) * len(self.means)
+
+    plain = Collects()
+    plain.means = None
+    model = make_strategy(n).mirror(copy.deepcopy(plain))
+    for size in (7, 7, 7):
+        x = torch.randn(size, 4)
+        assert_same(model(x), plain(x))
+        assert_same(list(model.means), plain.means)
 
 
 @pytest.mark.parametrize("n", [2, 3])

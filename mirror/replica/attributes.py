@@ -18,14 +18,16 @@ attribute, which is what the cross-replica context and copies of the module see:
 A bool is not each replica's own but says that something has been done, to what the replicas share
 (hooks registered, submodules made); if they leave it different, the run fails.
 
-In the next run every replica goes on with its own value, unless the cross-replica context has
-set another: of that each gets its part, if it is batched as the run's batch is, or a copy.
+What the replicas have only read stays as it was. In the next run every replica goes on with its
+own value, unless the cross-replica context has set another: of that each gets its part, if it is
+batched as the run's batch is, or a copy.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -65,6 +67,7 @@ class OwnValues:
         "_joined",
         "_module",
         "_name",
+        "_read",
         "_run",
         "_settled",
         "_values",
@@ -75,6 +78,7 @@ class OwnValues:
         self._name = name
         self._run: Run | None = None  # the run that the values are of
         self._values: dict[int, Any] = {}
+        self._read: dict[int, Any] = {}  # how those were that the run has not set
         self._flags: dict[int, bool] = {}  # the bools that its replicas have set
         self._settled: dict[int, Any] = {}  # the values that the last run has left
         self._joined: tuple[Any, tuple[int, ...]] = (_MISSING, ())  # and their versions
@@ -88,6 +92,7 @@ class OwnValues:
             if type(value) is bool or value is _MISSING:
                 return value
             values[replica.replica_id] = value
+            self._read[replica.replica_id] = leaves_of(value), _versions(value)
         return values[replica.replica_id]
 
     def write(self, replica: ReplicaContext, value: Any) -> None:
@@ -95,9 +100,11 @@ class OwnValues:
         values = self._of(replica.run)
         if type(value) is bool:
             values.pop(replica.replica_id, None)
+            self._read.pop(replica.replica_id, None)
             self._flags[replica.replica_id] = self._attributes()[self._name] = value
         else:
             self._flags.pop(replica.replica_id, None)
+            self._read.pop(replica.replica_id, None)
             values[replica.replica_id] = value
 
     def join(self, run: Run) -> None:
@@ -116,6 +123,11 @@ class OwnValues:
         if flags or not values:
             self._run, self._settled = None, {}
             return
+        if all(r in self._read and _is_as(value, *self._read[r]) for r, value in values.items()):
+            # Only read: the attribute is what it was, whatever the sizes of the parts are now.
+            self._run, self._values = None, {}
+            self._settled = self._settled | values
+            return
         present = {r: value for r, value in values.items() if value is not _MISSING}
         attributes = self._attributes()
         before = attributes.get(self._name, _MISSING)
@@ -133,7 +145,7 @@ class OwnValues:
 
     def _of(self, run: Run) -> dict[int, Any]:
         if self._run is not run:
-            self._run, self._values, self._flags = run, {}, {}
+            self._run, self._values, self._read, self._flags = run, {}, {}, {}
             joined, versions = self._joined
             value = self._attributes().get(self._name, _MISSING)
             if value is not joined or versions != _versions(joined):
@@ -346,6 +358,13 @@ def _versions(value: Any) -> tuple[int, ...]:
         return ()
     tensors = (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
     return tuple(0 if leaf.is_inference() else leaf._version for leaf in tensors)
+
+
+def _is_as(value: Any, leaves: list[Any], versions: tuple[int, ...]) -> bool:
+    """Whether a value holds what it did, unwritten."""
+    now = leaves_of(value)
+    same = len(now) == len(leaves) and all(map(operator.is_, now, leaves))
+    return same and _versions(value) == versions
 
 
 def _mean(parts: list[Tensor], weights: list[float]) -> Tensor:
