@@ -2,7 +2,7 @@
 # make test   the linters, the type checker and all tests but those marked slow
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make third-party  trains programs over public libraries, and writes docs/third-party.md
-# make smoke TORCH=2.7.0 PYTHON=python3.12   trains with that torch, in an environment of its own
+# make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
 #
 # Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
 # nothing. torch is pinned in every install command, so that no extra can pull another one.
