@@ -57,6 +57,7 @@ def main() -> None:
             print(page.line(row), flush=True)
         results.finish(library)
         TABLE.write_text(page.text(results))
+    TABLE.write_text(page.text(results))  # also if all was there
     print(page.total(results.rows()))
 
 
