@@ -63,11 +63,17 @@ def attributed(bound):
     return weight
 
 
-class ByKind(Optimizer):
+class WithRate:
+    """A class mixed in, which has no step."""
+
+    rate = 0.2
+
+
+class ByKind(WithRate, Optimizer):
     """Steps each parameter as what it is, as optimizers on manifolds do."""
 
     def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.2})
+        super().__init__(parameters, {"lr": self.rate})
 
     @torch.no_grad()
     def step(self, closure=None):

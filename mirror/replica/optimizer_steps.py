@@ -69,7 +69,8 @@ def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_torchs_own(kind: type) -> bool:
     """Whether steps of a class change nothing but parameters and state."""
-    return _is_torchs_own(kind, kind.step)  # type: ignore[attr-defined]
+    step = getattr(kind, "step", None)  # a class mixed in has none
+    return step is not None and _is_torchs_own(kind, step)
 
 
 @lru_cache(maxsize=256)
