@@ -134,6 +134,10 @@ def _cause(program: Program, model: Any, dtype: torch.dtype, mine: Any, plain: A
     return "chaotic" if is_chaotic else "DIFFERS", note
 
 
+def _cloned(x: Any) -> Any:
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
 def _flipped(x: Any) -> Any:
     return x.flip(0) if isinstance(x, torch.Tensor) else x
 
@@ -248,8 +252,9 @@ class _Training:
         return {"losses": losses, "first": first, "state": state, "early": early}
 
     def time_of_a_step(self) -> float:
+        batch = tree_map(_cloned, self.batches[0])  # libraries keep results by identity
         begin = time.process_time()
-        float(self.how(self._step, self.batches[0]))
+        float(self.how(self._step, batch))
         return time.process_time() - begin
 
     def _step(self, batch: Any) -> torch.Tensor:

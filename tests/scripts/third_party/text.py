@@ -452,16 +452,21 @@ def tab_transformer():
 
     g = generator()
     batches = [
-        (torch.randint(4, (n, 3), generator=g), torch.randn(n, 5, generator=g), torch.randn(n, 1))
+        (
+            torch.randint(4, (n, 3), generator=g),
+            torch.randn(n, 5, generator=g),
+            torch.randn(n, 1, generator=g),
+        )
         for n in SIZES
     ]
     return Program(
         make=lambda: TabTransformer(
-            categories=(4, 4, 4), num_continuous=5, dim=8, dim_out=1, depth=1, heads=2
+            categories=(4, 4, 4), num_continuous=5, dim=8, dim_out=1, depth=1, heads=2,
+            mlp_act=nn.ReLU(),
         ),
         batches=batches,
         loss=lambda m, b: F.mse_loss(m(b[0], b[1]), b[2]),
-    )
+    )  # fmt: skip
 
 
 @case("tab-transformer-pytorch", "FTTransformer")
@@ -470,7 +475,11 @@ def ft_transformer():
 
     g = generator()
     batches = [
-        (torch.randint(4, (n, 3), generator=g), torch.randn(n, 5, generator=g), torch.randn(n, 1))
+        (
+            torch.randint(4, (n, 3), generator=g),
+            torch.randn(n, 5, generator=g),
+            torch.randn(n, 1, generator=g),
+        )
         for n in SIZES
     ]
     return Program(

@@ -209,7 +209,7 @@ def kornia_filters():
 
 @case("kornia", "VisionTransformer")
 def kornia_vit():
-    from kornia.models import VisionTransformer
+    from kornia.models.vit import VisionTransformer
 
     class Net(nn.Module):
         def __init__(self):
