@@ -29,7 +29,7 @@ wrote its own it is in eval mode in both. Dropout is off. Everything is float64 
 `tests/scripts/third_party/` holds the programs and pins. {total}
 
 """
-# What is known of rows that differ.
+# What is known of rows that are not right.
 _KNOWN = {
     ("higher", "DIFFERS"): "a fault of mirror: higher copies a module's __dict__ into a module of "
     "its own, and with it the call of the mirrored one, so inner steps are not seen",
@@ -49,14 +49,14 @@ def text(results: Results) -> str:
     commit = f" as of commit {run['commit']}" if run["commit"] else ""
     head = _HEAD.format(
         pairs=PAIRS,
-        load=f"The load average of the machine was {busy}: above 1 other programs ran beside.",
-        run=f"From {begun} to {ended} UTC, on {run['machine']}; {run['of']['versions']}; "
+        load=f"The load average was {busy}; above 1, other programs ran\n  beside.",
+        run=f"From {begun} to {ended} UTC, on {run['machine']};\n{run['of']['versions']}; "
         f"mirror{commit}.",
         total=total(rows),
     )
-    done = {row["library"] for row in rows}
-    missing = sorted((library for library in CASES if library not in done), key=str.lower)
-    end = f"\nNot run: {', '.join(missing)}.\n" if missing else ""
+    missing = sorted((name for name in CASES if not results.is_whole(name)), key=str.lower)
+    told = [f"{name} ({len(CASES[name])} programs)" for name in missing]
+    end = f"\nNot run, or not to the end: {', '.join(told)}.\n" if missing else ""
     return head + "\n".join([f"| {_COLUMNS} |", f"|{_RULE}|", *map(line, rows)]) + "\n" + end
 
 

@@ -37,6 +37,10 @@ class Results:
     def rows(self) -> list[dict]:
         return [row for _, seen in sorted(self._seen.items()) for row in seen["rows"]]
 
+    def is_whole(self, library: str) -> bool:
+        """Whether all programs of a library are there."""
+        return bool(self._seen.get(library.lower(), {}).get("is_whole"))
+
     def begin(self, programs: dict[str, set[Path]]) -> list[str]:
         """Takes the files that train each library; returns the libraries still to be trained."""
         kept, self._seen = self._seen, {}
