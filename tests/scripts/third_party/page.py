@@ -1,6 +1,7 @@
 """docs/third-party.md, of what was seen."""
 
 import importlib.metadata
+import re
 from statistics import median
 
 from tests.scripts.third_party.program import CASES, PAIRS
@@ -13,6 +14,8 @@ Each program trains a model from a public library that nobody here wrote, in pla
 last leaves a replica without an example. Way 1 is the unchanged loop, way 3 the whole step in
 `run`. Batch normalisation is converted with `mirror.nn.convert_sync_batchnorm`; where a library
 wrote its own it is in eval mode in both. Dropout is off. Everything is float64 unless said.
+What else goes over the whole batch must be converted or avoided by hand, as on several devices
+anywhere: `torch_geometric.nn.LayerNorm` without `batch=` is such a layer, and nothing warns.
 
 - *difference*: the largest of all losses (relative), and of all parameters and buffers after the
   last step (against how far the tensor moved in training). *right* is below 1e-6, in float32 1e-2.
@@ -73,7 +76,8 @@ def line(row: dict) -> str:
     difference, ratios = row.get("difference"), row.get("ratios")
     spread = f"{median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})" if ratios else ""
     known = _KNOWN.get((row["library"], row["verdict"]), "")
-    remark = "; ".join(filter(None, (known, row["remark"])))
+    told = re.sub(r" \(/[^)]*\)?", "", row["remark"])  # paths of the machine
+    remark = "; ".join(filter(None, (known, told)))
     cells = [
         row["library"],
         _version(row["library"]),
