@@ -60,6 +60,9 @@ def watch_steps(step_by_turns: Callable[..., Any]) -> None:
     wrap_in_subclasses(Optimizer, "step", _watched_step)
 
 
+# What torch puts around every class's step, to call hooks; all have one code.
+_profile: Any = Optimizer.profile_hook_step
+_HOOKED = _profile(lambda self: None).__code__
 _by_turns: list[Callable[..., Any]] = []
 
 
@@ -86,9 +89,10 @@ def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
 def raw_step(kind: type) -> Callable[..., Any]:
     """Returns the class's step without what mirror, and torch's hooks, have put around it."""
     step: Any = kind.step  # type: ignore[attr-defined]
-    if is_watched(step):
+    # Either may have come first, and ``hooked``, torch's mark, is then on the other.
+    while is_watched(step) or getattr(step, "__code__", None) is _HOOKED:
         step = step.__wrapped__
-    raw: Callable[..., Any] = step.__wrapped__ if hasattr(step, "hooked") else step
+    raw: Callable[..., Any] = step
     return raw
 
 

@@ -27,6 +27,9 @@ class Recorded:
         self.modules: _Modules = {}
         self.unmade: _Modules = {}
 
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.unmade)
+
     def add(self, module: nn.Module) -> bool:
         """Notes a module; returns whether it was not noted yet."""
         is_new = id(module) not in self.modules
