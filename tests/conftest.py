@@ -7,10 +7,14 @@ import pytest
 import torch
 
 import mirror
+from mirror.replica.attributes import ReplicaAttribute
 
 # So that `from tests.oracle import ...` works however pytest is started.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.register_assert_rewrite("tests.oracle")
+
+
+TORCHS_LAYERS = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
 
 
 def _device_lists():
@@ -24,6 +28,19 @@ def _device_lists():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def plain_layers():
+    """Takes from torch's classes the descriptors of attributes that replicas have set.
+
+    They stay for good, and the compiler breaks its graph there: a test must not see another's.
+    """
+    yield
+    for layer in TORCHS_LAYERS:
+        for name, attribute in list(vars(layer).items()):
+            if isinstance(attribute, ReplicaAttribute):
+                delattr(layer, name)
 
 
 @pytest.fixture(params=_device_lists().values(), ids=_device_lists().keys())
