@@ -392,4 +392,4 @@ def test_gradients_of_random_programs_are_those_of_one_device():
 
 @pytest.mark.slow
 def test_gradients_of_many_random_programs_are_those_of_one_device():
-    run_state_machine_as_test(GradientMachine, settings=bounded(3000))
+    run_state_machine_as_test(GradientMachine, settings=bounded(400))
