@@ -15,6 +15,12 @@ TIMES, WARM = 4, 5
 N = 2
 
 
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    """Another test of this process may have used it, and every run then lifts its limits."""
+    monkeypatch.setattr("mirror.compiler._is_used", lambda: False)
+
+
 def calls_of(fn):
     """Returns the calls of one ``fn()``, on all threads: how many, not how long, is exact.
 
