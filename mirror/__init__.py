@@ -20,7 +20,6 @@ from mirror.errors import (
 )
 from mirror.replica.mirrored import is_mirrored, set_aggregation
 from mirror.replica.reduction import ReduceOp
-from mirror.replica.run import ReplicaContext
 from mirror.signposts import names_of
 from mirror.strategy.current import (
     get_replica_context,
@@ -30,6 +29,7 @@ from mirror.strategy.current import (
 )
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions
+from mirror.strategy.replica_context import ReplicaContext
 from mirror.values import PerReplica
 
 __all__ = [

@@ -9,13 +9,13 @@ CIRCLE = {
     f"mirror.{name}"
     for name in """
 replica.arrivals replica.attributes replica.buckets replica.buffers replica.call
-replica.changes replica.claim replica.collectives replica.conversions
-replica.deferred replica.embedding replica.grad_scaler replica.gradients replica.group
-replica.joining replica.metric_calls replica.module replica.nesting
-replica.nodes replica.normalization replica.once replica.optimizer replica.optimizer_groups
+replica.changes replica.conversions
+replica.deferred replica.grad_scaler replica.gradients replica.group
+replica.joining replica.metric_calls replica.module
+replica.normalization replica.once replica.optimizer replica.optimizer_groups
 replica.optimizer_hooks replica.optimizer_state replica.optimizer_steps replica.overrides
 replica.parallel_pass replica.parameters replica.passes replica.plain replica.recompute
-replica.routing replica.run replica.schedulers replica.seams replica.unusual_gradients
+replica.routing replica.schedulers replica.seams replica.unusual_gradients
 replica.variables replica.watch replica.wrappers
 replica.assigned replica.gradient_hooks replica.optimizer_making replica.scalar_outputs
 replica.scalar_terms

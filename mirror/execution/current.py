@@ -9,14 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-
-class ReplicaFrame(Protocol):
-    """What the layers below the strategy need to know of the current replica."""
-
-    group: Any
-    replica_id: int
+from mirror.errors import StrategyError
+from mirror.execution.replicas import Replica, Replicas
 
 
 class _Current(threading.local):
@@ -29,7 +25,7 @@ class _Current(threading.local):
         in_whole_call: whether a mirrored module runs unsplit, and all it calls with it.
     """
 
-    replica: ReplicaFrame | None
+    replica: Replica | None
     strategy: Any
     in_whole_call: bool
 
@@ -37,14 +33,36 @@ class _Current(threading.local):
         # Not as defaults of the class, which torch.compile takes for the values before torch 2.11.
         self.replica = self.strategy = None
         self.in_whole_call = False
-        self.stack: list[tuple[ReplicaFrame | None, Any]] = []
+        self.stack: list[tuple[Replica | None, Any]] = []
 
 
 current = _Current()
 
 
+def replica_of(replicas: Replicas) -> Replica | None:
+    """Returns the current replica if it is one of these, else ``None``."""
+    replica = current.replica
+    return replica if replica is not None and replica.replicas is replicas else None
+
+
+def is_inside(replicas: Replicas) -> bool:
+    """Whether this thread belongs to one of these replicas, which may be merging."""
+    if replica_of(replicas) is not None:
+        return True
+    return any(frame is not None and frame.replicas is replicas for frame, _ in current.stack)
+
+
+def check_current(replica: Replica) -> None:
+    """Raises StrategyError but to code of this replica."""
+    if current.replica is not replica and not replica.run.is_default:
+        raise StrategyError(
+            "this replica context belongs to a run that has ended, or to another replica or "
+            "thread; call mirror.get_replica_context() where you need it"
+        )
+
+
 @contextmanager
-def entered(strategy: Any, replica: ReplicaFrame | None) -> Iterator[None]:
+def entered(strategy: Any, replica: Replica | None) -> Iterator[None]:
     """Makes a strategy's replica current, or its cross-replica context with ``None``."""
     enter(strategy, replica)
     try:
@@ -53,7 +71,7 @@ def entered(strategy: Any, replica: ReplicaFrame | None) -> Iterator[None]:
         leave()
 
 
-def enter(strategy: Any, replica: ReplicaFrame | None) -> None:
+def enter(strategy: Any, replica: Replica | None) -> None:
     current.stack.append((current.replica, current.strategy))
     current.replica, current.strategy = replica, strategy
 

@@ -11,13 +11,14 @@ import functools
 import sys
 import threading
 from types import FrameType
-from typing import Any
 
 import torch
 
 from mirror.compiler import opaque
 from mirror.errors import StrategyError
 from mirror.execution.current import current
+from mirror.execution.lockstep import Lockstep
+from mirror.execution.no_merges import NoMerges
 
 _wrapping = threading.Lock()
 
@@ -32,7 +33,7 @@ def watch_saved_draws() -> None:
         @opaque
         @functools.wraps(original)
         def get_rng_state() -> torch.Tensor:
-            replica: Any = current.replica
+            replica = current.replica
             if replica is not None and not _compiles(sys._getframe(1)):
                 _have_turns(replica.run.lockstep)
             return original()
@@ -46,7 +47,7 @@ def _compiles(caller: FrameType) -> bool:
     return str(caller.f_globals.get("__name__")).startswith("torch._")
 
 
-def _have_turns(lockstep: Any) -> None:
+def _have_turns(lockstep: Lockstep | NoMerges) -> None:
     is_eager = lockstep.is_eager
     lockstep.pace.keep_turns()
     if is_eager:

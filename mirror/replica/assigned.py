@@ -22,7 +22,7 @@ from mirror.replica.bits import same_bits
 from mirror.replica.variables import Variable
 
 if TYPE_CHECKING:
-    from mirror.replica.run import Run
+    from mirror.execution.run import Run
 
 Assigned = Mapping[Variable, bool]  # and whether it was given values
 

@@ -47,7 +47,8 @@ from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
 if TYPE_CHECKING:
-    from mirror.replica.run import ReplicaContext, Run
+    from mirror.execution.replicas import Replica, Together
+    from mirror.execution.run import Run
 
 _MISSING: Any = object()
 # What torch itself keeps on a module, ``training`` among it, says the same on every replica.
@@ -76,7 +77,7 @@ class OwnValues:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self._name = name
-        self._run: Run | None = None  # the run that the values are of
+        self._run: Together | None = None  # the run that the values are of
         self._values: dict[int, Any] = {}
         self._read: dict[int, Any] = {}  # how those were that the run has not set
         self._flags: dict[int, bool] = {}  # the bools that its replicas have set
@@ -84,7 +85,7 @@ class OwnValues:
         self._joined: tuple[Any, tuple[int, ...]] = (_MISSING, ())  # and their versions
         self._is_batched = False
 
-    def read(self, replica: ReplicaContext) -> Any:
+    def read(self, replica: Replica) -> Any:
         """Returns the replica's value, ``_MISSING`` if it has none."""
         values = self._of(replica.run)
         if replica.replica_id not in values:
@@ -95,7 +96,7 @@ class OwnValues:
             self._read[replica.replica_id] = leaves_of(value), _versions(value)
         return values[replica.replica_id]
 
-    def write(self, replica: ReplicaContext, value: Any) -> None:
+    def write(self, replica: Replica, value: Any) -> None:
         """Sets the replica's value; ``_MISSING`` deletes it."""
         values = self._of(replica.run)
         if type(value) is bool:
@@ -143,17 +144,17 @@ class OwnValues:
         module = self._module()
         return {} if module is None else module.__dict__
 
-    def _of(self, run: Run) -> dict[int, Any]:
+    def _of(self, run: Together) -> dict[int, Any]:
         if self._run is not run:
             self._run, self._values, self._read, self._flags = run, {}, {}, {}
             joined, versions = self._joined
             value = self._attributes().get(self._name, _MISSING)
             if value is not joined or versions != _versions(joined):
                 self._settled = {}  # the cross-replica context has set it
-            run.attributes.append(self)
+            run.replicas.group.attributes.setdefault(run, []).append(self)
         return self._values
 
-    def _first(self, replica: ReplicaContext) -> Any:
+    def _first(self, replica: Replica) -> Any:
         """Returns what the replica begins a run with."""
         if replica.replica_id in self._settled:
             return self._settled[replica.replica_id]
@@ -183,19 +184,22 @@ class OwnValues:
 
     def _join(self, values: dict[int, Any], before: Any, run: Run) -> Any:
         parts = list(values.values())
-        weights = run.all_weights() or [1.0] * run.group.num_replicas
+        weights = run.all_weights() or [1.0] * run.replicas.num_replicas
         if len(parts) > 1 and all(part is parts[0] for part in parts):
             return parts[0]
         # What was batched is so again, also when the parts are now as large as all of it was.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
         if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
-            here = [part.to(run.group.devices[0]) for part in sewn(run.group, values, parts)]
+            here = [
+                part.to(run.replicas.devices[0])
+                for part in sewn(run.replicas.group.runner, values, parts)
+            ]
             return _mean(here, [weights[r] for r in values])
         self._is_batched = False
         try:
-            joined = join_outputs(run.group, values, weights)
+            joined = join_outputs(run.replicas.group, values, weights)
         except StructureError:
-            every = [values.get(r, ABSENT) for r in range(run.group.num_replicas)]
+            every = [values.get(r, ABSENT) for r in range(run.replicas.num_replicas)]
             return PerReplica(every)
         self._is_batched = any(
             isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sum(weights)

@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mirror.execution.merge_point import MergePoint
+from mirror.execution.replicas import Replica, Replicas
 from mirror.replica.nodes import Common, Joint, not_differentiable
 from mirror.replica.reduction import check_reducible, reduce_op, summed
 from mirror.replica.tensors import resolve
 from mirror.timeline import CROSS, REDUCTION
 from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
 
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
-    from mirror.replica.run import ReplicaContext
-
 Payloads = dict[int, list[Tensor]]
 
 
-def all_reduce(context: ReplicaContext, op: Any, value: Any) -> Any:
+def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
     """See ``ReplicaContext.all_reduce``."""
     op = reduce_op(op)
-    tensors = _tensors(value, context.device)
+    tensors = _tensors(value, replica.device)
     for tensor in tensors:
         check_reducible(tensor)
     structure = describe_structure(value)
     shapes = tuple((t.dtype, t.shape) for t in tensors)
     reduced, common, _ = _merge(
-        context,
+        replica,
         f"all_reduce({op})",
         tensors,
         (structure, shapes),
         structure,
-        lambda payloads: fused_all_reduce(context.group, op, payloads),
+        lambda payloads: fused_all_reduce(replica.replicas, op, payloads),
     )
     if op in ("sum", "mean"):
         scale = 1.0 / len(common.active) if op == "mean" else 1.0
-        joint = Joint(common, context, weighted_sum, scale=scale)
+        joint = Joint(common, replica, weighted_sum, scale=scale)
         reduced = _connected(joint, tensors, reduced)
     elif common.differentiable:
         name = f"all_reduce({op!r})"
@@ -48,9 +45,9 @@ def all_reduce(context: ReplicaContext, op: Any, value: Any) -> Any:
     return rebuild_structure(value, reduced)
 
 
-def all_gather(context: ReplicaContext, value: Any, axis: int = 0) -> Any:
+def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
     """See ``ReplicaContext.all_gather``."""
-    tensors = _tensors(value, context.device)
+    tensors = _tensors(value, replica.device)
     axes = [_axis(tensor, axis) for tensor in tensors]
     # Sizes along the axis may differ.
     structure = describe_structure(value)
@@ -66,28 +63,28 @@ def all_gather(context: ReplicaContext, value: Any, axis: int = 0) -> Any:
             for r, mine in payloads.items()
         }
 
-    gathered, common, shapes = _merge(context, "all_gather", tensors, signature, structure, gather)
-    before = [r for r in common.active if r < context.replica_id]
+    gathered, common, shapes = _merge(replica, "all_gather", tensors, signature, structure, gather)
+    before = [r for r in common.active if r < replica.replica_id]
     parts = [
         (a, sum(shapes[r][i][a] for r in before), tensors[i].shape[a])
         for i, a in enumerate(axes)
         if _floats(tensors[i])
     ]
-    joint = Joint(common, context, weighted_sum, parts=parts)
+    joint = Joint(common, replica, weighted_sum, parts=parts)
     return rebuild_structure(value, _connected(joint, tensors, gathered))
 
 
-def weighted_sum(context: ReplicaContext, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+def weighted_sum(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
-    own = context.weight if context.group.weighted else 1.0
+    own = replica.weight if replica.replicas.weighted else 1.0
     # The others' weights may still change: they have not yet come to this merge.
     weighed = [grad * own if own else torch.zeros_like(grad) for grad in grads]
-    totals: list[Tensor] = all_reduce(context, "sum", weighed)
+    totals: list[Tensor] = all_reduce(replica, "sum", weighed)
     # What a replica that counts nothing contributes is multiplied by zero in the end.
     return [total / own if own else torch.zeros_like(total) for total in totals]
 
 
-def fused_all_reduce(group: ReplicaGroup, op: str, payloads: Payloads) -> Payloads:
+def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payloads:
     """Reduces lists of tensors over replicas: one collective per dtype for all of them."""
     sum_or_op = "sum" if op == "mean" else op
     ids = list(payloads)
@@ -106,10 +103,10 @@ def fused_all_reduce(group: ReplicaGroup, op: str, payloads: Payloads) -> Payloa
             if t.dtype == dtype and not t.is_sparse and not t.is_complex()
         ]
         if which:
-            group.timeline.begin(CROSS, REDUCTION, f"all_reduce({op})")
+            replicas.timeline.begin(CROSS, REDUCTION, f"all_reduce({op})")
             buffers = [torch.cat([outputs[r][i].reshape(-1) for i in which]) for r in ids]
-            _reduce_buffers(group, buffers, ids, sum_or_op)
-            group.timeline.end(CROSS, REDUCTION)
+            _reduce_buffers(replicas, buffers, ids, sum_or_op)
+            replicas.timeline.end(CROSS, REDUCTION)
             for r, buffer in zip(ids, buffers, strict=True):
                 pieces = buffer.split([outputs[r][i].numel() for i in which])
                 for i, piece in zip(which, pieces, strict=True):
@@ -120,7 +117,7 @@ def fused_all_reduce(group: ReplicaGroup, op: str, payloads: Payloads) -> Payloa
 
 
 def _merge(
-    context: ReplicaContext,
+    replica: Replica,
     name: str,
     tensors: Sequence[Tensor],
     signature: Any,
@@ -140,8 +137,8 @@ def _merge(
     payload = ([tensor.detach() for tensor in tensors], wanted)
     of = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
     detail = of if structure == "*" else f"{structure} with {of}"
-    merged: tuple[list[Tensor], Common, dict[int, list[torch.Size]]] = context.run.merge(
-        context.replica_id, MergePoint(name, signature, payload, act, detail)
+    merged: tuple[list[Tensor], Common, dict[int, list[torch.Size]]] = replica.run.merge(
+        replica.replica_id, MergePoint(name, signature, payload, act, detail)
     )
     return merged
 
@@ -189,10 +186,10 @@ def _floats(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _reduce_buffers(group: ReplicaGroup, buffers: list[Tensor], ids: list[int], op: str) -> None:
+def _reduce_buffers(replicas: Replicas, buffers: list[Tensor], ids: list[int], op: str) -> None:
     """Reduces one buffer per taking-part replica; the communicator wants one per replica."""
-    if len(ids) == group.num_replicas:
-        group.communicator.all_reduce(buffers, op)
+    if len(ids) == replicas.num_replicas:
+        replicas.communicator.all_reduce(buffers, op)
         return
     total = summed(buffers, buffers[0].device, op)
     for buffer in buffers:

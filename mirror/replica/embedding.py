@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.replica.run import ReplicaContext
+from mirror.compiler import opaque
+from mirror.execution.replicas import Replica
+from mirror.replica.collectives import all_gather
 
 MOST_ROUNDS = 8
 
@@ -18,12 +20,13 @@ def renormalizes(module: nn.Module) -> bool:
     return is_embedding and module.max_norm is not None
 
 
-def renormalize_everywhere(module: Any, context: ReplicaContext, indices: Tensor) -> None:
+@opaque
+def renormalize_everywhere(module: Any, replica: Replica, indices: Tensor) -> None:
     """Renormalizes, on every replica alike, the rows that any replica is about to look up.
 
     A collective: all replicas must call the module.
     """
-    rows = torch.unique(context.all_gather(indices.detach().reshape(-1)))
+    rows = torch.unique(all_gather(replica, indices.detach().reshape(-1)))
     weight = module.weight.detach()
     with torch.no_grad():
         # Rounding may leave a norm above the bound, which the module's own call would shrink once

@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale factor; inside ``run`` the replicas meet, and it happens once."""
-        replica: Any = current.replica
+        replica = current.replica
         if replica is None or not self._enabled:
             super().update(new_scale)
             return
@@ -85,7 +85,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:
-        replica: Any = current.replica
+        replica = current.replica
         with _lock:
             run = None if replica is None else replica.run
             if self._of_run is not run:
@@ -130,7 +130,7 @@ def watch_torchs_scaler() -> None:
 def _refusing(method: Any) -> Any:
     @functools.wraps(method)
     def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
-        replica: Any = current.replica
+        replica = current.replica
         is_torchs = self._enabled and not isinstance(self, GradScaler)
         if replica is not None and is_torchs and replica.group.num_replicas > 1:
             optimizer = args[0] if args else kwargs.get("optimizer")

@@ -37,6 +37,7 @@ from torch import Tensor
 from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.execution.merge_point import MergePoint
+from mirror.execution.replicas import Replica
 from mirror.replica.arrivals import (
     Arrivals,
     Column,
@@ -132,6 +133,18 @@ class Gradients:
             return payloads
 
         run.merge(replica_id, MergePoint("the first look at the gradients", (), None, action))
+
+    def close_with_weight(self, replica: Replica) -> None:
+        """Reduces what passes have brought before a replica's weight changes, by the old one."""
+        if not self.has_arrived(replica.replica_id):
+            return
+
+        def action(payloads: dict[int, None]) -> dict[int, None]:
+            self.finish(replica.run.shares)
+            return payloads
+
+        point = MergePoint("a new weight after a backward pass", (), None, action)
+        replica.run.merge(replica.replica_id, point)
 
     def flush(self) -> None:
         """Reduces what backward passes in the cross-replica context left pending."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextvars import copy_context
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,36 +12,26 @@ from torch import Tensor, nn
 
 import mirror.replica.overrides  # noqa: F401  registers what tensor functions do
 from mirror.comm.base import Communicator
-from mirror.devices import (
-    Stopwatch,
-    backward_in_calling_thread,
-    generators_of,
-    is_simulated,
-    separate_streams,
-    using,
-)
-from mirror.errors import StrategyError
-from mirror.execution.current import current, enter, leave
-from mirror.execution.lockstep import Lockstep
-from mirror.execution.random_streams import Streams
+from mirror.devices import is_simulated
+from mirror.execution.current import current
+from mirror.execution.part import Part
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Run
+from mirror.execution.runner import Runner
 from mirror.execution.saved_draws import watch_saved_draws
-from mirror.execution.thread_state import ThreadState
 from mirror.host_memory import give_back_freed_memory, keep_freed_memory
+from mirror.replica.assigned import refuse_unlike_flags, refuse_unlike_values
+from mirror.replica.attributes import OwnValues
 from mirror.replica.buffers import Buffer
-from mirror.replica.claim import by_one_thread
 from mirror.replica.gradients import Gradients
 from mirror.replica.module import ReplicaDict, mirror_module, route_call
-from mirror.replica.nesting import refuse_within_another
+from mirror.replica.nodes import order
 from mirror.replica.optimizer import OptimizerMirror
 from mirror.replica.optimizer_hooks import watch_optimizer_steps
-from mirror.replica.parallel_pass import ParallelPass
 from mirror.replica.passes import watch_passes
-from mirror.replica.plain import PlainVariables, note_use
-from mirror.replica.recompute import NoMerges
+from mirror.replica.plain import PlainVariables, note_use, tell_of_plain
 from mirror.replica.recorded import Recorded, is_unmade
-from mirror.replica.run import ReplicaContext, Run
 from mirror.replica.variables import Variable
-from mirror.timeline import FORWARD, Timeline
 
 _groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 
@@ -58,9 +47,6 @@ class ReplicaGroup:
     Attributes:
         variables, buffers: the records of what is mirrored, by ``id``; entries go with the tensor.
         handed_out_grads: gradients that the cross-replica context has seen, so may have changed.
-        running: the innermost run going on, ``None`` between runs.
-        parallel_pass: the backward pass outside ``run`` that the replicas' threads are in.
-        last_active: the replicas that ran the last step.
     """
 
     def __init__(
@@ -75,41 +61,47 @@ class ReplicaGroup:
         wire_dtype: torch.dtype | None,
         timeout_seconds: float | None,
     ) -> None:
-        self.devices = tuple(devices)
-        self.num_replicas = len(self.devices)
-        self.communicator = communicator
-        self.weighted = weighted
-        self.names = tuple(
-            f"replica {r} of {self.num_replicas} ({device})"
-            for r, device in enumerate(self.devices)
+        self.replicas = Replicas(
+            devices,
+            communicator,
+            strategy=strategy,
+            weighted=weighted,
+            is_nested=current.replica is not None,
         )
+        self.replicas.group = self
+        self.runner = Runner(self.replicas, schedule=schedule, timeout_seconds=timeout_seconds)
+        # Transitional: what other files ask the group for.
+        self.devices, self.num_replicas = self.replicas.devices, self.replicas.num_replicas
+        self.names, self.timeline = self.replicas.names, self.replicas.timeline
+        self.strategy, self.weighted, self.communicator = strategy, weighted, communicator
+        self.is_one_device = self.replicas.is_one_device
+        self.run, self.prepare, self.recover = (
+            self.runner.run,
+            self.runner.prepare,
+            self.runner.recover,
+        )
+        self.check_usable, self.check_between_runs = (
+            self.runner.check_usable,
+            self.runner.check_between_runs,
+        )
+        self.recomputing = self.runner.recomputing
         self.variables: dict[int, Variable] = {}
         self.buffers: dict[int, Buffer] = {}
         self.handed_out_grads: dict[Variable, Tensor] = {}
         self.gradients = Gradients(self)
         self.optimizers: weakref.WeakSet[OptimizerMirror] = weakref.WeakSet()
-        self.running: Run | None = None
-        self.parallel_pass: ParallelPass | None = None
+        self.lazy_lock = threading.Lock()
         self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
-        self.stopwatches: tuple[Stopwatch, ...] = ()  # see mirror/replica/measure.py
-        self.lazy_lock, self.timeline = threading.Lock(), Timeline(self.names)
-        self.is_one_device = len(set(self.devices)) == 1
         # A single simulated device needs neither moving of arguments nor splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
-        self.strategy = strategy  # strong: a model outlives the variable that held it
         self.bytes_per_pack = bytes_per_pack
         self._wire_dtype = wire_dtype
-        self._schedule, self._timeout_seconds = schedule, timeout_seconds
-        self.claims = dict[str, int]()  # see mirror/replica/claim.py
-        self.locksteps, self.lent = list[Lockstep](), set[OptimizerMirror]()  # lent to a step
         self.recorded = Recorded()
+        self.lent: set[OptimizerMirror] = set()  # to a step
+        self.plain = PlainVariables()
+        self.attributes: dict[Run, list[OwnValues]] = {}
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
-        self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
-        self._generators = generators_of(self.devices)
-        self.streams = Streams(schedule == "lockstep" and not self._generators)
-        self.plain, self.is_closed = PlainVariables(), False
-        self.is_nested = current.replica is not None  # made by a replica of another strategy
         _groups.add(self)
         watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
         if schedule == "concurrent":
@@ -117,6 +109,80 @@ class ReplicaGroup:
         self._simulates = self.num_replicas > 1 and is_simulated(self.devices)
         if self._simulates:
             keep_freed_memory()
+        self.runner.keep(self._parts())
+
+    @property
+    def running(self) -> Run | None:
+        return self.runner.running
+
+    @property
+    def parallel_pass(self) -> Any:
+        return self.runner.parallel_pass
+
+    @property
+    def is_closed(self) -> bool:
+        return self.runner.is_closed
+
+    def _parts(self) -> tuple[Part, ...]:
+        if self.num_replicas == 1:
+            return (Part(name="modules", prepare=self.mirror_recorded),)
+
+        def finish_gradients() -> None:
+            self.gradients.finish(self.gradients.equal_shares)
+            self._carry_handed_out()
+
+        def take_assigned(run: Run) -> None:
+            if run.assigned:
+                assigned, run.assigned = run.assigned, {}
+                refuse_unlike_flags(assigned, run)
+                refuse_unlike_values(assigned, run)
+
+        return (
+            Part(
+                name="modules",
+                prepare=self.mirror_recorded,
+                returned=self._refuse_swaps,
+                recover=self._drop_swaps,
+            ),
+            Part(name="attributes", finish=self._join, recover=self.attributes.clear),
+            Part(
+                name="assigned",
+                merging=lambda run: refuse_unlike_flags(run.assigned, run),
+                finish=take_assigned,
+            ),
+            Part(
+                name="plain",
+                prepare=lambda: note_use(self),
+                finish=lambda run: tell_of_plain(self, run),
+            ),
+            Part(
+                name="optimizers",
+                finish=_check_options,
+                prepare=self._recover_optimizers,
+                bring_along=self._bring_along_optimizers,
+                recover=self._give_back_optimizers,
+            ),
+            Part(
+                name="gradients",
+                prepare=finish_gradients,
+                finish=lambda run: self.gradients.finish(run.shares),
+                recover=self.gradients.discard,
+            ),
+            Part(name="collectives", finish=lambda run: order.lift_this_thread()),
+            Part(
+                name="variables",
+                prepare=self._carry_variables,
+                bring_along=self._bring_along_variables,
+                settle=self.settle,
+                recover=self._carry_all,
+            ),
+            Part(
+                name="buffers",
+                prepare=self._prepare_buffers,
+                ran=self.note_run,
+                bring_along=self._bring_along_buffers,
+            ),
+        )
 
     # What is mirrored
 
@@ -178,37 +244,60 @@ class ReplicaGroup:
 
     # Coherence
 
-    def prepare(self) -> None:
-        """Makes all replicas equal to what the cross-replica context left."""
-        if torch.is_inference_mode_enabled():
-            # What is made here, of state too, outlives the caller's inference mode.
-            with torch.inference_mode(False), torch.no_grad():
-                self.prepare()
-            return
-        self.mirror_recorded()
-        if self.num_replicas > 1:
-            if self.running is None and self.lent:
-                self.recover()  # a step in the cross-replica context has raised
-            self.gradients.finish(self.gradients.equal_shares)
-            self.carry()
+    def _refuse_swaps(self) -> None:
+        while self.swaps:
+            self.swaps.pop().refuse_swaps()
 
-    def carry(self) -> None:
-        """Carries what changed in the cross-replica context to the other replicas."""
-        for variable in self.variables.values():
-            if variable.changed():
-                variable.carry()
+    def _drop_swaps(self) -> None:
+        while self.swaps:
+            self.swaps.pop().swapped.clear()
+
+    def _join(self, run: Run) -> None:
+        own = self.attributes.pop(run, None)
+        while own:
+            own.pop().join(run)
+
+    def _recover_optimizers(self) -> None:
+        if self.lent and self.running is None:
+            self.recover()  # a step in the cross-replica context has raised
+
+    def _give_back_optimizers(self) -> None:
+        for optimizer in list(self.optimizers):
+            optimizer.give_back()
+            optimizer.states.follow_first()
+
+    def _bring_along_optimizers(self, source: int, idle: Iterable[int]) -> None:
+        for optimizer in self.optimizers:
+            optimizer.states.take_over(source, idle)
+
+    def _carry_handed_out(self) -> None:
         for variable, grad in list(self.handed_out_grads.items()):
             if variable.targets[0].grad is grad:
                 variable.carry_grad()
             else:
                 del self.handed_out_grads[variable]
-        for buffer in self.buffers.values():
-            buffer.prepare()
+
+    def _carry_variables(self) -> None:
+        for variable in self.variables.values():
+            if variable.changed():
+                variable.carry()
+
+    def _carry_all(self) -> None:
+        for variable in self.variables.values():
+            variable.follow_first()
+
+    def _bring_along_variables(self, source: int, idle: Iterable[int]) -> None:
+        for variable in self.variables.values():
+            variable.bring_along(source, idle)
 
     def settle(self) -> None:
         """Takes the variables as equal on all replicas, as after a step on each."""
         for variable in self.variables.values():
             variable.version = variable.copies[0]._version
+
+    def _prepare_buffers(self) -> None:
+        for buffer in self.buffers.values():
+            buffer.prepare()
 
     def note_run(self, active: tuple[int, ...]) -> None:
         """Notes that replicas have run, so that their buffers may have changed."""
@@ -216,28 +305,9 @@ class ReplicaGroup:
         for buffer in self.buffers.values():
             buffer.note_run()
 
-    def recover(self) -> None:
-        """Brings all replicas back to the first one's state after a run that failed."""
-        self.gradients.discard()
-        while self.swaps:
-            self.swaps.pop().swapped.clear()
-        for optimizer in list(self.optimizers):
-            optimizer.give_back()
-            optimizer.states.follow_first()
-        for variable in self.variables.values():
-            variable.follow_first()
-
-    def bring_along(self, active: tuple[int, ...]) -> None:
-        """Gives the replicas that sat out a run what the others have now."""
-        idle = [r for r in range(self.num_replicas) if r not in active]
-        if idle:
-            with torch.inference_mode(False), torch.no_grad():
-                for variable in self.variables.values():
-                    variable.bring_along(active[0], idle)
-                for optimizer in self.optimizers:
-                    optimizer.states.take_over(active[0], idle)
-                for buffer in self.buffers.values():
-                    buffer.bring_along(idle)
+    def _bring_along_buffers(self, source: int, idle: Sequence[int]) -> None:
+        for buffer in self.buffers.values():
+            buffer.bring_along(list(idle))
 
     def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
         """Sums lists of tensors over the replicas, in place, through the communicator."""
@@ -250,150 +320,16 @@ class ReplicaGroup:
         tensors = (reference() for reference in self._owned.values())
         return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
-    # Running
-
-    @by_one_thread
-    def run(
-        self,
-        fn: Callable[[int], Any],
-        active: Sequence[int],
-        *,
-        weights: Sequence[float] | None = None,
-    ) -> Run:
-        """Calls ``fn(replica_id)`` on every active replica; returns the run with its results.
-
-        Args:
-            weights: the replicas' shares in the gradient mean, by replica id; equal if ``None``.
-
-        Raises:
-            StrategyError: called from a replica of this group, or after ``close``.
-        """
-        self.check_usable()
-        replica = current.replica
-        if replica is not None and replica.group is self:
-            raise StrategyError(
-                "run was called inside run, on one replica; start a run in the cross-replica "
-                "context, which merge_call gives: get_replica_context().merge_call(fn)"
-            )
-        if replica is not None:
-            refuse_within_another(self, "run")
-        self.check_between_runs("run")
-        note_use(self)
-        outer = self.running
-        self.prepare()
-        is_within = self.parallel_pass is not None  # which has the threads of the first depth
-        lockstep = self._lockstep(is_within + (0 if outer is None else outer.depth + 1))
-        run = Run(self, lockstep, tuple(active), weights, outer)
-        if len(self._generators) > 1:
-            separate_streams(self._generators)
-        sharers = len(run.active) if self._schedule == "concurrent" else 1
-        state = ThreadState.capture(self.device_types, sharers)
-        tasks = {r: self._task(fn, context, state) for r, context in run.contexts.items()}
-        self.running = run
-        self.timeline.use()
-        try:
-            # Activation checkpointing wants what is saved in one order.
-            in_order = state.saved_tensors_hooks is not None
-            run.results = lockstep.run(tasks, at_once=False if in_order else None)
-            while self.swaps:
-                self.swaps.pop().refuse_swaps()
-            run.finish()
-        except BaseException:
-            if run.goes_on():
-                self.running = outer
-                self.timeline.drop_open()
-                self.recover()
-            raise
-        finally:
-            self.running = outer if run.goes_on() else self.running
-            state.restore()
-            if run.streams is not None:
-                run.streams.end()
-            self.note_run(run.active)
-        if self.num_replicas > 1:
-            self.bring_along(run.active)
-            self.settle()
-        if outer is None:
-            self.timeline.note_run()
-        return run
-
-    def recomputing(self, replica_id: int) -> ReplicaContext:
-        """Returns a context for what is recomputed of one replica's part in a backward pass."""
-        return Run(self, NoMerges(), (replica_id,), None, None).contexts[replica_id]
-
-    def lone_context(self) -> ReplicaContext:
-        """Returns a context of the only replica, for code without any strategy."""
-        run = Run(self, self._lockstep(depth=0), (0,), None, None)
-        run.is_default = True
-        return run.contexts[0]
-
-    def inside_merge(self) -> bool:
-        """Whether this thread belongs to a replica that is merging: merge_call may run."""
-        frames = (frame for frame, _ in current.stack if frame is not None)
-        return any(frame.group is self for frame in frames)
-
-    def _task(
-        self, fn: Callable[[int], Any], context: ReplicaContext, state: ThreadState
-    ) -> Callable[[], Any]:
-        device, replica_id = context.device, context.replica_id
-        variables, timeline = copy_context(), self.timeline
-
-        def call() -> Any:
-            enter(context.strategy, context)
-            timeline.use()  # by this thread, which may have the cross-replica context in a merge
-            timeline.begin(replica_id, FORWARD)
-            try:
-                return context.call(fn)
-            finally:
-                timeline.end(replica_id, FORWARD)
-                leave()
-                if context.lent:
-                    context.release()
-
-        def task() -> Any:
-            if len(context.run.active) == 1:
-                with using(device):
-                    return call()
-            if self._simulates:  # on the CPU there is nothing to enter
-                return state.call(lambda: variables.run(call), device)
-            with using(device), backward_in_calling_thread((device,)):
-                return state.call(lambda: variables.run(call), device)
-
-        return task
-
-    def _lockstep(self, depth: int) -> Lockstep:
-        while len(self.locksteps) <= depth or not self.locksteps[depth].usable:
-            timeout = self._timeout_seconds
-            new = Lockstep(self.names, schedule=self._schedule, timeout_seconds=timeout)
-            self.locksteps[depth : depth + 1] = [new]
-        return self.locksteps[depth]
-
-    def check_usable(self) -> None:
-        """Raises StrategyError after ``close``."""
-        if self.is_closed:
-            raise StrategyError(
-                "this strategy is closed; create a new one (copy.deepcopy(model) gives an "
-                "ordinary module to mirror there)"
-            )
-
-    def check_between_runs(self, what: str) -> None:
-        """Raises StrategyError while replicas run, but for what runs in their merge."""
-        is_ours = self.running is None or self.inside_merge()
-        if not is_ours or (self.parallel_pass is not None and not self.parallel_pass.go_alone()):
-            raise StrategyError(
-                f"{what} was asked for by another thread while strategy.run, or backward, is "
-                "going on; wait until it has returned"
-            )
-
     def close(self) -> None:
         """Ends threads and the communicator; idempotent."""
-        if self.running is not None or self.parallel_pass is not None:
-            raise StrategyError("close() was called inside run; close the strategy after it")
-        self.is_closed = True
-        for lockstep in self.locksteps:
-            lockstep.close()
-        self.locksteps = []
+        self.runner.close()
         self.gradients.buckets.close()
         self.communicator.close()
         if self._simulates:
             give_back_freed_memory()
+
+
+def _check_options(run: Run) -> None:
+    while run.stepped:
+        optimizer, left = run.stepped.popitem()
+        optimizer.check_left(left)

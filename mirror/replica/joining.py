@@ -74,7 +74,7 @@ class Joiner:
         parts: Sequence[Part] = (),
         module: nn.Module | None = None,
     ) -> None:
-        self._group = group
+        self._group = group.runner
         self._sizes = sizes
         self._ids = ids
         self._parts = parts

@@ -67,7 +67,7 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
         StrategyError: in the cross-replica context.
     """
     _check_context("scale_regularization_loss")
-    replica: Any = current.replica
+    replica = current.replica
     num_replicas = 1 if replica is None else len(replica.run.active)
     return torch.as_tensor(regularization_loss).sum() / num_replicas
 
@@ -75,7 +75,7 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
 def _total(num_examples: int) -> int:
     """Returns the sum over the replicas that take part."""
     _check_context("compute_average_loss without a global_batch_size")
-    replica: Any = current.replica
+    replica = current.replica
     if replica is None:
         return num_examples
 

@@ -102,7 +102,7 @@ def call_once(
     devices = replica.group.devices
 
     def action(payloads: dict[int, Any]) -> dict[int, Any]:
-        weights = [replica.run.contexts[r].weight for r in payloads]
+        weights = [replica.run.members[r].weight for r in payloads]
         every = list(payloads.values())
         join = _Join(metric, devices[0], weights)
         own_args = [join(*values) for values in zip(*(a for a, _ in every), strict=True)]

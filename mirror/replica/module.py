@@ -40,6 +40,7 @@ from mirror.compiler import (
 )
 from mirror.errors import StrategyError
 from mirror.execution.current import current, entered
+from mirror.execution.nesting import refuse_within_another
 from mirror.replica.attributes import OwnValues, is_own, watch_attributes
 from mirror.replica.buffers import MirroredBuffer, mirror_buffer
 from mirror.replica.call import call_in_turn
@@ -47,7 +48,6 @@ from mirror.replica.conversions import watch_conversions
 from mirror.replica.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.functions import watch_functions
 from mirror.replica.metric_calls import call_once, is_metric, watch_metric
-from mirror.replica.nesting import refuse_within_another
 from mirror.replica.normalization import watch_torchs_own
 from mirror.replica.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.recompute import replica_of_backward, saves_are_hooked
@@ -208,7 +208,7 @@ class TransparentCall:
             if current.in_whole_call:
                 return whole(*args, **kwargs)
             if current.replica is not None and torch.is_grad_enabled():
-                refuse_within_another(self.group, f"a {type(module).__name__}")
+                refuse_within_another(self.group.replicas, f"a {type(module).__name__}")
             recomputing = replica_of_backward(self.group)
             if recomputing is None or self.is_checkpointed:
                 if saves_are_hooked():

@@ -24,18 +24,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mirror.execution.current import current
+from mirror.execution.current import replica_of
+from mirror.execution.replicas import Replica
 from mirror.replica.functions import without_replica
 from mirror.replica.reduction import summed
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
-    from mirror.replica.run import ReplicaContext
 
 
 class Order:
@@ -97,15 +94,15 @@ class Joint:
     def __init__(
         self,
         common: Common,
-        context: ReplicaContext,
-        exchange: Callable[[ReplicaContext, Sequence[Tensor]], Sequence[Tensor]],
+        replica: Replica,
+        exchange: Callable[[Replica, Sequence[Tensor]], Sequence[Tensor]],
         *,
         scale: float = 1.0,
         parts: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
         self.common = common
-        self.group: ReplicaGroup = context.group
-        self.replica_id = context.replica_id
+        self.replicas = replica.replicas
+        self.replica_id = replica.replica_id
         self.exchange = exchange
         self.scale = scale
         self.parts = parts
@@ -122,10 +119,9 @@ class Joint:
         arrived: Sequence[Tensor] = _arrival(self, *passed)
         return arrived
 
-    def current_replica(self) -> ReplicaContext | None:
+    def current_replica(self) -> Replica | None:
         """Returns the replica whose thread this is, ``None`` outside ``run``."""
-        replica: Any = current.replica
-        return replica if replica is not None and replica.group is self.group else None
+        return replica_of(self.replicas)
 
 
 @without_replica

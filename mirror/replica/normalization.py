@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.compiler import opaque
 from mirror.execution.current import current
+from mirror.execution.replicas import Replica
 from mirror.replica.collectives import all_reduce
 from mirror.replica.routing import group_of
 
@@ -103,16 +104,16 @@ def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
 
 def _synchronized(layer: _BatchNorm, x: Tensor) -> Tensor:
     """Normalises with the whole batch inside ``run``, where statistics are of the batch."""
-    replica: Any = current.replica
+    replica = current.replica
     of_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
-    if replica is None or replica.group.num_replicas == 1 or not of_batch:
+    if replica is None or replica.replicas.num_replicas == 1 or not of_batch:
         return _BatchNorm.forward(layer, x)
     layer._check_input_dim(x)
     return _over_batch(layer, x, replica)
 
 
 @opaque
-def _over_batch(layer: _BatchNorm, x: Tensor, replica: Any) -> Tensor:
+def _over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)
     mean, var, count = _whole_batch(replica, wide, x)
@@ -146,7 +147,7 @@ def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
     layer.running_var.mul_(1 - factor).add_(unbiased.to(layer.running_var.dtype), alpha=factor)
 
 
-def _whole_batch(replica: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean, biased variance and count per channel of the batch; differentiable.
 
     See [Note: One collective of deviations].
@@ -155,7 +156,7 @@ def _whole_batch(replica: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor,
     mean, squares = _deviations(wide, x)
     count = mean.new_full((1,), _num_values(x))
     row = torch.cat([mean, squares, count]).unsqueeze(0)
-    below = replica.group.num_replicas - 1 - replica.replica_id
+    below = replica.replicas.num_replicas - 1 - replica.replica_id
     table = all_reduce(replica, "sum", F.pad(row, (0, 0, replica.replica_id, below)))
     means, squares, counts = table.split([channels, channels, 1], dim=1)
     counts = counts.detach()

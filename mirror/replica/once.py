@@ -32,7 +32,7 @@ from mirror.values import map_structure
 from mirror.wording import in_words
 
 if TYPE_CHECKING:
-    from mirror.replica.run import ReplicaContext, Run
+    from mirror.execution.replicas import Replica, Together
 
 Method = Callable[..., Any]
 
@@ -90,7 +90,7 @@ def is_watched(method: Any) -> bool:
 
 
 def call_once(
-    context: ReplicaContext, method: Method, target: Any, args: Any, kwargs: Any
+    context: Replica, method: Method, target: Any, args: Any, kwargs: Any
 ) -> tuple[Any, bool]:
     """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
 
@@ -118,7 +118,7 @@ def call_once(
             one_args, one_kwargs = map_structure(joined, *trees)
             return method(target, *one_args, **one_kwargs)
 
-        result = run.call_outside(call)
+        result = run.replicas.group.runner.call_outside(run, call)
         has_called = any(closure.losses is not None for closure in closures)
         for closure in closures:
             if closure.losses is not None and closure.loss is result:
@@ -133,14 +133,14 @@ def call_once(
 class _Closure:
     """One closure made of the replicas': runs them as replicas, and returns their common loss."""
 
-    def __init__(self, run: Run, closures: dict[int, Callable[[], Any]]) -> None:
+    def __init__(self, run: Together, closures: dict[int, Callable[[], Any]]) -> None:
         self._run, self._closures = run, closures
         self.loss: Any = None  # what the last call returned
         self.losses: dict[int, Any] | None = None  # and what it was on each replica
 
     def __call__(self) -> Any:
         run = self._run
-        inner = run.group.run(
+        inner = run.replicas.group.run(
             lambda replica_id: self._closures[replica_id](), run.active, weights=run.all_weights()
         )
         self.losses = inner.results
@@ -148,7 +148,7 @@ class _Closure:
         return self.loss
 
 
-def _joined(run: Run, what: str, closures: list[_Closure], *leaves: Any) -> Any:
+def _joined(run: Together, what: str, closures: list[_Closure], *leaves: Any) -> Any:
     """Returns the one argument that the replicas' make. See [Note: Once]."""
     first = leaves[0]
     if callable(first) and not isinstance(first, (type, Tensor, nn.Module)):
@@ -170,7 +170,7 @@ def _joined(run: Run, what: str, closures: list[_Closure], *leaves: Any) -> Any:
     )
 
 
-def _mean(run: Run, *leaves: Any) -> Any:
+def _mean(run: Together, *leaves: Any) -> Any:
     """Returns the loss of the whole batch, of the replicas' losses."""
     first = leaves[0]
     is_loss = isinstance(first, float) or (
@@ -181,9 +181,8 @@ def _mean(run: Run, *leaves: Any) -> Any:
     shares = [run.shares()[r] for r in run.active]
     if isinstance(first, float):
         return sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
-    group = run.group
-    parts = sewn(group, run.active, leaves)
-    home = group.devices[0]
+    parts = sewn(run.replicas.group.runner, run.active, leaves)
+    home = run.replicas.devices[0]
     scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
     return summed(scaled, home)
 

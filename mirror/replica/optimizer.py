@@ -61,8 +61,8 @@ from mirror.replica.optimizer_state import ReplicaStates
 from mirror.replica.optimizer_steps import is_torchs_own, raw_step, refuse_draws
 
 if TYPE_CHECKING:
+    from mirror.execution.replicas import Replica
     from mirror.replica.group import ReplicaGroup
-    from mirror.replica.run import ReplicaContext
 
 _NOBODY = -1  # who is lent no parameter groups
 _BEFORE = "before a step"
@@ -94,7 +94,7 @@ class OptimizerMirror:
 
     # Steps
 
-    def step_here(self, step: FrameType, context: ReplicaContext, has_closure: bool) -> None:
+    def step_here(self, step: FrameType, context: Replica, has_closure: bool) -> None:
         """Merges the replicas before their steps, and lends to the calling one."""
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -124,7 +124,7 @@ class OptimizerMirror:
             self._lend(context.replica_id, step)
         context.lent.append(self)
 
-    def step_by_turns(self, step: Callable[..., Any], context: ReplicaContext) -> Any:
+    def step_by_turns(self, step: Callable[..., Any], context: Replica) -> Any:
         """Has the first replica step, then the others, or follow. See [Note: Whose step]."""
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -178,13 +178,11 @@ class OptimizerMirror:
             and is_torchs_own(type(optimizer))
         )
 
-    def _merge(
-        self, context: ReplicaContext, what: str, action: Action, payload: Any = None
-    ) -> Any:
+    def _merge(self, context: Replica, what: str, action: Action, payload: Any = None) -> Any:
         point = step_point(self._optimizer(), self._serial, what, payload, action)
         return context.run.merge(context.replica_id, point)
 
-    def _end_together(self, context: ReplicaContext, left: Options) -> None:
+    def _end_together(self, context: Replica, left: Options) -> None:
         """Has none go on before all have stepped, where it might find other groups than left.
 
         Under a schedule without turns these may be lent; what hooks have written to the first

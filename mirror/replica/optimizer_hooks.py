@@ -15,8 +15,8 @@ from torch.optim.optimizer import (
 
 from mirror.compiler import let_go, letting_go, not_compiled, take_hold
 from mirror.execution.current import current
+from mirror.execution.nesting import refuse_within_another
 from mirror.replica.grad_scaler import watch_torchs_scaler
-from mirror.replica.nesting import refuse_within_another
 from mirror.replica.optimizer import OptimizerMirror
 from mirror.replica.optimizer_groups import Once, Parameters, mirrored_group
 from mirror.replica.optimizer_making import watch_making
@@ -26,8 +26,8 @@ from mirror.replica.schedulers import watch_schedulers
 from mirror.replica.zero_grad import watch_zero_grad
 
 if TYPE_CHECKING:
+    from mirror.execution.replicas import Replica
     from mirror.replica.group import ReplicaGroup
-    from mirror.replica.run import ReplicaContext
 
 _watching = threading.Lock()
 _hooks: list[Any] = []
@@ -67,7 +67,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     group.check_usable()
     replica: Any = current.replica
     if replica is not None and replica.group is not group:
-        refuse_within_another(group, "optimizer.step")
+        refuse_within_another(group.replicas, "optimizer.step")
     mirror.holds[threading.get_ident()] = let_go()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if replica is None or replica.group is not group:
@@ -81,7 +81,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
-def _step_by_turns(step: Any, optimizer: Optimizer, context: ReplicaContext) -> Any:
+def _step_by_turns(step: Any, optimizer: Optimizer, context: Replica) -> Any:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     if mirror is None or not mirror.parameters.are_in(optimizer.param_groups):
         mirror = _mirror_of(optimizer, context.group)

@@ -24,7 +24,7 @@ from mirror.replica.parameters import ReplicaParameter
 from mirror.values import map_structure
 
 if TYPE_CHECKING:
-    from mirror.replica.run import ReplicaContext
+    from mirror.execution.replicas import Replica
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
 
@@ -75,7 +75,7 @@ def _refuse_own(kind: str) -> NoReturn:
 
 
 def _add_in_run(
-    add: Callable[..., Any], optimizer: Any, context: ReplicaContext, args: Any, kwargs: Any
+    add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     is_being_made = not vars(optimizer).get(_MADE, True)
     if is_being_made or group_in(optimizer) is not context.group:

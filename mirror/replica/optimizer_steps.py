@@ -36,8 +36,8 @@ from mirror.replica.optimizer_kept import kept_by
 from mirror.replica.parameters import MirroredParameter
 
 if TYPE_CHECKING:
+    from mirror.execution.replicas import Replica
     from mirror.replica.group import ReplicaGroup
-    from mirror.replica.run import ReplicaContext
 
 _TORCHS = "torch.optim."
 _DECORATORS = 4  # that may stand between a step and the one that it calls
@@ -112,7 +112,7 @@ def group_in(optimizer: Optimizer) -> ReplicaGroup | None:
 
 
 def _step_in_run(
-    step: Callable[..., Any], optimizer: Any, context: ReplicaContext, args: Any, kwargs: Any
+    step: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     kind = type(optimizer)
     _refuse_wrappers(optimizer)

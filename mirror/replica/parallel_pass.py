@@ -10,19 +10,17 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from mirror.execution.current import current, entered
+from mirror.execution.runner import Runner
 from mirror.execution.thread_state import ThreadState
 from mirror.replica.seams import Node, live_seams, parts_of
 from mirror.timeline import BACKWARD, CROSS
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
 
 _WHOLE_PASS = {"allow_unreachable": True, "accumulate_grad": True}  # backward, not grad
 
@@ -56,7 +54,7 @@ def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     finally:
         for hook in hooks:
             hook.remove()
-    parts.group.timeline.end(CROSS, BACKWARD)
+    parts.runner.replicas.timeline.end(CROSS, BACKWARD)
     passes: dict[int, Callable[[], Any]] = {}
     for r, mine in parts.seams.items():
         reached = [seam for seam in mine if arrived.get(seam) is not None]
@@ -65,30 +63,27 @@ def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         if starts:
             passes[r] = partial(run, starts, own_grads, keep_graph, False, (), **kwargs)
     if passes:
-        ParallelPass(parts.group).run(passes)
+        ParallelPass(parts.runner).run(passes)
     return True
 
 
 class ParallelPass:
     """The second step of a pass, while it goes on."""
 
-    def __init__(self, group: ReplicaGroup) -> None:
-        self._group = group
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._replicas = runner, runner.replicas
         self._moving: set[int] = set()
         self._replica_ids: dict[int, int] = {}  # by thread
         self._has_stopped = threading.Condition()
 
     def run(self, passes: dict[int, Callable[[], Any]]) -> None:
         """Runs each replica's pass in its thread."""
-        group = self._group
         self._moving.update(passes)
-        state = ThreadState.capture(group.device_types, len(passes))
+        state = ThreadState.capture(self._replicas.device_types, len(passes))
         tasks = {r: self._task(r, passes[r], state) for r in passes}
-        group.parallel_pass = self
         try:
-            group.locksteps[0].run(tasks, at_once=True)
+            self._runner.run_parallel_pass(self, tasks)
         finally:
-            group.parallel_pass = None
             state.restore()
 
     def go_alone(self) -> bool:
@@ -110,7 +105,7 @@ class ParallelPass:
     def _task(
         self, replica_id: int, run: Callable[[], Any], state: ThreadState
     ) -> Callable[[], None]:
-        variables, strategy, timeline = copy_context(), current.strategy, self._group.timeline
+        variables, strategy, timeline = copy_context(), current.strategy, self._replicas.timeline
 
         def task() -> None:
             self._replica_ids[threading.get_ident()] = replica_id
@@ -118,7 +113,7 @@ class ParallelPass:
             timeline.begin(replica_id, BACKWARD)
             try:
                 with entered(strategy, None):
-                    state.call(lambda: variables.run(run), self._group.devices[replica_id])
+                    state.call(lambda: variables.run(run), self._replicas.devices[replica_id])
             finally:
                 timeline.end(replica_id, BACKWARD)
                 self._stop(replica_id)

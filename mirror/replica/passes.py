@@ -141,7 +141,7 @@ def _is_within_another(step: FrameType) -> bool:
 
 
 def _here() -> tuple[Timeline | None, int]:
-    replica: Any = current.replica
+    replica = current.replica
     if replica is None:
         return latest(), CROSS
-    return replica.group.timeline, replica.replica_id
+    return replica.replicas.timeline, replica.replica_id

@@ -33,8 +33,8 @@ from mirror.replica.parameters import ReplicaParameter
 from mirror.replica.tensors import MirroredTensor
 
 if TYPE_CHECKING:
+    from mirror.execution.run import Run
     from mirror.replica.group import ReplicaGroup
-    from mirror.replica.run import Run
 
 _PASSES = 3  # of a replica from one place in the code that are looked at
 _PLACES = 1000  # in the code that are looked at
@@ -51,11 +51,13 @@ class PlainVariables:
         passes: the backward passes that were looked at, by place in the code and replica.
         is_noted: whether its first use has been noted.
         has_mirrored: whether anything has been mirrored.
+        leaves: what the replicas of a run have trained of them.
         has_told: whether the user has been told of models made inside ``run``.
     """
 
     def __init__(self) -> None:
         self.passes: dict[tuple[CodeType, int, int], int] = {}
+        self.leaves: weakref.WeakKeyDictionary[Run, PlainLeaves] = weakref.WeakKeyDictionary()
         self.is_noted = self.has_mirrored = self.has_told = False
 
 
@@ -108,13 +110,27 @@ class PlainLeaves:
             )
 
 
+def tell_of_plain(group: ReplicaGroup, run: Run) -> None:
+    """Warns, once per strategy, of a model that a replica of the run has made and trained."""
+    if group.plain.leaves:
+        leaves = group.plain.leaves.get(run)
+        if leaves is not None:
+            leaves.tell(group)
+
+
+def _leaves_in(run: Run) -> PlainLeaves:
+    known = run.replicas.group.plain.leaves
+    leaves: PlainLeaves = known.setdefault(run, PlainLeaves())
+    return leaves
+
+
 def note_pass(run: Run, replica_id: int, args: Sequence[Any]) -> None:
     """Looks at what a backward pass of a replica will accumulate into.
 
     Raises:
         StrategyError: into a plain leaf that another replica trains, too.
     """
-    group = run.group
+    group = run.replicas.group
     if len(run.active) < 2 or not group.weighted:
         return
     caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper
@@ -127,7 +143,10 @@ def note_pass(run: Run, replica_id: int, args: Sequence[Any]) -> None:
     inputs = args[4] if len(args) > 4 else ()
     leaves = [leaf for leaf in inputs if isinstance(leaf, Tensor)] or _leaves_of(args[0])
     leaves = [leaf for leaf in leaves if not isinstance(leaf, (ReplicaParameter, MirroredTensor))]
-    run.leaves().claim(leaves, replica_id, "their gradients would be added up, not averaged")
+    if leaves:
+        _leaves_in(run).claim(
+            leaves, replica_id, "their gradients would be added up, not averaged"
+        )
 
 
 def note_step(optimizer: Optimizer) -> None:
@@ -139,7 +158,7 @@ def note_step(optimizer: Optimizer) -> None:
     replica: Any = current.replica
     if replica is not None:
         if len(replica.run.active) > 1:
-            replica.run.leaves().claim_step(optimizer, replica.replica_id)
+            _leaves_in(replica.run).claim_step(optimizer, replica.replica_id)
     elif (_used or current.strategy is not None) and optimizer not in _told:
         idle = _idle_strategy()
         if idle is not None and _trains_parameters(optimizer):

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mirror.errors import StrategyError
-from mirror.execution.pace import Pace
 from mirror.replica.parameters import ReplicaParameter
 from mirror.torch_private import top_saved_tensors_hooks
 
@@ -45,18 +43,3 @@ def replica_of_backward(group: ReplicaGroup) -> int | None:
 def saves_are_hooked() -> bool:
     """Whether what autograd saves goes through hooks, those of activation checkpointing maybe."""
     return top_saved_tensors_hooks() is not None
-
-
-class NoMerges:
-    """Stands for the lockstep where one thread computes for all replicas."""
-
-    takes_turns, is_eager, pace = True, False, Pace()
-
-    def merge(self, replica_id: int, point: object) -> Any:
-        """Refuses: nobody can wait here."""
-        raise StrategyError(
-            f"{point} cannot wait for the other replicas in a backward pass outside "
-            "strategy.run, where one thread goes through all of them; call backward inside run, "
-            "or keep it out of what activation checkpointing recomputes, and out of the backward "
-            "of a custom function"
-        )

@@ -11,7 +11,7 @@ from mirror.replica.once import call_once, watched, wrap_in_subclasses
 from mirror.replica.optimizer_steps import group_in
 
 if TYPE_CHECKING:
-    from mirror.replica.run import ReplicaContext
+    from mirror.execution.replicas import Replica
 
 
 def watch_schedulers() -> None:
@@ -20,7 +20,7 @@ def watch_schedulers() -> None:
 
 
 def _step_in_run(
-    step: Callable[..., Any], scheduler: Any, context: ReplicaContext, args: Any, kwargs: Any
+    step: Callable[..., Any], scheduler: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     optimizer = getattr(scheduler, "optimizer", None)
     if optimizer is None or group_in(optimizer) is not context.group:

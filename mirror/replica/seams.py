@@ -37,19 +37,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mirror.execution.runner import Runner
 from mirror.replica.parameters import ReplicaParameter
 from mirror.replica.tensors import MirroredTensor
 from mirror.timeline import CROSS
 from mirror.values import PerReplica, map_structure
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
 
 Node = Any
 _KEY = "mirror.seam"
@@ -62,48 +60,48 @@ _hooks_of: dict[type, Callable[[Node], Sequence[Any]] | None] = {}  # by kind; s
 class Seam:
     """What the node of a seam carries."""
 
-    __slots__ = ("__weakref__", "group", "replica_id", "thread_id")
+    __slots__ = ("__weakref__", "replica_id", "runner", "thread_id")
 
-    def __init__(self, group: ReplicaGroup, replica_id: int) -> None:
-        self.group = weakref.ref(group)
+    def __init__(self, runner: Runner, replica_id: int) -> None:
+        self.runner = weakref.ref(runner)
         self.replica_id = replica_id
         self.thread_id = threading.get_ident()
         live_seams.add(self)
 
 
-def sewn(group: ReplicaGroup, replica_ids: Iterable[int], parts: Sequence[Any]) -> list[Any]:
+def sewn(runner: Runner, replica_ids: Iterable[int], parts: Sequence[Any]) -> list[Any]:
     """Returns views of the replicas' parts with seams, where backward passes may come apart."""
-    if len(parts) < 2 or not _starts_all_at_once(group) or not torch.is_grad_enabled():
+    if len(parts) < 2 or not _starts_all_at_once(runner) or not torch.is_grad_enabled():
         return list(parts)
-    return [_sewn(group, r, part) for r, part in zip(replica_ids, parts, strict=True)]
+    return [_sewn(runner, r, part) for r, part in zip(replica_ids, parts, strict=True)]
 
 
-def sewn_values(group: ReplicaGroup, tree: Any) -> Any:
+def sewn_values(runner: Runner, tree: Any) -> Any:
     """Returns a structure with the parts of its PerReplica values ``sewn``."""
-    if not _starts_all_at_once(group):
+    if not _starts_all_at_once(runner):
         return tree
 
     def sew(leaf: Any) -> Any:
-        if not isinstance(leaf, PerReplica) or len(leaf.values) != group.num_replicas:
+        if not isinstance(leaf, PerReplica) or len(leaf.values) != runner.replicas.num_replicas:
             return leaf
-        views = sewn(group, range(group.num_replicas), leaf.values)
+        views = sewn(runner, range(runner.replicas.num_replicas), leaf.values)
         return PerReplica(views, weights=leaf.weights)
 
     return map_structure(sew, tree)
 
 
-def _starts_all_at_once(group: ReplicaGroup) -> bool:
-    return group.is_one_device and bool(group.locksteps) and group.locksteps[0].is_eager
+def _starts_all_at_once(runner: Runner) -> bool:
+    return runner.replicas.is_one_device and runner.starts_at_once
 
 
-def _sewn(group: ReplicaGroup, replica_id: int, part: Any) -> Any:
+def _sewn(runner: Runner, replica_id: int, part: Any) -> Any:
     if type(part) is not Tensor or not part.requires_grad or part.layout is not torch.strided:
         return part
     view = part.view_as(part)
     seam: Any = view.grad_fn
     if seam is None:  # something follows the thread
         return part
-    seam.metadata[_KEY] = Seam(group, replica_id)
+    seam.metadata[_KEY] = Seam(runner, replica_id)
     return view
 
 
@@ -116,7 +114,7 @@ class Parts:
         seams: those of each replica.
     """
 
-    group: ReplicaGroup
+    runner: Runner
     ends: list[Node]
     seams: dict[int, list[Node]]
 
@@ -144,35 +142,33 @@ def parts_of(outputs: Sequence[Any]) -> Parts | None:
         nodes += following
         if not following:
             ends.append(node)
-    group = _group_of(seams)
-    if group is None:
+    runner = _runner_of(seams)
+    if runner is None:
         return None
-    parts = Parts(group, ends, {})
+    parts = Parts(runner, ends, {})
     for seam, node in sorted(seams.items(), key=lambda item: item[0].replica_id):
         parts.seams.setdefault(seam.replica_id, []).append(node)
     if len(parts.seams) < 2:
         return None
     for r, mine in parts.seams.items():
-        if not _is_apart(group, r, mine, owners):
+        if not _is_apart(runner, r, mine, owners):
             return None
     return parts
 
 
-def _group_of(seams: Iterable[Seam]) -> ReplicaGroup | None:
-    """Returns the group of all seams, if its threads are free for this one."""
-    groups = {(seam.group(), seam.thread_id) for seam in seams}
-    if len(groups) != 1:
+def _runner_of(seams: Iterable[Seam]) -> Runner | None:
+    """Returns the runner of all seams, if its threads are free for this one."""
+    runners = {(seam.runner(), seam.thread_id) for seam in seams}
+    if len(runners) != 1:
         return None
-    ((group, thread_id),) = groups
-    if group is None or thread_id != threading.get_ident():
+    ((runner, thread_id),) = runners
+    if runner is None or thread_id != threading.get_ident():
         return None
-    is_free = group.running is None and group.parallel_pass is None
-    can_run = bool(group.locksteps) and group.locksteps[0].usable  # not closed, nor interrupted
-    return group if is_free and can_run else None
+    return runner if runner.is_free else None
 
 
 def _is_apart(
-    group: ReplicaGroup, replica_id: int, seams: Iterable[Node], owners: dict[Node, int]
+    runner: Runner, replica_id: int, seams: Iterable[Node], owners: dict[Node, int]
 ) -> bool:
     """Whether the graph beyond one replica's seams is its own; notes its nodes in ``owners``."""
     nodes = [node for seam in seams for node in _following(seam)]
@@ -180,7 +176,7 @@ def _is_apart(
         node = nodes.pop()
         owner = owners.get(node)
         if owner is None:
-            if not _concerns_only(group, replica_id, node):
+            if not _concerns_only(runner, replica_id, node):
                 return False
             owners[node] = replica_id
             nodes += _following(node)
@@ -189,7 +185,7 @@ def _is_apart(
     return True
 
 
-def _concerns_only(group: ReplicaGroup, replica_id: int, node: Node) -> bool:
+def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
     """Whether what a node does concerns no replica but one."""
     kind = type(node)
     if kind not in _hooks_of:
@@ -208,7 +204,8 @@ def _concerns_only(group: ReplicaGroup, replica_id: int, node: Node) -> bool:
     leaf = node.variable
     if isinstance(leaf, ReplicaParameter):
         variable = leaf.variable
-        return variable.group is group and leaf.replica_id == replica_id and not variable.hooks
+        is_own = variable.group.runner is runner and leaf.replica_id == replica_id
+        return is_own and not variable.hooks
     return not isinstance(leaf, MirroredTensor)
 
 

@@ -28,14 +28,14 @@ def reduce_values(group: ReplicaGroup, op: Any, value: Any, axis: int | None) ->
     """See ``MirroredStrategy.reduce``."""
     name, device, num_replicas = reduce_op(op), group.devices[0], group.num_replicas
     check_parts(num_replicas, leaves_of(value))
-    value = sewn_values(group, value)
+    value = sewn_values(group.runner, value)
     return map_structure(lambda leaf: _reduce(name, leaf, axis, device, num_replicas), value)
 
 
 def gather_values(group: ReplicaGroup, value: Any, axis: int) -> Any:
     """See ``MirroredStrategy.gather``."""
     check_parts(group.num_replicas, leaves_of(value))
-    value = sewn_values(group, value)
+    value = sewn_values(group.runner, value)
     return map_structure(lambda leaf: _gather(leaf, axis, group.devices[0]), value)
 
 

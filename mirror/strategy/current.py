@@ -6,8 +6,8 @@ from functools import cache
 
 from mirror.devices import resolve
 from mirror.execution.current import current
-from mirror.replica.run import ReplicaContext
 from mirror.strategy.mirrored import MirroredStrategy
+from mirror.strategy.replica_context import ReplicaContext
 
 
 def get_strategy() -> MirroredStrategy:
@@ -32,9 +32,15 @@ def get_replica_context() -> ReplicaContext | None:
     Without any strategy, a context of one replica on which everything works.
     """
     if current.strategy is None:
-        return _default_strategy().lone_context()
-    replica: ReplicaContext | None = current.replica  # type: ignore[assignment]
-    return replica
+        return _default_strategy().context_of(None)
+    replica = current.replica
+    if replica is None:
+        return None
+    if replica.context is None:
+        strategy: MirroredStrategy = replica.replicas.strategy
+        replica.context = strategy.context_of(replica)
+    context: ReplicaContext = replica.context
+    return context
 
 
 @cache

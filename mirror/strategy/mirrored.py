@@ -18,17 +18,17 @@ from mirror.data.options import InputContext, InputOptions, or_default
 from mirror.devices import is_simulated, resolve
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-from mirror.execution.lockstep import Lockstep
+from mirror.execution.replicas import Replica
+from mirror.execution.runner import end_threads
 from mirror.replica.comparison import compare_replicas
 from mirror.replica.group import ReplicaGroup
-from mirror.replica.measure import measure
 from mirror.replica.reduction import ReduceOp
-from mirror.replica.run import ReplicaContext
 from mirror.signposts import signposted_call
 from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.options import CommunicationOptions, check_choice
+from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.scope import Scope
 from mirror.strategy.value_context import ValueContext
@@ -114,7 +114,7 @@ class MirroredStrategy(Uncopied):
             timeout_seconds=options.timeout_seconds,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
-        weakref.finalize(self, _end_threads, self._group.locksteps)
+        weakref.finalize(self, end_threads, self._group.runner.locksteps)
 
     # What it is
 
@@ -205,9 +205,10 @@ class MirroredStrategy(Uncopied):
             run = self._group.run(call, active, weights=weights)
         return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
 
-    def lone_context(self) -> ReplicaContext:
-        """Returns the context of the only replica, outside ``run``; for the default strategy."""
-        return self._group.lone_context()
+    def context_of(self, replica: Replica | None) -> ReplicaContext:
+        """Returns what the user sees of a replica; of the only one, outside ``run``, with None."""
+        runner = self._group.runner
+        return ReplicaContext(replica or runner.lone_replica(), runner, self._group.gradients)
 
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
         """Combines the parts of PerReplica values; keeps structures.
@@ -298,7 +299,7 @@ class MirroredStrategy(Uncopied):
             self._devices,
             options,
             joins=joins,
-            measure=lambda: measure(group),
+            measure=group.runner.measure,
             check_usable=group.check_usable,
             timeline=group.timeline,
         )
@@ -393,8 +394,3 @@ class MirroredStrategy(Uncopied):
                 f"strategy.{what} was called inside run; use the replica context there: "
                 "mirror.get_replica_context().all_reduce, all_gather or merge_call"
             )
-
-
-def _end_threads(locksteps: list[Lockstep]) -> None:
-    for lockstep in locksteps:
-        lockstep.dismiss()

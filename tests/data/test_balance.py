@@ -124,4 +124,4 @@ def test_who_does_not_ask_for_it_pays_for_no_measuring(make_strategy):
     strategy = make_strategy(2)
     for batch in strategy.distribute_dataset([torch.ones(2)]):
         strategy.run(torch.sum, args=(batch,))
-    assert strategy._group.stopwatches == ()
+    assert strategy._group.runner.stopwatches == ()

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror.execution import pace
+from tests.execution.interrupts import CASES
 from tests.oracle import assert_same, finishes
-from tests.replica.interrupts import CASES
 
 N = 3
 
@@ -217,7 +217,7 @@ def test_another_thread_cannot_run_the_same_strategy_meanwhile(strategy):
 
 def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkeypatch):
     starting, refused = threading.Event(), threading.Event()
-    prepare = strategy._group.prepare
+    prepare = strategy._group.runner.prepare
 
     def prepare_slowly():
         if not starting.is_set():
@@ -229,7 +229,7 @@ def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkey
         sums.append(strategy.run(meet).values)
 
     sums = []
-    monkeypatch.setattr(strategy._group, "prepare", prepare_slowly)
+    monkeypatch.setattr(strategy._group.runner, "prepare", prepare_slowly)
     first = threading.Thread(target=start)
     first.start()
     assert starting.wait(10)
@@ -248,7 +248,7 @@ def test_a_run_that_cannot_start_lets_other_threads_run(strategy, monkeypatch):
         raise ValueError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(strategy._group, "prepare", fail)
+        patched.setattr(strategy._group.runner, "prepare", fail)
         _, error, _ = finishes(lambda: strategy.run(meet))  # in a thread of its own
         assert isinstance(error, ValueError)
     assert strategy.run(meet).values == (N,) * N

@@ -1,0 +1,76 @@
+"""Part: something that must be equal on all replicas between runs, and what it is told.
+
+[Note: Parts]
+What must be equal on all replicas between runs is kept so by the parts of a strategy. The runner
+tells them, in one fixed order, what happens; a row is a part, from the first to the last told:
+
+    part         prepare            returned,       ran         bring_along  settle    recover
+                                    finish
+    modules      mirror what was    refuse swapped                                     drop
+                 recorded           parameters                                         swaps
+    attributes                      join what                                          drop
+                                    replicas set
+    assigned                        refuse unlike
+                                    (merging, too)
+    plain        note that the      tell of models
+                 strategy is used   made in run
+    optimizers   recover if a step                              take over              give back,
+                 has raised                                     state                  follow the
+                                                                                       first
+    gradients    reduce or defer    reduce or                   carry                  discard;
+                 the rest; carry    defer the rest              gradients              carry
+                 those handed out                                                      gradients
+    collectives                     lift sequence
+                                    numbers
+    variables    carry what                                     carry        take as   carry
+                 changed                                        values       equal
+    buffers      carry what was                     may have    value of
+                 written                            changed     those that
+                                                                ran
+
+    prepare      before a run, an optimizer step in the cross-replica context, an unsplit call
+    merging      the replicas stand at a merge point, and some have set a mode or a variable
+    returned     all replicas have returned
+    finish       after that, or when all stand in merge_call
+    ran          the replicas may have changed something; after a failure, too
+    bring_along  some have sat the run out, and get what the first of the others has
+    settle       all replicas have done the same
+    recover      after a failure: back to what the first replica has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mirror.execution.run import Run
+
+
+def nothing(*args: object) -> None:
+    """What most parts have to do at most events."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Something that must be equal on all replicas between runs; told when to see to it.
+
+    See [Note: Parts] for when each is called.
+    """
+
+    name: str
+    prepare: Callable[[], None] = nothing
+    merging: Callable[[Run], None] = nothing
+    returned: Callable[[], None] = nothing
+    finish: Callable[[Run], None] = nothing
+    ran: Callable[[tuple[int, ...]], None] = nothing
+    bring_along: Callable[[int, Sequence[int]], None] = nothing
+    settle: Callable[[], None] = nothing
+    recover: Callable[[], None] = nothing
+
+
+class GoesAlone(Protocol):
+    """A backward pass outside ``run`` that the replicas' threads are in."""
+
+    def go_alone(self) -> bool:
+        """Waits until the other replicas have stopped; ``False`` in a thread that is of none."""

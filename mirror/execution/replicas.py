@@ -1,0 +1,162 @@
+"""Replicas: who the replicas of a strategy are, and one of them while its function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from mirror.comm.base import Communicator
+from mirror.execution.lockstep import Lockstep
+from mirror.execution.merge_point import MergePoint
+from mirror.execution.no_merges import NoMerges
+from mirror.timeline import Timeline
+
+
+class Replicas:
+    """The replicas of one strategy: index r lives on ``devices[r]``.
+
+    An index is never inferred from a device. The identity of this object says whose a variable or
+    a replica is.
+
+    Attributes:
+        communicator: how they move bytes to each other.
+        names: what messages call them, ``"replica 2 of 4 (cuda:2)"``.
+        strategy: the strategy that runs them; strong, as a model outlives the variable that held
+            its strategy.
+        weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
+        is_nested: whether a replica of another strategy has made them.
+        device_types: the types of their devices, and ``"cpu"``.
+        is_one_device: whether they are all on one device.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "communicator",
+        "device_types",
+        "devices",
+        "group",  # transitional
+        "is_nested",
+        "is_one_device",
+        "names",
+        "num_replicas",
+        "strategy",
+        "timeline",
+        "weighted",
+    )
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        communicator: Communicator,
+        *,
+        strategy: Any,
+        weighted: bool,
+        is_nested: bool = False,
+    ) -> None:
+        self.devices = tuple(devices)
+        self.communicator = communicator
+        self.num_replicas = len(self.devices)
+        self.names = tuple(
+            f"replica {r} of {self.num_replicas} ({device})"
+            for r, device in enumerate(self.devices)
+        )
+        self.strategy = strategy
+        self.group: Any = None
+        self.weighted = weighted
+        self.is_nested = is_nested
+        self.timeline = Timeline(self.names)
+        self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
+        self.is_one_device = len(set(self.devices)) == 1
+
+
+class Lent(Protocol):
+    """What the step of a replica has for itself alone until the step ends: an optimizer."""
+
+    def is_within_step(self, frame: FrameType) -> bool:
+        """Whether ``frame`` was called by the step in progress."""
+
+    def give_back(self) -> None:
+        """Ends the loan; idempotent."""
+
+
+class Stepped(Protocol):
+    """What all replicas of a run have stepped: an optimizer."""
+
+    def options(self) -> object:
+        """Returns the options as this replica leaves them."""
+
+    def check_left(self, left: dict[int, Any]) -> None:
+        """Raises StrategyError for options that the replicas have left different."""
+
+
+class Together(Protocol):
+    """What the replicas of one run have in common, as one of them sees it."""
+
+    @property
+    def replicas(self) -> Replicas:
+        """Whose run it is."""
+
+    @property
+    def stepped(self) -> dict[Stepped, dict[int, object]]:
+        """The optimizers that all have stepped, and the options that each has left in them."""
+
+    @property
+    def assigned(self) -> dict[Any, bool]:
+        """The variables that its replicas have assigned, and whether values."""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is that of code without a strategy, where nothing is distributed."""
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The replicas that take part."""
+
+    @property
+    def lockstep(self) -> Lockstep | NoMerges:
+        """What gives them their turns."""
+
+    def merge(self, replica_id: int, point: MergePoint) -> Any:
+        """Waits for the others, has the point's action run once; returns this one's result."""
+
+    def drawing_for_all(self, replica_id: int) -> AbstractContextManager[None]:
+        """Has a replica draw what all will have, as one device would."""
+
+    def shares(self) -> dict[int, float]:
+        """Returns what each replica's gradient counts for."""
+
+    def all_weights(self) -> list[float] | None:
+        """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
+
+
+class Replica:
+    """One replica while its function runs: what ``current.replica`` is.
+
+    Attributes:
+        run: the run that it takes part in.
+        device: where its variables are.
+        weight: its share in the gradient mean and in ``strategy.reduce("mean", ...)``.
+        lent: the optimizers that its step has.
+        context: what the user sees of it, once somebody has asked.
+    """
+
+    __slots__ = ("context", "device", "group", "lent", "replica_id", "replicas", "run", "weight")
+
+    def __init__(self, replicas: Replicas, run: Together, replica_id: int, weight: float) -> None:
+        self.replicas = replicas
+        self.group: Any = replicas.group  # transitional
+        self.run = run
+        self.replica_id = replica_id
+        self.device = replicas.devices[replica_id]
+        self.weight = weight
+        self.lent: list[Lent] = []
+        self.context: Any = None
+
+    def give_back(self) -> None:
+        """Gives back the optimizers of a step that raised."""
+        while self.lent:
+            self.lent.pop().give_back()

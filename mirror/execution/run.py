@@ -1,0 +1,191 @@
+"""One run: a function called once per replica, and where its replicas meet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from mirror.compiler import let_go, take_hold
+from mirror.devices import Stopwatch
+from mirror.errors import StrategyError
+from mirror.execution.current import check_current, current, enter, leave
+from mirror.execution.lockstep import Lockstep
+from mirror.execution.merge_point import MergePoint
+from mirror.execution.no_merges import NoMerges
+from mirror.execution.random_streams import RandomStreams
+from mirror.execution.replicas import Replica, Replicas, Stepped
+from mirror.timeline import WAITING
+
+
+class Run:
+    """What the replicas of one call of ``run`` have in common.
+
+    Attributes:
+        active: the replicas that take part.
+        members: each of them, by its index.
+        outer: the run in whose merge this one was started.
+        results: what the function has returned, by replica.
+        is_weighted: whether the replicas' weights are more than all equal.
+        is_default: whether it is that of code without a strategy, where nothing is distributed.
+        assigned: variables whose flags, or values (then True), its replicas have assigned.
+        checks: what looks at that where the replicas merge.
+        modes: of modules, what their replicas have set by train() and eval(), by ``id``.
+        stepped: optimizers that all its replicas have stepped, and what options those that have
+            returned have left in them.
+        stopwatches: one per replica if somebody measures, else none.
+        streams: the replicas' random streams, if they have some of their own.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "active",
+        "assigned",
+        "checks",
+        "depth",
+        "is_default",
+        "is_weighted",
+        "lockstep",
+        "members",
+        "modes",
+        "outer",
+        "replicas",
+        "results",
+        "stepped",
+        "stopwatches",
+        "streams",
+    )
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        lockstep: Lockstep | NoMerges,
+        active: tuple[int, ...],
+        weights: Sequence[float] | None = None,
+        outer: Run | None = None,
+        *,
+        stopwatches: Sequence[Stopwatch] = (),
+        streams: RandomStreams | None = None,
+        checks: Sequence[Callable[[Run], None]] = (),
+        is_default: bool = False,
+    ) -> None:
+        self.replicas = replicas
+        self.lockstep = lockstep
+        self.active = active
+        self.results: dict[int, Any] = {}
+        self.is_weighted = weights is not None
+        self.is_default = is_default
+        self.outer = outer
+        self.depth: int = 0 if outer is None else outer.depth + 1
+        self.checks = checks
+        self.assigned: dict[Any, bool] = {}
+        self.modes: dict[int, tuple[object, dict[int, bool]]] = {}
+        self.stepped: dict[Stepped, dict[int, object]] = {}
+        self.stopwatches = stopwatches
+        self.streams = streams
+        self.members = {
+            r: Replica(replicas, self, r, 1.0 if weights is None else float(weights[r]))
+            for r in active
+        }
+
+    def shares(self) -> dict[int, float]:
+        """Returns what each replica's gradient counts for. See [Note: Shares]."""
+        if not self.replicas.weighted:
+            return dict.fromkeys(self.active, 1.0)
+        weights = self.weights()
+        total = sum(weights.values())
+        if total == 0:  # one device: the mean over nothing
+            return dict.fromkeys(self.active, 1.0 / len(self.active))
+        return {r: weight / total for r, weight in weights.items()}
+
+    def weights(self) -> dict[int, float]:
+        """Returns the active replicas' weights by replica id."""
+        return {r: replica.weight for r, replica in self.members.items()}
+
+    def all_weights(self) -> list[float] | None:
+        """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
+        if not self.is_weighted:
+            return None
+        weights = self.weights()
+        return [weights.get(r, 0.0) for r in range(self.replicas.num_replicas)]
+
+    def set_weight(self, replica_id: int, weight: float) -> None:
+        """Sets what a replica counts for from now on."""
+        self.members[replica_id].weight = weight
+        self.is_weighted = True
+
+    def merge(self, replica_id: int, point: MergePoint) -> Any:
+        """Merges the replicas of this run; the action runs in the cross-replica context."""
+        replica = self.members[replica_id]
+        if current.replica is not replica:
+            check_current(replica)
+        if replica.lent and any(one.is_within_step(sys._getframe()) for one in replica.lent):
+            raise StrategyError(
+                f"{point} was called inside optimizer.step, where every replica steps alone; call "
+                "it before the step"
+            )
+        if replica.lent:
+            replica.give_back()
+        action, strategy = point.action, self.replicas.strategy
+
+        def act(payloads: dict[int, Any]) -> dict[int, Any]:
+            if self.modes or self.assigned:
+                self._check()
+            enter(strategy, None)
+            try:
+                return action(payloads)
+            finally:
+                leave()
+
+        point.action = act
+        watch = self.stopwatches[replica_id] if self.stopwatches else None
+        timeline = self.replicas.timeline
+        hold = let_go()  # actions are no code of the user's
+        timeline.begin(replica_id, WAITING, point.operation)
+        if watch is not None:
+            watch.stop()
+        try:
+            result = self.lockstep.merge(replica_id, point)
+        except Exception:  # what the replica may handle, and go on
+            self.enter_stream(replica_id)
+            raise
+        else:
+            if self.streams is not None and self.streams.inside != replica_id:
+                self.streams.enter(replica_id)
+            return result
+        finally:
+            timeline.end(replica_id, WAITING)
+            if watch is not None:
+                watch.start()
+            take_hold(hold)
+
+    def enter_stream(self, replica_id: int) -> None:
+        """Has a replica, which has got the turn, draw from its own stream."""
+        if self.streams is not None and self.streams.inside != replica_id:
+            self.streams.enter(replica_id)
+
+    def drawing_for_all(self, replica_id: int) -> AbstractContextManager[None]:
+        """Has a replica draw what all will have, as one device would."""
+        return nullcontext() if self.streams is None else self.streams.for_all(replica_id)
+
+    def _check(self) -> None:
+        if self.modes:
+            self.check_modes()
+        for check in self.checks:
+            check(self)
+
+    def check_modes(self) -> None:
+        """Raises StrategyError if some replicas alone have changed a module's mode."""
+        modes, self.modes = self.modes, {}
+        for module, of_replicas in modes.values():
+            if len(of_replicas) < len(self.active) or len(set(of_replicas.values())) > 1:
+                called = ", ".join(
+                    f"replica {r} called {'train' if mode else 'eval'}()"
+                    for r, mode in of_replicas.items()
+                )
+                raise StrategyError(
+                    f"the mode of a {type(module).__name__} belongs to all replicas, but not all "
+                    f"have set it alike: {called}; call train() and eval() outside strategy.run, "
+                    "or on every replica"
+                )

@@ -1,0 +1,157 @@
+"""ReplicaContext: what a function sees of its replica inside ``strategy.run``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mirror.compiler import opaque
+from mirror.execution.current import check_current
+from mirror.execution.merge_point import MergePoint
+from mirror.execution.replicas import Replica
+from mirror.execution.run import Run
+from mirror.execution.runner import Runner
+from mirror.replica.collectives import all_gather, all_reduce
+from mirror.replica.gradients import Gradients
+from mirror.signposts import signposted
+from mirror.uncopied import Uncopied
+from mirror.values import regroup, select
+
+
+@signposted
+class ReplicaContext(Uncopied):
+    """What a function sees of its replica inside ``strategy.run``.
+
+    Attributes:
+        replica_id_in_sync_group: this replica's index.
+        num_replicas_in_sync: the number of replicas of the strategy.
+        device: where this replica's variables are.
+        strategy: the strategy that runs it.
+    """
+
+    __slots__ = ("_gradients", "_replica", "_run", "_runner")
+    _instead = "call mirror.get_replica_context() where you need it"
+
+    def __init__(self, replica: Replica, runner: Runner, gradients: Gradients) -> None:
+        assert isinstance(replica.run, Run)
+        self._replica = replica
+        self._run = replica.run
+        self._runner = runner
+        self._gradients = gradients
+
+    def __repr__(self) -> str:
+        replica = self._replica
+        return f"{type(self).__name__}({replica.replicas.names[replica.replica_id]})"
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's index."""
+        return self._replica.replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas of the strategy."""
+        return self._replica.replicas.num_replicas
+
+    @property
+    def device(self) -> torch.device:
+        """Where this replica's variables are."""
+        return self._replica.device
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that runs this replica."""
+        return self._replica.replicas.strategy
+
+    @property
+    def weight(self) -> float:
+        """This replica's share in the gradient mean and in ``strategy.reduce("mean", ...)``.
+
+        The number of examples it got, unless set: to its number of unpadded tokens, say. Set it
+        before backward; a backward pass done before counts with the weight it was done under.
+
+        Raises:
+            ValueError: on setting, for a negative or not finite weight.
+        """
+        return self._replica.weight
+
+    @weight.setter
+    @opaque
+    def weight(self, value: float) -> None:
+        check_current(self._replica)
+        value = float(value)
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"a replica's weight must be finite and >= 0, got {value}")
+        self._gradients.close_with_weight(self._replica)
+        self._run.set_weight(self._replica.replica_id, value)
+
+    @opaque
+    def all_reduce(self, op: Any, value: Any) -> Any:
+        """Reduces a structure of tensors over the replicas that take part, in one collective.
+
+        Differentiable for sum and mean, as part of the one loss that the replicas have in common;
+        see [Note: Gradients of collectives] in ``mirror/replica/nodes.py``.
+
+        Args:
+            op: ``"sum"``, ``"mean"`` (the plain mean), ``"max"``, ``"min"``, ``"prod"``, any case,
+                or a ``mirror.ReduceOp``.
+            value: tensors or numbers, nested; equal structure, shapes and dtypes everywhere.
+
+        Returns:
+            The same structure with the same bits on every replica, each on its device. The mean
+            of integers is of the default floating dtype.
+
+        Raises:
+            TypeError: a bool tensor, or a leaf that is neither tensor nor number.
+            DivergenceError: another replica calls something else, or with other shapes.
+            ValueError: unknown ``op``.
+        """
+        return all_reduce(self._replica, op, value)
+
+    @opaque
+    def all_gather(self, value: Any, axis: int = 0) -> Any:
+        """Concatenates each tensor of a structure over the replicas, in replica order.
+
+        Sizes may differ along ``axis``. Differentiable: each replica gets the weighted sum of the
+        gradients of its own part.
+
+        Raises:
+            ValueError: a 0-d tensor, or ``axis`` out of range.
+            DivergenceError: shapes differ on another axis, or dtypes do.
+        """
+        return all_gather(self._replica, value, axis)
+
+    @opaque
+    def merge_call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``fn(strategy, *args, **kwargs)`` once, in the cross-replica context.
+
+        Waits for all replicas. Tensors, numbers and objects that differ arrive as PerReplica (as
+        they are without any strategy); each replica gets its part of the result.
+        """
+        run, runner, strategy = self._run, self._runner, self.strategy
+        num_replicas = self.num_replicas_in_sync
+
+        def action(payloads: dict[int, Any]) -> dict[int, Any]:
+            if run.is_default:
+                args, kwargs = payloads[0]
+            else:
+                args, kwargs = regroup(payloads, num_replicas, run.all_weights())
+            result = runner.call_outside(run, partial(fn, strategy, *args, **kwargs))
+            if result is None:
+                return dict.fromkeys(payloads)
+            return {r: select(result, r) for r in payloads}
+
+        payload = (tuple(args), dict(kwargs or {}))
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        return run.merge(
+            self._replica.replica_id, MergePoint("merge_call", name, payload, action, detail=name)
+        )
