@@ -27,7 +27,7 @@ from timing import Elsewhere, Samples, interleaved, seconds_of
 from torch import Tensor
 
 from mirror import comm
-from mirror.comm import host_library
+from mirror.comm.host import host_library
 from mirror.devices import is_simulated, resolve, synchronize
 from mirror.errors import DeviceError
 

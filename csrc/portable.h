@@ -6,7 +6,7 @@
 //                  synchronise. No fences: ThreadSanitizer does not model them
 //   packs          16 bytes of a tensor; heads, tails and unaligned tensors are handled here only
 //
-// The macros MIRROR_PLANT_... plant one bug each; tests/comm/test_races.py requires that the race
+// The macros MIRROR_PLANT_... plant one bug each; tests/comm/kernels/test_races.py requires that the race
 // detector finds every one of them. No build sets them otherwise.
 #pragma once
 

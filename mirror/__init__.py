@@ -18,8 +18,7 @@ from mirror.errors import (
     StrategyError,
     StructureError,
 )
-from mirror.replica.mirrored import is_mirrored, set_aggregation
-from mirror.replica.reduction import ReduceOp
+from mirror.replica.collectives.reduction import ReduceOp
 from mirror.signposts import names_of
 from mirror.strategy.current import (
     get_replica_context,
@@ -27,6 +26,7 @@ from mirror.strategy.current import (
     has_strategy,
     in_cross_replica_context,
 )
+from mirror.strategy.inspection import is_mirrored, set_aggregation
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions
 from mirror.strategy.replica_context import ReplicaContext

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mirror.replica.losses import compute_average_loss, scale_regularization_loss
-from mirror.replica.normalization import SyncBatchNorm, convert_sync_batchnorm
+from mirror.replica.layers.losses import compute_average_loss, scale_regularization_loss
+from mirror.replica.layers.normalization import SyncBatchNorm, convert_sync_batchnorm
 from mirror.signposts import names_of
 
 __all__ = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.replica.attributes import ReplicaAttribute
+from mirror.replica.modules.attributes import ReplicaAttribute
 
 # So that `from tests.oracle import ...` works however pytest is started.
 sys.path.insert(0, str(Path(__file__).parents[1]))

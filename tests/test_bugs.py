@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.execution import pace
+from mirror.concurrency import pace
 from tests.oracle import assert_same, finishes
 
 ONES = torch.ones(4, 1)

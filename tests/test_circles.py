@@ -8,17 +8,19 @@ PACKAGE = Path(__file__).parent.parent / "mirror"
 CIRCLE = {
     f"mirror.{name}"
     for name in """
-replica.arrivals replica.attributes replica.buckets replica.buffers replica.call
-replica.changes replica.conversions
-replica.deferred replica.grad_scaler replica.gradients replica.group
-replica.joining replica.metric_calls replica.module
-replica.normalization replica.once replica.optimizer replica.optimizer_groups
-replica.optimizer_hooks replica.optimizer_state replica.optimizer_steps replica.overrides
-replica.parallel_pass replica.parameters replica.passes replica.plain replica.recompute
-replica.routing replica.schedulers replica.seams replica.unusual_gradients
-replica.variables replica.watch replica.wrappers
-replica.assigned replica.gradient_hooks replica.optimizer_making replica.scalar_outputs
-replica.scalar_terms
+replica.copies.assigned replica.copies.buffers replica.copies.overrides
+replica.copies.parameters replica.copies.variables replica.gradients.arrivals
+replica.gradients.buckets replica.gradients.deferred replica.gradients.gradient_hooks
+replica.gradients.gradients replica.gradients.parallel_pass replica.gradients.passes
+replica.gradients.plain replica.gradients.seams replica.gradients.unusual
+replica.gradients.watch replica.group replica.joining.changes replica.joining.joiner
+replica.joining.scalar_outputs replica.joining.scalar_terms replica.layers.normalization
+replica.modules.attributes replica.modules.conversions replica.modules.metric_calls
+replica.modules.module replica.modules.recompute replica.modules.split_call
+replica.modules.wrappers replica.optimizer.grad_scaler replica.optimizer.groups
+replica.optimizer.hooks replica.optimizer.making replica.optimizer.once
+replica.optimizer.optimizer replica.optimizer.schedulers replica.optimizer.state
+replica.optimizer.steps replica.routing
 """.split()
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mirror"
-FOLDERS = {"comm", "data", "execution", "replica", "server", "strategy", "train"}
+FOLDERS = {"comm", "concurrency", "data", "execution", "replica", "server", "strategy", "train"}
 MAX_LINES = 400
 
 # These stand above all layers: the command line, and the lists of public names.
@@ -96,17 +96,17 @@ def test_every_folder_is_a_package():
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("comm/host.py", "from mirror.values import PerReplica"),
-        ("comm/host.py", "import torch.cuda"),
+        ("comm/host/host.py", "from mirror.values import PerReplica"),
+        ("comm/host/host.py", "import torch.cuda"),
         ("devices.py", "import torch; torch.cuda.is_available()"),
-        ("replica/module.py", "from mirror.comm.base import Communicator"),
-        ("replica/module.py", "from mirror.replica.variables import x"),
-        ("replica/module.py", "from mirrors import anything"),
+        ("replica/modules/module.py", "from mirror.comm.base import Communicator"),
+        ("replica/modules/module.py", "from mirror.replica.copies.variables import x"),
+        ("replica/modules/module.py", "from mirrors import anything"),
         ("train/demo.py", "from mirror.strategy import mirrored"),
         ("cli.py", "from mirror import MirroredStrategy"),
         ("cli.py", "from mirror.train.demo import run_demo"),
         ("__init__.py", "from mirror.strategy.mirrored import MirroredStrategy"),
-        ("nn.py", "from mirror.replica.normalization import SyncBatchNorm"),
+        ("nn.py", "from mirror.replica.layers.normalization import SyncBatchNorm"),
         ("__main__.py", "from mirror.cli import main"),
     ],
 )
@@ -119,7 +119,7 @@ def test_what_is_allowed_passes(tmp_path, place, line):
     [
         ("values.py", "from mirror.comm.base import x", "values.py is below comm"),
         ("values.py", "import mirror.train.demo", "values.py is below train"),
-        ("comm/host.py", "from mirror.data.split import x", "comm is below data"),
+        ("comm/host/host.py", "from mirror.data.split import x", "comm is below data"),
         (
             "replica/run.py",
             "def f():\n    import mirror.strategy.base",
@@ -131,7 +131,7 @@ def test_what_is_allowed_passes(tmp_path, place, line):
         ("train/demo.py", "from mirror.cli import main", "cli is above all layers"),
         ("replica/run.py", "from mirror.nn import SyncBatchNorm", "nn is above all layers"),
         ("train/__init__.py", "import mirror", "not the package"),
-        ("comm/ring.py", "from .base import x", "imports are absolute"),
+        ("comm/kernels/ring.py", "from .base import x", "imports are absolute"),
         ("values.py", "from . import errors", "imports are absolute"),
         ("replica/run.py", "import torch; torch.cuda.synchronize()", "know torch.cuda"),
         ("replica/run.py", "def f(x): return x.is_cuda", "know x.is_cuda"),
@@ -155,6 +155,6 @@ def test_a_file_without_a_docstring_is_found(tmp_path, text):
 
 
 def _package(root, place, line):
-    (root / place).parent.mkdir(exist_ok=True)
+    (root / place).parent.mkdir(parents=True, exist_ok=True)
     (root / place).write_text(f'"""One noun."""\n{line}\n', encoding="utf-8")
     return root

@@ -15,7 +15,7 @@ import torch
 
 import mirror
 from mirror import signposts
-from mirror.replica.reduction import reduce_op
+from mirror.replica.collectives.reduction import reduce_op
 
 TABLE = signposts.table()
 ATTRIBUTES = [(p, name) for p, names in TABLE.items() for name in names if "()" not in p]

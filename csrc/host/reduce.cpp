@@ -1,4 +1,4 @@
-// Collectives over replicas in host memory, with a C ABI for ctypes: mirror/comm/host.py.
+// Collectives over replicas in host memory, with a C ABI for ctypes: mirror/comm/host/host.py.
 //
 //   traffic       all-reduce: n * bytes read and n * bytes written, the least there is
 //   best for      every size: small messages stay in the calling thread, large ones are shared
@@ -32,7 +32,7 @@ static_assert(sizeof(void*) == 8, "addresses come as 64-bit integers");
 namespace mirror {
 namespace {
 
-// Numbered as in mirror/comm/host_library.py.
+// Numbered as in mirror/comm/host/host_library.py.
 enum class Op { kSum, kMin, kMax, kProd };
 constexpr int kNumOps = 4;
 constexpr int kNumDTypes = 7;

@@ -5,7 +5,7 @@
  * N replicas run CALLS calls of SEGMENTS segments each, every one an all-reduce or a
  * reduce-scatter, whichever; all have to choose alike. Time of the flags is modelled as
  * sequentially consistent: the order of memory is what ThreadSanitizer looks at, in
- * tests/comm/test_races.py. What is looked for here, over all interleavings:
+ * tests/comm/kernels/test_races.py. What is looked for here, over all interleavings:
  *
  *   deadlock       a replica waits for ever (Spin: invalid end state)
  *   overwriting    a slot is filled before its last message is taken out (assertion in `put`)

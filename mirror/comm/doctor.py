@@ -14,8 +14,9 @@ from itertools import chain
 
 import torch
 
-from mirror.comm import choose, libnccl, self_test
+from mirror.comm import choose, self_test
 from mirror.comm.auto import Choice, Facts, facts_of, pick
+from mirror.comm.nccl import libnccl
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
 from mirror.torch_range import range_warnings
 

@@ -2,10 +2,10 @@
 
 from mirror.data.arrays import from_arrays
 from mirror.data.distribute import DistributedDataset
-from mirror.data.example import parse_example, parse_sequence_example, serialize_example
-from mirror.data.features import FixedLenFeature, VarLenFeature
-from mirror.data.tfrecord_dataset import TFRecordDataset, TFRecordStream
-from mirror.data.tfrecord_writer import TFRecordWriter
+from mirror.data.tfrecord.dataset import TFRecordDataset, TFRecordStream
+from mirror.data.tfrecord.example import parse_example, parse_sequence_example, serialize_example
+from mirror.data.tfrecord.features import FixedLenFeature, VarLenFeature
+from mirror.data.tfrecord.writer import TFRecordWriter
 from mirror.errors import RecordError
 
 __all__ = [

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from mirror.comm.base import Communicator
-from mirror.execution.lockstep import Lockstep
-from mirror.execution.merge_point import MergePoint
-from mirror.execution.no_merges import NoMerges
+from mirror.concurrency.lockstep import Lockstep
+from mirror.concurrency.merge_point import MergePoint
+from mirror.concurrency.no_merges import NoMerges
 from mirror.timeline import Timeline
 
 

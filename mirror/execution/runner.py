@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mirror.concurrency.lockstep import Lockstep, Tasks
+from mirror.concurrency.no_merges import NoMerges
 from mirror.devices import (
     Stopwatch,
     backward_in_calling_thread,
@@ -22,9 +24,7 @@ from mirror.devices import (
 )
 from mirror.errors import StrategyError
 from mirror.execution.current import current, enter, is_inside, leave, replica_of
-from mirror.execution.lockstep import Lockstep, Tasks
 from mirror.execution.nesting import refuse_within_another
-from mirror.execution.no_merges import NoMerges
 from mirror.execution.part import GoesAlone, Part, nothing
 from mirror.execution.random_streams import RandomStreams, Streams
 from mirror.execution.replicas import Replica, Replicas

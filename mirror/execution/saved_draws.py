@@ -15,10 +15,10 @@ from types import FrameType
 import torch
 
 from mirror.compiler import opaque
+from mirror.concurrency.lockstep import Lockstep
+from mirror.concurrency.no_merges import NoMerges
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-from mirror.execution.lockstep import Lockstep
-from mirror.execution.no_merges import NoMerges
 
 _wrapping = threading.Lock()
 

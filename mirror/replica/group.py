@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import mirror.replica.overrides  # noqa: F401  registers what tensor functions do
+import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
 from mirror.comm.base import Communicator
 from mirror.devices import is_simulated
 from mirror.execution.current import current
@@ -20,18 +20,18 @@ from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.execution.saved_draws import watch_saved_draws
 from mirror.host_memory import give_back_freed_memory, keep_freed_memory
-from mirror.replica.assigned import refuse_unlike_flags, refuse_unlike_values
-from mirror.replica.attributes import OwnValues
-from mirror.replica.buffers import Buffer
-from mirror.replica.gradients import Gradients
-from mirror.replica.module import ReplicaDict, mirror_module, route_call
-from mirror.replica.nodes import order
-from mirror.replica.optimizer import OptimizerMirror
-from mirror.replica.optimizer_hooks import watch_optimizer_steps
-from mirror.replica.passes import watch_passes
-from mirror.replica.plain import PlainVariables, note_use, tell_of_plain
-from mirror.replica.recorded import Recorded, is_unmade
-from mirror.replica.variables import Variable
+from mirror.replica.collectives.nodes import order
+from mirror.replica.copies.assigned import refuse_unlike_flags, refuse_unlike_values
+from mirror.replica.copies.buffers import Buffer
+from mirror.replica.copies.recorded import Recorded, is_unmade
+from mirror.replica.copies.variables import Variable
+from mirror.replica.gradients.gradients import Gradients
+from mirror.replica.gradients.passes import watch_passes
+from mirror.replica.gradients.plain import PlainVariables, note_use, tell_of_plain
+from mirror.replica.modules.attributes import OwnValues
+from mirror.replica.modules.module import ReplicaDict, mirror_module, route_call
+from mirror.replica.optimizer.hooks import watch_optimizer_steps
+from mirror.replica.optimizer.optimizer import OptimizerMirror
 
 _groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mirror.errors import ShapeError
+from mirror.replica.collectives.nodes import not_differentiable
+from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed
+from mirror.replica.gradients.seams import sewn_values
 from mirror.replica.group import ReplicaGroup
-from mirror.replica.nodes import not_differentiable
-from mirror.replica.reduction import check_reducible, reduce_op, summed
-from mirror.replica.seams import sewn_values
 from mirror.strategy.arguments import check_parts
 from mirror.values import PerReplica, is_number, leaves_of, map_structure
 from mirror.wording import in_words

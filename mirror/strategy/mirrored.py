@@ -20,13 +20,13 @@ from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.execution.replicas import Replica
 from mirror.execution.runner import end_threads
-from mirror.replica.comparison import compare_replicas
+from mirror.replica.collectives.reduction import ReduceOp
 from mirror.replica.group import ReplicaGroup
-from mirror.replica.reduction import ReduceOp
 from mirror.signposts import signposted_call
 from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.backend import make_communicator
 from mirror.strategy.combine import gather_values, reduce_values
+from mirror.strategy.comparison import compare_replicas
 from mirror.strategy.options import CommunicationOptions, check_choice
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.report import Report, report_of

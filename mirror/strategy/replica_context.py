@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from mirror.compiler import opaque
+from mirror.concurrency.merge_point import MergePoint
 from mirror.execution.current import check_current
-from mirror.execution.merge_point import MergePoint
 from mirror.execution.replicas import Replica
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
-from mirror.replica.collectives import all_gather, all_reduce
-from mirror.replica.gradients import Gradients
+from mirror.replica.collectives.collectives import all_gather, all_reduce
+from mirror.replica.gradients.gradients import Gradients
 from mirror.signposts import signposted
 from mirror.uncopied import Uncopied
 from mirror.values import regroup, select
@@ -94,7 +94,7 @@ class ReplicaContext(Uncopied):
         """Reduces a structure of tensors over the replicas that take part, in one collective.
 
         Differentiable for sum and mean, as part of the one loss that the replicas have in common;
-        see [Note: Gradients of collectives] in ``mirror/replica/nodes.py``.
+        see [Note: Gradients of collectives] in ``mirror/replica/collectives/nodes.py``.
 
         Args:
             op: ``"sum"``, ``"mean"`` (the plain mean), ``"max"``, ``"min"``, ``"prod"``, any case,

@@ -8,9 +8,9 @@ from types import TracebackType
 
 from mirror.errors import StrategyError
 from mirror.execution.current import current, entered
+from mirror.replica.gradients.plain import note_use
 from mirror.replica.group import ReplicaGroup
-from mirror.replica.module import recording
-from mirror.replica.plain import note_use
+from mirror.replica.modules.module import recording
 
 
 class Scope(ContextDecorator):

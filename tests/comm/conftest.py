@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.comm.fake_nccl import MISSING, FakeNccl
+from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 import mirror
 from mirror.comm import auto, choose, self_test, topology
 from mirror.comm.auto import Choice, Facts, facts_of, pick, preferences
-from mirror.comm.host import HostCommunicator
-from mirror.comm.naive import NaiveCommunicator
+from mirror.comm.host.host import HostCommunicator
+from mirror.comm.host.naive import NaiveCommunicator
 
 ALL = {"nccl", "direct", "hierarchical", "ring", "naive", "host"}
 

@@ -9,7 +9,7 @@ import torch
 from mirror import comm
 from mirror.comm.base import DTYPES, HALF_DTYPES, OPS
 from mirror.errors import BackendError, DeviceError, ShapeError
-from tests.comm.fake_nccl import MISSING, FakeNccl
+from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 
 SIZES = (0, 1, 7, 4099)
 PACKS = (0, 1, 64, 1000, 25 * 2**20)
@@ -33,7 +33,7 @@ CASES = {
 
 THREE = [*comm.available(["cpu"] * 3)]
 if not MISSING:
-    # NCCL's part is played by tests/comm/fake_nccl.cpp, the calls to it are the real ones.
+    # NCCL's part is played by tests/comm/nccl/fake_nccl.cpp, the calls to it are the real ones.
     CASES |= {f"nccl-cpu-x{n}": ("nccl", ["cpu"] * n) for n in (1, 2, 3, 8)}
     THREE.append("nccl")
 

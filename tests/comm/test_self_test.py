@@ -5,7 +5,7 @@ import torch
 
 from mirror import comm
 from mirror.comm import self_test
-from mirror.comm.naive import NaiveCommunicator
+from mirror.comm.host.naive import NaiveCommunicator
 from mirror.errors import BackendError, CollectiveTimeoutError
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mirror import comm
-from mirror.comm.host import HostCommunicator
+from mirror.comm.host.host import HostCommunicator
 from mirror.comm.turns import Turn, in_turn
 from mirror.errors import BackendError, CollectiveTimeoutError
-from tests.comm.fake_nccl import MISSING, FakeNccl
+from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 
 N = 3
 

@@ -1,0 +1,1 @@
+"""Backends of the host: sums in place, and a plain one to compare with."""

@@ -1,0 +1,151 @@
+"""The backend "host": replicas on the CPU, reduced in place in replica order by C++ threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from mirror.comm.base import Communicator, in_place
+from mirror.comm.checks import refuse_shared_memory
+from mirror.comm.choose import register
+from mirror.comm.host.host_library import missing_reason, require
+from mirror.devices import is_simulated, parse
+
+
+@register("host")
+class HostCommunicator(Communicator):
+    """Reads all replicas' buffers once, reduces them in registers, writes the result once.
+
+    Every element is reduced in replica order, so the result has the bits of "naive", whatever is
+    reduced together. ``torch.get_num_threads()`` threads do the work.
+    """
+
+    deterministic = True
+    concurrent = True
+
+    def __init__(self, devices: Sequence[torch.device | str]) -> None:
+        """Serves one replica per entry of ``devices``.
+
+        Raises:
+            DeviceError: a device does not exist.
+            BackendError: the C++ library is not built.
+        """
+        super().__init__(devices)
+        self._library = require()
+
+    @classmethod
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        return missing_reason() if is_simulated(parse(devices)) else "it serves CPU devices only"
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        self.check_tensors(tensors, op, scale)
+        first = tensors[0]
+        self._library.all_reduce(
+            _addresses(tensors), (first.numel(),), first.dtype, op, float(scale)
+        )
+        increment_version(tensors)
+
+    def all_reduce_checked(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        op: str,
+        scale: float,
+        bytes_per_pack: int,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Reduces all the lists at once; nothing is packed, but for another ``wire_dtype``.
+
+        Packing would copy every byte twice, and saves only what the CPU does not have: launches.
+        Tensors whose elements lie gapless in memory, in one order on all replicas, are reduced
+        where they are, whatever that order is; others through a contiguous copy.
+        """
+        if wire_dtype is not None:
+            super().all_reduce_checked(columns, op, scale, bytes_per_pack, wire_dtype)
+            return
+        copied: dict[int, list[Tensor]] = {}
+        if False in [tensor.is_contiguous() for tensor in chain(*columns)]:
+            rows = list(zip(*columns, strict=True))
+            copied = {i: _copies(row) for i, row in enumerate(rows) if not _lie_alike(row)}
+            for i, copies in copied.items():
+                rows[i] = tuple(copies)
+            reduced: Sequence[Sequence[Tensor]] = list(zip(*rows, strict=True))
+        else:
+            reduced = columns
+        dtypes = {tensor.dtype for tensor in reduced[0]}
+        for dtype in dtypes:
+            alike = reduced
+            if len(dtypes) > 1:
+                alike = [[tensor for tensor in c if tensor.dtype is dtype] for c in reduced]
+            self._library.all_reduce(
+                [tensor.data_ptr() for row in zip(*alike, strict=True) for tensor in row],
+                [tensor.numel() for tensor in alike[0]],
+                dtype,
+                op,
+                float(scale),
+            )
+        if copied:
+            with in_place([column[i] for column in columns for i in copied]):
+                for i, copies in copied.items():
+                    for column, copy in zip(columns, copies, strict=True):
+                        column[i].copy_(copy)
+        increment_version(chain(*columns))
+
+    def check_lists(
+        self, lists: Sequence[Sequence[Tensor]], op: str = "sum", scale: float = 1.0
+    ) -> list[list[Tensor]]:
+        columns = super().check_lists(lists, op, scale)
+        # Tensors with gaps may lie in each other's gaps, and are reduced through copies.
+        rows = [row for row in zip(*columns, strict=True) if _lie_alike(row)]
+        addresses = list(chain(*[_addresses(row) for row in rows]))
+        if rows and self._library.overlap(addresses, [row[0].nbytes for row in rows]):
+            refuse_shared_memory()
+        return columns
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        self.check_tensors(tensors, root=root)
+        first = tensors[0]
+        self._library.broadcast(_addresses(tensors), first.numel(), first.dtype, root)
+        increment_version(tensors)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        self.check_tensors(tensors, op)
+        first = tensors[0]
+        self._library.reduce_scatter(_addresses(tensors), first.numel(), first.dtype, op)
+        increment_version(tensors)
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        self.check_tensors(tensors)
+        first = tensors[0]
+        self._library.all_gather(_addresses(tensors), first.numel(), first.dtype)
+        increment_version(tensors)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether element by element in memory is element by element of the tensors."""
+    if False not in [tensor.is_contiguous() for tensor in tensors]:
+        return True
+    first = tensors[0]
+    strides = first.stride()
+    return all(tensor.stride() == strides for tensor in tensors) and _is_gapless(first)
+
+
+def _is_gapless(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,1 @@
+"""Our own CUDA kernels, and what runs them: on GPUs, or simulated on the CPU."""

@@ -1,0 +1,66 @@
+"""The backend "hierarchical": reduces inside islands of replicas, then between the islands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+
+import torch
+
+from mirror.comm.choose import register
+from mirror.comm.kernels.kernels import KernelCommunicator
+from mirror.comm.kernels.layout import Arguments
+from mirror.comm.topology import Topology, topology_of
+
+
+@register("hierarchical")
+class HierarchicalCommunicator(KernelCommunicator):
+    """Reduce-scatter inside islands, all-reduce between them, all-gather (csrc/hierarchical.cu).
+
+    Every element is reduced in replica order inside the islands, and then in island order. So the
+    result depends on the islands, but not on what is reduced together.
+
+    Attributes:
+        islands: the replicas of each island.
+    """
+
+    source = "hierarchical"
+    # A slot for a partial sum from each island; see ring.py for what is in flight.
+    simulated_scratch_bytes = 64 * 1024
+    cuda_scratch_bytes = 512 * 1024
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device | str],
+        *,
+        islands: Sequence[Sequence[int]] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Makes the workspaces.
+
+        Args:
+            islands: the ids of the replicas in each island, all of equal size; by default what
+                the devices' links suggest, see ``topology_of``.
+            timeout_seconds: how long a replica may wait inside a collective; by default 600 s.
+
+        Raises:
+            ValueError: the islands are not of equal size, or do not have each replica once.
+            BackendError, DeviceError: as for the other backends.
+        """
+        super().__init__(devices, timeout_seconds=timeout_seconds)
+        if islands is None:
+            self.islands = topology_of(self.devices).islands
+        else:
+            self.islands = Topology(islands).checked(len(self.devices)).islands
+
+    @classmethod
+    def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:
+        # Whatever the islands: a replica talks to some of all the others.
+        return list(permutations(range(num_replicas), 2))
+
+    def arrange(self, arguments: Arguments) -> None:
+        order = [replica_id for island in self.islands for replica_id in island]
+        arguments.order[: len(order)] = order
+        for position, replica_id in enumerate(order):
+            arguments.position[replica_id] = position
+        arguments.island_size = len(self.islands[0])

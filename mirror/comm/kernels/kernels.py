@@ -1,0 +1,202 @@
+"""The kernels of csrc/ as communicators: what ring, hierarchical and direct have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
+from mirror.comm.kernels import cuda_kernels, simulator
+from mirror.comm.kernels.layout import MAX_REPLICAS, Arguments
+from mirror.devices import is_simulated, parse
+from mirror.errors import BackendError, CollectiveTimeoutError
+
+# How many calls back an error word can still be told which call it is about.
+_REMEMBERED_CALLS = 1024
+_CALL_NUMBERS = 1 << 23
+
+
+class Machine(Protocol):
+    """Runs kernels on all replicas, and owns the memory that they share."""
+
+    max_blocks: int
+    bytes_per_block: int
+
+    def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
+        """Enqueues the kernel for all replicas; fills in the addresses of workspaces."""
+
+    def error_words(self) -> list[int]:
+        """Returns one per replica, 0 for none, without waiting for the devices."""
+
+    def reset(self) -> None:
+        """Waits for the devices, and makes the workspaces as new; keeps the error words."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+
+
+class KernelCommunicator(Communicator):
+    """Collectives that are kernels: run by CuPy on GPUs, by threads on simulated devices.
+
+    On GPUs the collectives are enqueued on each device's current stream; all replicas of a device
+    share one launch. A wait ends at its deadline; that becomes a ``CollectiveTimeoutError`` of
+    this collective on simulated devices, and of the next one on GPUs.
+
+    **The GPU path needs a GPU to be tested, and has not yet been run on one**; a trial on the very
+    devices, which moves data, goes before its first use.
+
+    Attributes:
+        source: the file in csrc/ with the kernels.
+        scratch_bytes: of each block of each replica.
+    """
+
+    waits = True
+    needs_trial = True
+    source: ClassVar[str]
+    simulated_scratch_bytes: ClassVar[int]
+    cuda_scratch_bytes: ClassVar[int]
+
+    def __init__(
+        self, devices: Sequence[torch.device | str], *, timeout_seconds: float | None = None
+    ) -> None:
+        """Makes the workspaces.
+
+        Args:
+            timeout_seconds: how long a replica may wait inside a collective; by default 600 s.
+
+        Raises:
+            BackendError: the kernels cannot be run here; see ``unavailable_reason``.
+            DeviceError: a device does not exist.
+            ValueError: the timeout is negative.
+        """
+        super().__init__(devices)
+        if timeout_seconds is not None and not timeout_seconds >= 0:
+            raise ValueError(f"timeout_seconds must be at least 0 or None; got {timeout_seconds}")
+        reason = self.unavailable_reason(self.devices)
+        if reason is not None:
+            raise BackendError(f"the backend {self.name!r} cannot be used: {reason}")
+        seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        # Within what a 64-bit count of nanoseconds holds, also for an infinite timeout.
+        self._timeout_ns = int(min(seconds, 1e9) * 1e9)
+        self._calls: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED_CALLS)
+        self._num_calls = 0
+        self._machine: Machine
+        if is_simulated(self.devices):
+            self.scratch_bytes = self.simulated_scratch_bytes
+            self._machine = simulator.SimulatedDevices(len(self.devices), self.scratch_bytes)
+        else:
+            self.scratch_bytes = self.cuda_scratch_bytes
+            self._machine = cuda_kernels.CudaDevices(self.devices, self.source, self.scratch_bytes)
+
+    @classmethod
+    @abstractmethod
+    def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:
+        """Returns the replicas of which the one must reach the other's memory."""
+
+    @classmethod
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        devices = parse(devices)
+        if len(devices) > MAX_REPLICAS:
+            return f"it serves at most {MAX_REPLICAS} replicas"
+        if is_simulated(devices):
+            return simulator.missing_reason()
+        pairs = [(devices[i], devices[j]) for i, j in cls.linked_pairs(len(devices))]
+        return cuda_kernels.missing_reason(pairs)
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._machine.close()
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        self.check_tensors(tensors, op, scale)
+        self._launch("all_reduce", tensors, tensors[0].dtype, op=op, scale=scale)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        self.check_tensors(tensors, op)
+        self._launch("reduce_scatter", tensors, tensors[0].dtype, op=op)
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        self.check_tensors(tensors)
+        self._launch("all_gather", tensors, torch.uint8)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        self.check_tensors(tensors, root=root)
+        self._launch("broadcast", tensors, torch.uint8, root=root)
+
+    def kernel_for(self, collective: str, num_bytes: int, blocks: int) -> str:
+        """Returns the name of the kernel for so many bytes per replica, on so many blocks."""
+        return f"{self.source}_{collective}"
+
+    def arrange(self, arguments: Arguments) -> None:
+        """Fills in the order of replicas: by default one island, in replica order."""
+        num_replicas = arguments.num_replicas
+        arguments.order[:num_replicas] = range(num_replicas)
+        arguments.position[:num_replicas] = range(num_replicas)
+        arguments.island_size = num_replicas
+
+    def _launch(
+        self,
+        collective: str,
+        tensors: Sequence[Tensor],
+        element: torch.dtype,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        root: int = 0,
+    ) -> None:
+        """Runs a kernel over tensors that were checked.
+
+        Args:
+            element: what the kernel sees; uint8 for those that only copy, whatever the dtype.
+
+        Raises:
+            CollectiveTimeoutError: a replica waited too long; in this call on simulated devices,
+                in an earlier one on GPUs.
+        """
+        self._raise_timeouts()
+        first = tensors[0]
+        if first.numel() == 0:
+            return
+        self._num_calls = (self._num_calls + 1) % _CALL_NUMBERS
+        self._calls.append((self._num_calls, f"{collective} of {first.nbytes} bytes"))
+        num_replicas = len(tensors)
+        arguments = Arguments()
+        arguments.data[:num_replicas] = [tensor.data_ptr() for tensor in tensors]
+        arguments.count = first.numel()
+        arguments.timeout_ns = self._timeout_ns
+        arguments.scale = scale
+        arguments.num_replicas = num_replicas
+        arguments.op = OPS.index(op)
+        arguments.root = root
+        arguments.element_bytes = first.element_size()
+        arguments.call = self._num_calls
+        self.arrange(arguments)
+        blocks = -(-first.nbytes // self._machine.bytes_per_block)
+        blocks = max(1, min(blocks, self._machine.max_blocks))
+        kernel = self.kernel_for(collective, first.nbytes, blocks)
+        self._machine.run(kernel, element, arguments, blocks)
+        # Raw memory was written to; autograd is to know, where it keeps count.
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        if is_simulated(self.devices):
+            self._raise_timeouts()
+
+    def _raise_timeouts(self) -> None:
+        words = self._machine.error_words()
+        if not any(words):
+            return
+        waits = [(i, word & 0xFF) for i, word in enumerate(words) if word]
+        number = next(word >> 8 & 0x7FFFFF for word in words if word)
+        call = dict(self._calls).get(number, "an earlier collective")
+        self._machine.reset()
+        who = ", ".join(f"replica {i} waited for replica {j}" for i, j in waits)
+        raise CollectiveTimeoutError(
+            f"a collective must end within {self._timeout_ns / 1e9:g} s; {self.name} {call} did "
+            f"not: {who}; see what the replicas waited for were doing, or allow more with "
+            "timeout_seconds"
+        )

@@ -1,0 +1,116 @@
+"""Simulated devices: runs the kernels of csrc/ on CPU threads, by csrc/host/simulate.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mirror.comm.base import DTYPES
+from mirror.comm.kernels.layout import FLAG_BYTES, Arguments, workspace_bytes
+from mirror.errors import BackendError
+
+PATH = Path(__file__).parents[1] / "_simulate.so"
+
+# More than one each, so that barriers and the dealing out of work are the real ones; few, for
+# every one is an OS thread: 8 replicas are 16 threads, or 32.
+_THREADS_PER_BLOCK = 2
+_MAX_BLOCKS = 2
+
+
+class SimulatedDevices:
+    """Devices of which each is some threads of the CPU; a call returns when all have ended.
+
+    Attributes:
+        absent: a bit mask of replicas that do not take part, for tests of time-outs.
+    """
+
+    max_blocks = _MAX_BLOCKS
+    bytes_per_block = 64 * 1024
+
+    def __init__(self, num_replicas: int, scratch_bytes: int) -> None:
+        self.absent = 0
+        self._scratch_bytes = scratch_bytes
+        self._errors = _aligned_zeros(num_replicas * FLAG_BYTES)
+        num_bytes = workspace_bytes(_MAX_BLOCKS, scratch_bytes)
+        self._workspaces = [_aligned_zeros(num_bytes) for _ in range(num_replicas)]
+
+    def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
+        num_replicas = len(self._workspaces)
+        arguments.workspace[:num_replicas] = [w.data_ptr() for w in self._workspaces]
+        arguments.errors = self._errors.data_ptr()
+        arguments.scratch_bytes = self._scratch_bytes
+        arguments.state_blocks = _MAX_BLOCKS
+        arguments.rows[:num_replicas] = range(num_replicas)
+        result = library().mirror_simulate(
+            (ctypes.c_char_p * 1)(kernel.encode()),
+            (ctypes.c_int * 1)(DTYPES.index(dtype)),
+            ctypes.byref(arguments),
+            1,  # call
+            blocks,
+            _THREADS_PER_BLOCK,
+            self.absent,
+        )
+        if result != 0:
+            threads = num_replicas * blocks * _THREADS_PER_BLOCK
+            why = "no such kernel", f"the system refused {threads} threads"
+            raise BackendError(f"the simulated devices could not run {kernel}: {why[result - 1]}")
+
+    def error_words(self) -> list[int]:
+        words: list[int] = self._errors.view(torch.int32)[:: FLAG_BYTES // 4].tolist()
+        return [word & 0xFFFFFFFF for word in words]
+
+    def reset(self) -> None:
+        for memory in (self._errors, *self._workspaces):
+            memory.zero_()
+
+    def close(self) -> None:
+        self._workspaces = []
+
+
+@cache
+def missing_reason() -> str | None:
+    """Returns why there are no simulated devices; ``None`` when there are."""
+    if not PATH.exists():
+        return (
+            f"its library {PATH.name} is not built; install mirror with pip where there is g++, "
+            "or run `python setup.py build_ext --inplace` in a checkout"
+        )
+    try:
+        size = library().mirror_arguments_bytes()
+    except (OSError, AttributeError) as error:
+        return f"its library {PATH.name} does not load ({error}); reinstall mirror"
+    if size != ctypes.sizeof(Arguments):
+        return f"its library {PATH.name} was built from another version of csrc/; build it again"
+    return None
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Returns the library of this process, which it loads at the first call."""
+    loaded = ctypes.CDLL(str(PATH))
+    loaded.mirror_simulate.argtypes = [
+        ctypes.POINTER(ctypes.c_char_p),
+        ctypes.POINTER(ctypes.c_int),
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_uint,
+    ]
+    loaded.mirror_widen.argtypes = [ctypes.c_int, ctypes.c_uint]
+    loaded.mirror_widen.restype = ctypes.c_float
+    loaded.mirror_narrow.argtypes = [ctypes.c_int, ctypes.c_float]
+    loaded.mirror_narrow.restype = ctypes.c_uint
+    return loaded
+
+
+def _aligned_zeros(num_bytes: int) -> Tensor:
+    """Returns zeros that begin where a flag may."""
+    # By numpy: what nobody touches costs nothing, and a workspace is hardly ever used in full.
+    memory = torch.from_numpy(np.zeros(num_bytes + FLAG_BYTES, dtype=np.uint8))
+    return memory[-memory.data_ptr() % FLAG_BYTES :][:num_bytes]

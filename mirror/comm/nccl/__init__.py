@@ -1,0 +1,1 @@
+"""NCCL: the library, its communicators, the backend."""

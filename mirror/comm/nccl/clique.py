@@ -1,0 +1,373 @@
+"""The clique: NCCL's communicators in this process, one per device, called and ended together.
+
+[Note: An end to every wait]
+NCCL has no time-out: a kernel whose peer does not come spins until its communicator is aborted.
+The communicators are non-blocking, so a call that has to wait says "in progress" and the caller
+asks again, up to the deadline of the operation. What has been enqueued is watched by a thread: it
+looks at the events behind it and at NCCL's asynchronous errors. Whoever finds that something is
+wrong gives the clique up: notes the failure and aborts *all* communicators, which ends their
+kernels. That thread cannot raise, so what it finds is raised by the next call. What a collective
+that was given up leaves behind is garbage, on every device.
+
+An aborted communicator is freed, so no call to it may follow: ``_mutex`` is held for each single
+call, and the note is looked at under it. A call that itself does not return (non-blocking ones
+should) keeps the mutex; then the watching thread aborts without it, which makes NCCL return.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+
+import torch
+
+from mirror.comm.nccl.libnccl import (
+    IN_PROGRESS,
+    SUCCESS,
+    NcclLibrary,
+    UniqueId,
+    non_blocking,
+    version_name,
+)
+from mirror.devices import Event, record_event, stream_address, using
+from mirror.errors import BackendError, CollectiveTimeoutError, MirrorError
+
+Call = tuple[int, str, tuple[int, ...]]
+"""Replica, function, and its arguments but for the last two: the communicator and the stream."""
+
+_WATCH_SECONDS = 0.05
+# Between two questions for the state of what is in progress: a launch takes some 10 us.
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 20e-6, 5e-3
+# After its deadline, until a call counts as one that does not return.
+_HANG_SECONDS = 0.2
+# An abort that takes longer goes on in the background.
+_ABORT_SECONDS = 0.3
+
+_logger = logging.getLogger("mirror")
+
+
+@dataclass
+class _Operation:
+    what: str
+    deadline: float
+    events: list[Event] = field(default_factory=list)
+
+
+class _Refused(Exception):
+    """A call to NCCL, or what it had started, failed; or the clique has been given up."""
+
+
+class Clique:
+    """One communicator per replica; replica ``i`` is rank ``i``.
+
+    Any thread may call it; one operation goes on at a time. Two cliques over the same GPUs must
+    not be called from two threads at once: their kernels may wait for each other.
+    """
+
+    def __init__(
+        self, library: NcclLibrary, devices: Sequence[torch.device], timeout_seconds: float
+    ) -> None:
+        """Makes the communicators.
+
+        Raises:
+            BackendError: NCCL refuses.
+            CollectiveTimeoutError: it did not come to an end.
+        """
+        self._library = library
+        self._devices = tuple(devices)
+        self._timeout_seconds = timeout_seconds
+        self._handles = self._no_handles()
+        self._turn = threading.Lock()
+        self._mutex = threading.Lock()
+        self._failure: MirrorError | None = None
+        self._failure_was_raised = False
+        self._closed = False
+        self._abandoned = False
+        self._calling: _Operation | None = None
+        self._under_way: deque[_Operation] = deque()
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="mirror-nccl", daemon=True)
+        self._watcher.start()
+        try:
+            with self._operation("making its communicators"):
+                self._make()
+        except BaseException:
+            self._closed = True
+            self._end_watching()
+            # Those that a call left behind that came back only when the others were aborted.
+            self._end("ncclCommAbort", self._handles, _ABORT_SECONDS)
+            raise
+
+    def run(self, what: str, calls: Iterable[Call]) -> None:
+        """Enqueues the calls on each device's current stream, as one group.
+
+        Raises:
+            BackendError: NCCL refuses, or something failed behind an earlier call.
+            CollectiveTimeoutError: this did not come to an end, or an earlier call did not.
+        """
+        with self._operation(what) as operation:
+            streams = [stream_address(device) for device in self._devices]
+
+            def enqueue() -> None:
+                for replica_id, function, arguments in calls:
+                    handle, stream = self._handles[replica_id], streams[replica_id]
+                    self._call(function, *arguments, handle, stream)
+
+            self._group(enqueue)
+            operation.events = [record_event(device) for device in self._devices]
+            if not all(event.query() for event in operation.events):
+                self._under_way.append(operation)
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the communicators; closing again does nothing.
+
+        Raises:
+            BackendError, CollectiveTimeoutError: that failed, or something failed behind an
+                earlier call, and nobody has been told yet.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish()
+        finally:
+            self._end_watching()
+
+    def abandon(self) -> None:
+        """Has the watching thread close it: for finalizers, which run in any thread."""
+        self._abandoned = True
+        self._stop.set()
+
+    # What the caller's thread does.
+
+    @contextmanager
+    def _operation(self, what: str) -> Iterator[_Operation]:
+        """Gives the caller its turn; whatever goes wrong in it is the clique's end."""
+        with self._turn:
+            self._raise_failure()
+            operation = _Operation(what, monotonic() + self._timeout_seconds)
+            self._calling = operation
+            try:
+                yield operation
+            except _Refused as refused:
+                self._give_up(self._failed(operation, str(refused)))
+                self._raise_failure()
+            except BaseException as error:
+                # Ctrl-C, for instance: nobody knows what has been enqueued on which device.
+                self._give_up(self._failed(operation, f"a {type(error).__name__} broke it off"))
+                self._failure_was_raised = True
+                raise
+            finally:
+                self._calling = None
+
+    def _make(self) -> None:
+        unique_id, config = UniqueId(), non_blocking()
+        self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+
+        def make_one(rank: int, device: torch.device) -> None:
+            handle = ctypes.c_void_p()
+            try:
+                with using(device):  # the only function that cares for the current device
+                    self._call(
+                        "ncclCommInitRankConfig",
+                        ctypes.byref(handle),
+                        len(self._devices),
+                        unique_id,
+                        rank,
+                        ctypes.byref(config),
+                    )
+            finally:
+                self._handles[rank] = handle.value
+
+        def make_all() -> None:
+            for rank, device in enumerate(self._devices):
+                make_one(rank, device)
+
+        self._group(make_all)
+
+    def _group(self, make_calls: Callable[[], None]) -> None:
+        """Makes the calls as one, and waits until NCCL has enqueued everything."""
+        self._call("ncclGroupStart")
+        try:
+            make_calls()
+        except BaseException:
+            # A group that was begun has to be ended; its communicators then forget what was in
+            # it. Not if they are gone: the group stays open, in this thread.
+            if self._failure is None:
+                self._library.call("ncclGroupEnd")
+            raise
+        if self._call("ncclGroupEnd") == IN_PROGRESS:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits until nothing is in progress."""
+        for replica_id in range(len(self._devices)):
+            wait = _FIRST_POLL_SECONDS
+            while self._state(replica_id) == IN_PROGRESS:
+                operation = self._calling
+                if operation is not None and monotonic() > operation.deadline:
+                    where = f"replica {replica_id} ({self._devices[replica_id]})"
+                    self._time_out(operation, f"{where} is still in progress")
+                    raise _Refused
+                sleep(wait)
+                wait = min(2 * wait, _LAST_POLL_SECONDS)
+
+    def _state(self, replica_id: int) -> int:
+        """Returns SUCCESS or IN_PROGRESS.
+
+        Raises:
+            _Refused: what was started has failed.
+        """
+        state = ctypes.c_int(SUCCESS)
+        self._call("ncclCommGetAsyncError", self._handles[replica_id], ctypes.byref(state))
+        if state.value not in (SUCCESS, IN_PROGRESS):
+            what = self._library.explain(state.value)
+            raise _Refused(f"replica {replica_id} came to {what}")
+        return state.value
+
+    def _call(self, function: str, *arguments: object) -> int:
+        """Calls NCCL; returns SUCCESS or IN_PROGRESS.
+
+        Raises:
+            _Refused: NCCL returned an error, or the clique has been given up, also meanwhile.
+        """
+        with self._mutex:
+            if self._failure is not None:
+                raise _Refused
+            result = self._library.call(function, *arguments)
+            if self._failure is not None:
+                raise _Refused
+            if result not in (SUCCESS, IN_PROGRESS):
+                raise _Refused(f"{function} returned {self._library.explain(result)}")
+        return result
+
+    def _finish(self) -> None:
+        if self._failure is None:
+            with self._operation("ending its communicators") as operation:
+                self._group(self._finalize)
+                self._destroy(operation)
+        if not self._failure_was_raised:
+            self._raise_failure()
+
+    def _finalize(self) -> None:
+        for handle in self._handles:
+            self._call("ncclCommFinalize", handle)
+
+    def _destroy(self, operation: _Operation) -> None:
+        handles, self._handles = self._handles, self._no_handles()
+        failed = self._end("ncclCommDestroy", handles, operation.deadline - monotonic())
+        if failed is None:
+            self._time_out(operation, "ncclCommDestroy does not return")
+            raise _Refused
+        if failed:
+            # It does not fail once it has begun, so these still are there.
+            self._end("ncclCommAbort", failed, _ABORT_SECONDS)
+            raise _Refused(
+                f"ncclCommDestroy returned {self._library.explain(failed.popitem()[1])}"
+            )
+
+    # What ends it.
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_WATCH_SECONDS) and self._failure is None:
+            calling = self._calling
+            if calling is not None and monotonic() > calling.deadline + _HANG_SECONDS:
+                self._time_out(calling, "a call does not return")
+            elif self._under_way and self._turn.acquire(blocking=False):
+                try:
+                    self._look_at_devices()
+                except (_Refused, RuntimeError) as error:  # the latter is what CUDA has to say
+                    self._give_up(self._failed(self._under_way[0], str(error)))
+                finally:
+                    self._turn.release()
+        if self._abandoned and not self._closed:
+            self._closed = True
+            try:
+                self._finish()
+            except MirrorError as error:
+                _logger.warning("a strategy that was not closed: %s", error)
+
+    def _look_at_devices(self) -> None:
+        while self._under_way:
+            operation = self._under_way[0]
+            pending = [i for i, event in enumerate(operation.events) if not event.query()]
+            if pending:
+                for replica_id in range(len(self._devices)):
+                    self._state(replica_id)
+                if monotonic() > operation.deadline:
+                    who = ", ".join(f"replica {i} ({self._devices[i]})" for i in pending)
+                    self._time_out(operation, f"not done: {who}")
+                return
+            self._under_way.popleft()
+
+    def _failed(self, operation: _Operation, why: str) -> MirrorError:
+        return BackendError(
+            f"NCCL {version_name(self._library.version)} failed at {operation.what} on "
+            f"{self._where()}: {why}; its communicators were aborted, and what was reduced last "
+            "may be garbage: make another strategy"
+        )
+
+    def _time_out(self, operation: _Operation, state: str) -> None:
+        self._give_up(
+            CollectiveTimeoutError(
+                f"NCCL must be done within {self._timeout_seconds:g} s; {operation.what} on "
+                f"{self._where()} was not: {state}; see what the devices were doing, or allow "
+                "more with timeout_seconds; its communicators were aborted, and what was reduced "
+                "last may be garbage: make another strategy"
+            )
+        )
+
+    def _give_up(self, failure: MirrorError) -> None:
+        """Notes the failure and aborts all communicators; only the first one to come does."""
+        locked = self._mutex.acquire(timeout=_HANG_SECONDS)
+        try:
+            if self._failure is None:
+                self._failure = failure
+                handles, self._handles = self._handles, self._no_handles()
+                self._end("ncclCommAbort", handles, _ABORT_SECONDS)
+        finally:
+            if locked:
+                self._mutex.release()
+
+    def _end(
+        self, function: str, handles: Iterable[int | None], seconds: float
+    ) -> dict[int, int] | None:
+        """Calls a function on communicators, in a thread of its own, for it may not return.
+
+        Returns:
+            What came of those for which it failed; ``None`` if that is not known in time.
+        """
+        failed: dict[int, int] = {}
+
+        def end() -> None:
+            # One after the other: NCCL does the work of all at the last.
+            for handle in filter(None, handles):
+                result = self._library.call(function, handle)
+                if result not in (SUCCESS, IN_PROGRESS):
+                    failed[handle] = result
+
+        thread = threading.Thread(target=end, name=f"mirror-{function}", daemon=True)
+        thread.start()
+        thread.join(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+        return None if thread.is_alive() else failed
+
+    def _end_watching(self) -> None:
+        self._stop.set()
+        self._watcher.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._failure_was_raised = True
+            raise type(self._failure)(str(self._failure)) from None
+
+    def _no_handles(self) -> ctypes.Array[ctypes.c_void_p]:
+        return (ctypes.c_void_p * len(self._devices))()
+
+    def _where(self) -> str:
+        return ", ".join(map(str, self._devices))

@@ -1,0 +1,259 @@
+"""The backend "nccl": NVIDIA's library, driven for all GPUs by one thread."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
+from mirror.comm.choose import register
+from mirror.comm.nccl import libnccl
+from mirror.comm.nccl.clique import Call, Clique
+from mirror.comm.nccl.libnccl import DTYPES, OPS, NcclLibrary, version_name
+from mirror.devices import are_distinct, is_simulated, parse
+from mirror.errors import BackendError
+
+_BYTES = DTYPES[torch.uint8]
+# Integers that sort like the floats of their size, see _ordered.
+_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+@register("nccl")
+class NcclCommunicator(Communicator):
+    """One NCCL communicator per GPU; a collective is one group of calls, on the current streams.
+
+    What travels differs from what is reduced where NCCL would break the contract. It adds half
+    types up in half precision, rounding at every hop: they travel as float32, which doubles the
+    bytes. Its min and max drop NaNs: floats travel as integers in the same order. Sums are scaled
+    afterwards, because ncclAvg and its like cannot use the adders of an NVLink switch.
+
+    NCCL decides the order of a sum: all replicas get the same bits, but other packs give others.
+
+    **It has not yet been run on a GPU**; a trial on the very devices goes before its first use.
+    """
+
+    waits = True
+    needs_trial = True
+    concurrent = True  # the clique gives turns, and NCCL has an order of its own
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device | str],
+        *,
+        timeout_seconds: float | None = None,
+        library: NcclLibrary | None = None,
+    ) -> None:
+        """Makes the communicators.
+
+        Args:
+            timeout_seconds: how long a collective may take, and all that is enqueued before it;
+                by default 600 s. Then all communicators are aborted, and the next call raises.
+            library: in place of the process's own; it has to work on the memory of ``devices``.
+
+        Raises:
+            BackendError: NCCL cannot be used here, see ``unavailable_reason``, or refuses.
+            CollectiveTimeoutError: NCCL did not get ready.
+            DeviceError: a device does not exist.
+            ValueError: the timeout is negative.
+        """
+        super().__init__(devices)
+        if timeout_seconds is not None and not timeout_seconds >= 0:
+            raise ValueError(f"timeout_seconds must be at least 0 or None; got {timeout_seconds}")
+        if library is None:
+            reason = self.unavailable_reason(self.devices)
+            if reason is not None:
+                raise BackendError(f"the backend 'nccl' cannot be used: {reason}")
+            library = libnccl.library()
+        seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        self._clique = Clique(library, self.devices, seconds)
+        # Not at exit: the driver may be gone by then, and the process gives everything back.
+        weakref.finalize(self, self._clique.abandon).atexit = False
+
+    @classmethod
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        devices = parse(devices)
+        if is_simulated(devices):
+            return "NCCL serves GPUs only"
+        if len(devices) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            return (
+                "CUDA_LAUNCH_BLOCKING=1 makes the thread wait for the first GPU, which waits for "
+                "the others to be started by that thread; unset it"
+            )
+        if os.environ.get("NCCL_COMM_BLOCKING") == "1":
+            return "NCCL_COMM_BLOCKING=1 takes away the end of every wait; unset it"
+        reason = libnccl.missing_reason()
+        if reason is not None or are_distinct(devices):
+            return reason
+        return shared_gpu_reason(
+            libnccl.library().version, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE")
+        )
+
+    def close(self) -> None:
+        """Waits for what is enqueued, and ends the communicators.
+
+        Raises:
+            BackendError, CollectiveTimeoutError: that failed, or something enqueued did, and no
+                later call has said so.
+        """
+        if not self._closed:
+            super().close()
+            self._clique.close()
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        self.check_tensors(tensors, op, scale)
+        if tensors[0].numel() == 0:
+            return
+        with in_place(tensors):
+            wires = [_to_wire(tensor, op) for tensor in tensors]
+            count, dtype = wires[0].numel(), DTYPES[wires[0].dtype]
+            pointers = [wire.data_ptr() for wire in wires]
+            self._run(
+                "all_reduce",
+                tensors,
+                [
+                    (i, "ncclAllReduce", (pointer, pointer, count, dtype, OPS[op]))
+                    for i, pointer in enumerate(pointers)
+                ],
+            )
+            for tensor, wire in zip(tensors, wires, strict=True):
+                _from_wire(wire, tensor, op, scale)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        self.check_tensors(tensors, root=root)
+        if tensors[0].numel() == 0:
+            return
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        self._run(
+            "broadcast",
+            tensors,
+            [
+                (i, "ncclBroadcast", (pointer, pointer, tensors[0].nbytes, _BYTES, root))
+                for i, pointer in enumerate(pointers)
+            ],
+        )
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        self.check_tensors(tensors, op)
+        if tensors[0].numel() == 0:
+            return
+        with in_place(tensors):
+            wires = [_to_wire(tensor, op).view(-1) for tensor in tensors]
+            self._run("reduce_scatter", tensors, _reduce_scatter_calls(wires, OPS[op]))
+            for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True)):
+                own = tensor.view(-1).tensor_split(len(tensors))[i]
+                _from_wire(wire.tensor_split(len(tensors))[i], own, op)
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        self.check_tensors(tensors)
+        if tensors[0].numel() > 0:
+            self._run("all_gather", tensors, _all_gather_calls(tensors))
+
+    def _run(self, collective: str, tensors: Sequence[Tensor], calls: Sequence[Call]) -> None:
+        first = tensors[0]
+        dtype = str(first.dtype).removeprefix("torch.")
+        self._clique.run(f"{collective} of {first.numel()} {dtype}", calls)
+        # Raw memory was written to; autograd is to know, where it keeps count.
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def shared_gpu_reason(version: int, enabled: str | None) -> str | None:
+    """Returns why replicas cannot share a GPU.
+
+    Args:
+        version: of NCCL, as a number.
+        enabled: the environment's NCCL_MULTI_RANK_GPU_ENABLE.
+    """
+    if version < libnccl.SHARED_GPU:
+        return (
+            f"several replicas are on one GPU, which NCCL {version_name(version)} refuses, as all "
+            "do before 2.30; pass backend='direct'"
+        )
+    if enabled != "1":
+        return (
+            "several replicas are on one GPU, which NCCL does with NCCL_MULTI_RANK_GPU_ENABLE=1 "
+            "only (experimental); set it, or pass backend='direct'"
+        )
+    return None
+
+
+def _reduce_scatter_calls(wires: Sequence[Tensor], op: int) -> list[Call]:
+    n, first = len(wires), wires[0]
+    dtype, size = DTYPES[first.dtype], first.element_size()
+    pointers = [wire.data_ptr() for wire in wires]
+    if first.numel() % n == 0:
+        count = first.numel() // n
+        return [
+            (i, "ncclReduceScatter", (pointer, pointer + i * count * size, count, dtype, op))
+            for i, pointer in enumerate(pointers)
+        ]
+    return [
+        (i, "ncclReduce", (pointer + begin * size, pointer + begin * size, count, dtype, op, root))
+        for root, (begin, count) in enumerate(_chunks(first.numel(), n))
+        if count > 0
+        for i, pointer in enumerate(pointers)
+    ]
+
+
+def _all_gather_calls(tensors: Sequence[Tensor]) -> list[Call]:
+    n, numel, size = len(tensors), tensors[0].numel(), tensors[0].element_size()
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    if numel % n == 0:
+        count = numel // n * size
+        return [
+            (i, "ncclAllGather", (pointer + i * count, pointer, count, _BYTES))
+            for i, pointer in enumerate(pointers)
+        ]
+    calls: list[Call] = []
+    for root, (begin, count) in enumerate(_chunks(numel, n)):
+        for i, pointer in enumerate(pointers):
+            chunk = pointer + begin * size
+            if count > 0:
+                calls.append((i, "ncclBroadcast", (chunk, chunk, count * size, _BYTES, root)))
+    return calls
+
+
+def _chunks(numel: int, n: int) -> list[tuple[int, int]]:
+    """Returns begin and length of each chunk, as ``torch.tensor_split`` cuts."""
+    counts = [numel // n + (i < numel % n) for i in range(n)]
+    return list(zip(accumulate(counts, initial=0), counts, strict=False))
+
+
+def _to_wire(tensor: Tensor, op: str) -> Tensor:
+    """Returns what travels for a tensor: itself where NCCL reduces it as the contract wants."""
+    if not tensor.is_floating_point() or (op in ("sum", "prod") and tensor.dtype in _KEYS):
+        return tensor
+    wide = tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+    return wide if op in ("sum", "prod") else _ordered(wide, op)
+
+
+def _from_wire(wire: Tensor, tensor: Tensor, op: str, scale: float = 1.0) -> None:
+    """Leaves in the tensor what has arrived for it, scaled, and rounded once."""
+    if tensor.is_floating_point() and op in ("min", "max"):
+        wire = _flipped(wire).view(torch.float64 if wire.dtype == torch.int64 else torch.float32)
+    if wire.data_ptr() != tensor.data_ptr():
+        tensor.copy_(wire if scale == 1 else wire.mul_(scale))
+    elif scale != 1:
+        tensor.mul_(scale)
+
+
+def _ordered(tensor: Tensor, op: str) -> Tensor:
+    """Returns integers in the order of the floats; NaNs go where they win, and stay NaNs."""
+    dtype = _KEYS[tensor.dtype]
+    keys = _flipped(tensor.view(dtype))
+    limits = torch.iinfo(dtype)
+    return keys.masked_fill_(tensor.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _flipped(bits: Tensor) -> Tensor:
+    """Turns the bits of floats into integers in their order, and back.
+
+    A float is a sign and a magnitude, a negative integer counts the other way: all its bits but
+    the sign are flipped.
+    """
+    all_bits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (all_bits.bits - 1)) & all_bits.max)

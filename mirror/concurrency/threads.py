@@ -1,0 +1,72 @@
+"""The threads of replicas, and the gates at which they wait for their turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from mirror.concurrency.wake import Gate
+
+
+class Threads:
+    """One thread per replica, made when first needed; one replica may use the caller's.
+
+    Args:
+        names: of the replicas.
+        work: what a replica's thread does, given its id; it ends when ``wait`` says so.
+
+    Attributes:
+        caller: the thread that runs the replicas.
+        here: the replica that has the caller's thread, ``None`` if none does.
+        dismissed: whether every thread is to end when it next waits for its turn.
+    """
+
+    def __init__(self, names: Sequence[str], work: Callable[[int], None]) -> None:
+        self.caller = threading.current_thread()
+        self.here: int | None = None
+        self.dismissed = False
+        self._names, self._work = names, work
+        self._turns, self._turn_here = [Gate() for _ in names], Gate()
+        self._threads: dict[int, threading.Thread] = {}
+
+    def wake(self, replica_id: int, *, near: bool) -> None:
+        """Lets a replica that waits for its turn go on, in a new thread if it has none.
+
+        Args:
+            near: whether it is to go on where the calling thread is. See [Note: Waking up].
+        """
+        if replica_id not in self._threads and replica_id != self.here:
+            self._start(replica_id)
+        gate = self._turn_here if replica_id == self.here else self._turns[replica_id]
+        gate.open(near=near)
+
+    def wait(self, replica_id: int) -> bool:
+        """Waits for a replica's turn; returns whether there are any: not if dismissed."""
+        gate = self._turn_here if replica_id == self.here else self._turns[replica_id]
+        return gate.wait() and not self.dismissed
+
+    def of(self, replica_id: int) -> threading.Thread:
+        """Returns the thread that a replica is in."""
+        return self.caller if replica_id == self.here else self._threads[replica_id]
+
+    def close(self) -> None:
+        """Ends the threads and waits for that; idempotent. Not while a run is going on."""
+        threads = list(self._threads.values())
+        self.dismiss()
+        for thread in threads:
+            thread.join()
+
+    def dismiss(self) -> None:
+        """Has every thread end when it next waits for its turn, if it ever does."""
+        self.dismissed = True
+        for replica_id in self._threads:
+            with suppress(RuntimeError):  # the gate is open already
+                self._turns[replica_id].open(near=False)
+        self._threads = {}
+
+    def _start(self, replica_id: int) -> None:
+        name = f"mirror {self._names[replica_id]}"
+        thread = threading.Thread(target=self._work, args=(replica_id,), name=name, daemon=True)
+        self._threads[replica_id] = thread
+        thread.start()

@@ -1,0 +1,1 @@
+"""TFRecord files and tf.train.Example: reading, writing, parsing."""

@@ -1,0 +1,235 @@
+"""tf.train.Example, the usual record of a TFRecord file, to and from numpy arrays.
+
+Schema: tensorflow/core/example/example.proto and feature.proto
+
+    Example          { Features features = 1 }
+    SequenceExample  { Features context = 1;  FeatureLists feature_lists = 2 }
+    Features         { map<string, Feature> feature = 1 }
+    FeatureLists     { map<string, FeatureList> feature_list = 1 }
+    FeatureList      { repeated Feature feature = 1 }
+    Feature          { oneof: BytesList = 1, FloatList = 2, Int64List = 3 }
+    ...List          { repeated ... value = 1 }       numbers packed or not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mirror.data.tfrecord.features import Array, FixedLenFeature, VarLenFeature
+from mirror.data.tfrecord.wire import (
+    DELIMITED,
+    FIXED32,
+    VARINT,
+    encode_delimited,
+    encode_packed_int64,
+    fields,
+    malformed,
+    packed_int64,
+)
+
+BYTES, FLOAT, INT64 = 1, 2, 3  # numbers of the fields in Feature
+# Parts of a message that may come in several pieces, which count as one behind other.
+Spans = list[tuple[int, int]]
+
+
+def parse_example(
+    data: bytes, features: Mapping[str, FixedLenFeature | VarLenFeature] | None = None
+) -> dict[str, Array]:
+    """Parses a serialized ``tf.train.Example``, as ``tf.io.parse_single_example`` does.
+
+    Args:
+        data: the record.
+        features: what to parse and how, by name; the example's other features are passed over.
+            ``None``: all, each with as many values as it has.
+
+    Returns:
+        An array for every feature: float32, int64, or of dtype object for ``bytes``; 1-d but
+        for what is a ``FixedLenFeature``. An untyped empty feature, as missing ones are written
+        by some, counts as missing, and without ``features`` is an empty array of dtype object.
+        The arrays are the caller's own.
+
+    Raises:
+        RecordError: the bytes are no such message, or a feature is not what ``features`` says.
+    """
+    data = _as_bytes(data)
+    spans = _map(data, _messages(data, [(0, len(data))], 1))
+    if features is None:
+        return {name: _all_values(data, value) for name, value in spans.items()}
+    return {
+        name: feature.convert(name, _values(data, spans[name]) if name in spans else None)
+        for name, feature in features.items()
+    }
+
+
+def parse_sequence_example(data: bytes) -> tuple[dict[str, Array], dict[str, list[Array]]]:
+    """Parses a serialized ``tf.train.SequenceExample``.
+
+    Returns:
+        The context, like an example, and the feature lists: for every name a list with the array
+        of each step.
+
+    Raises:
+        RecordError: the bytes are no such message.
+    """
+    data = _as_bytes(data)
+    whole = [(0, len(data))]
+    context = _map(data, _messages(data, whole, 1))
+    lists = _map(data, _messages(data, whole, 2))
+    return (
+        {name: _all_values(data, value) for name, value in context.items()},
+        {
+            name: [_all_values(data, [step]) for step in _messages(data, steps, 1)]
+            for name, steps in lists.items()
+        },
+    )
+
+
+def serialize_example(
+    features: Mapping[str, ArrayLike | bytes | str | Iterable[bytes | str]],
+) -> bytes:
+    """Serializes a ``tf.train.Example``; features are written in the order of their names.
+
+    Args:
+        features: by name: a number, ``bytes`` or string, or an array or sequence of them.
+            Floating values are written as float32, integers and booleans as int64, strings as
+            UTF-8. Arrays are written flat, in C order; the format keeps no shapes.
+
+    Raises:
+        TypeError: values of another kind.
+        ValueError: an integer that int64 does not hold.
+    """
+    written = []
+    for name in sorted(features):
+        if not isinstance(name, str):
+            raise TypeError(f"features have strings as names; got {name!r}")
+        entry = encode_delimited(1, name.encode()) + encode_delimited(
+            2, _encode_feature(name, features[name])
+        )
+        written.append(encode_delimited(1, entry))
+    return encode_delimited(1, b"".join(written))
+
+
+def _as_bytes(data: object) -> bytes:
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise TypeError(f"a record is bytes; got a {type(data).__name__}")
+    return bytes(data)
+
+
+def _messages(data: bytes, spans: Spans, number: int) -> Spans:
+    """Returns where the length-delimited fields ``number`` of a message lie."""
+    return [
+        (begin, end)
+        for span in spans
+        for found, wire_type, begin, end in fields(data, *span)
+        if found == number and wire_type == DELIMITED
+    ]
+
+
+def _map(data: bytes, spans: Spans) -> dict[str, Spans]:
+    """Returns the values of a map by their keys; of equal keys the last one counts."""
+    found: dict[str, Spans] = {}
+    for begin, end in _messages(data, spans, 1):
+        name, value = "", []
+        for number, wire_type, start, stop in fields(data, begin, end):
+            if wire_type == DELIMITED and number == 1:
+                try:
+                    name = data[start:stop].decode()
+                except UnicodeDecodeError as error:
+                    raise malformed(start, "the name of a feature is not UTF-8") from error
+            elif wire_type == DELIMITED and number == 2:
+                value.append((start, stop))
+        found[name] = value
+    return found
+
+
+def _all_values(data: bytes, spans: Spans) -> Array:
+    values = _values(data, spans)
+    return np.empty(0, object) if values is None else values
+
+
+def _values(data: bytes, spans: Spans) -> Array | None:
+    """Returns the values of a Feature, ``None`` where none of the three lists is set."""
+    kind = 0
+    lists: Spans = []
+    for span in spans:
+        for number, wire_type, begin, end in fields(data, *span):
+            if number in (BYTES, FLOAT, INT64) and wire_type == DELIMITED:
+                if number != kind:  # of a oneof the last member counts
+                    kind, lists = number, []
+                lists.append((begin, end))
+    if kind == 0:
+        return None
+    if kind == BYTES:
+        values = [data[begin:end] for begin, end in _messages(data, lists, 1)]
+        array = np.empty(len(values), object)
+        array[:] = values
+        return array
+    pieces = list((_floats if kind == FLOAT else _integers)(data, lists))
+    if len(pieces) == 1:
+        return pieces[0]
+    empty = np.empty(0, np.float32 if kind == FLOAT else np.int64)
+    return np.concatenate([empty, *pieces])
+
+
+def _floats(data: bytes, lists: Spans) -> Iterator[Array]:
+    for span in lists:
+        for number, wire_type, begin, end in fields(data, *span):
+            if number == 1 and wire_type in (DELIMITED, FIXED32):
+                count, rest = divmod(end - begin, 4)
+                if rest:
+                    raise malformed(begin, f"{end - begin} bytes are no array of float32")
+                yield np.frombuffer(data, "<f4", count, begin).astype(np.float32)
+
+
+def _integers(data: bytes, lists: Spans) -> Iterator[Array]:
+    for span in lists:
+        for number, wire_type, begin, end in fields(data, *span):
+            if number == 1 and wire_type in (DELIMITED, VARINT):
+                yield packed_int64(data, begin, end)
+
+
+def _encode_feature(name: str, values: object) -> bytes:
+    array = _flat(name, values)
+    if array.dtype == object:
+        encoded = b"".join(encode_delimited(1, value) for value in array.tolist())
+        return encode_delimited(BYTES, encoded)
+    if array.dtype == np.float32:
+        kind, packed = FLOAT, array.astype("<f4").tobytes()
+    else:
+        kind, packed = INT64, encode_packed_int64(array.astype(np.int64))
+    return encode_delimited(kind, encode_delimited(1, packed) if packed else b"")
+
+
+def _flat(name: str, values: object) -> Array:
+    """Returns what the caller gave as 1-d float32, int64 or, of bytes, object."""
+    # Not through numpy's own strings, which lose zero bytes at the end.
+    if isinstance(values, (bytes, str)):
+        values = [values]
+    array = np.asarray(values)
+    if array.dtype.kind in "SUO":
+        items = np.asarray(values, object).flatten()
+        for i, item in enumerate(items):
+            if isinstance(item, str):
+                items[i] = item.encode()
+            elif isinstance(item, int) and array.dtype == object:
+                raise ValueError(f"feature {name!r}: {item} is not in the range of int64")
+            elif not isinstance(item, bytes):
+                raise TypeError(
+                    f"feature {name!r}: values are all numbers or all bytes and strings; got a "
+                    f"{type(item).__name__}"
+                )
+        return items
+    flat: Array = array.ravel()
+    if flat.dtype.kind in "biu":
+        if flat.dtype == np.uint64 and flat.size and int(flat.max()) >= 2**63:
+            raise ValueError(f"feature {name!r}: {flat.max()} is larger than int64 holds")
+        return flat.astype(np.int64)
+    if flat.dtype.kind == "f":
+        return flat.astype(np.float32)
+    raise TypeError(
+        f"feature {name!r}: an example holds floating numbers, integers and bytes; got "
+        f"{array.dtype}"
+    )

@@ -1,0 +1,160 @@
+"""Where the records of uncompressed TFRecord files begin, found by one scan and kept."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mirror.data.tfrecord.checksum import masked_crc32c
+from mirror.data.tfrecord.tfrecord import RecordReader
+from mirror.errors import RecordError
+
+SUFFIX = ".index.npy"
+# What a kept index begins with, all int64.
+NUM_FIELDS = 4
+
+
+@dataclass(frozen=True)
+class RecordIndex:
+    """The records of one file.
+
+    Attributes:
+        offsets: where they begin, int64 of shape [number of records].
+        damaged: the numbers of those with damaged data.
+        damage: what a scan found: of these records, and of what lies between records.
+    """
+
+    offsets: NDArray[np.int64]
+    damaged: tuple[int, ...] = ()
+    damage: tuple[RecordError, ...] = ()
+
+
+class Numbering:
+    """The records of several files, counted through."""
+
+    def __init__(self, files: Sequence[RecordIndex]) -> None:
+        self._files = tuple(files)
+        self._ends = np.cumsum([len(file.offsets) for file in files], dtype=np.int64)
+
+    @property
+    def damage(self) -> tuple[RecordError, ...]:
+        return tuple(error for file in self._files for error in file.damage)
+
+    def intact(self, num_shards: int, shard: int) -> NDArray[np.int64]:
+        """Returns, of every ``num_shards``-th number from ``shard``, those of intact records."""
+        numbers = np.arange(shard, self._ends[-1], num_shards, dtype=np.int64)
+        starts = self._ends - [len(file.offsets) for file in self._files]
+        damaged = [
+            start + record
+            for start, file in zip(starts.tolist(), self._files, strict=True)
+            for record in file.damaged
+        ]
+        return np.setdiff1d(numbers, damaged, assume_unique=True) if damaged else numbers
+
+    def locate(self, number: int) -> tuple[int, int, int]:
+        """Returns the file of a record, its number there, and its offset."""
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        offsets = self._files[file].offsets
+        record = number - int(self._ends[file]) + len(offsets)
+        return file, record, int(offsets[record])
+
+
+def scan(path: str, *, verify: bool) -> RecordIndex:
+    """Finds the records of a file.
+
+    Args:
+        path: an uncompressed file.
+        verify: read the data, too, and note damage; otherwise only the lengths are read.
+
+    Raises:
+        OSError: it cannot be read.
+        RecordError: without ``verify``: a length is damaged, or the last record is cut off.
+    """
+    offsets: list[int] = []
+    damaged: list[int] = []
+    damage: list[RecordError] = []
+    with RecordReader(path) as reader:
+        while True:
+            record, offset = reader.record, reader.offset
+            try:
+                more = reader.read() is not None if verify else reader.skip()
+            except RecordError as error:
+                if not verify:
+                    raise
+                damage.append(error)
+                more = True
+                if reader.record > record:
+                    damaged.append(record)
+            if not more:
+                return RecordIndex(np.array(offsets, np.int64), tuple(damaged), tuple(damage))
+            if reader.record > record:
+                offsets.append(offset)
+            else:
+                reader.recover()
+
+
+def load_or_scan(path: str, *, verify: bool) -> RecordIndex:
+    """Returns the index that is kept beside the file, after a scan if there is none that fits.
+
+    It is kept as ``<path>.index.npy``, replaced atomically, and fits as long as the file has the
+    same size and time of modification, and was verified if ``verify`` is wanted. The index of a
+    damaged file is not kept.
+
+    Raises:
+        OSError: the file cannot be read, or the index not be written.
+        RecordError: see ``scan``.
+    """
+    status = os.stat(path)  # before the scan: what changes meanwhile will not fit
+    offsets = _load(path + SUFFIX, status, verify=verify)
+    if offsets is not None:
+        return RecordIndex(offsets)
+    index = scan(path, verify=verify)
+    if not index.damage:
+        _save(path + SUFFIX, status, index.offsets, verified=verify)
+    return index
+
+
+def _load(path: str, status: os.stat_result, *, verify: bool) -> NDArray[np.int64] | None:
+    """Returns the offsets, ``None`` if there are none or they do not fit."""
+    try:
+        kept = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):  # not there, or not written by us
+        return None
+    if not isinstance(kept, np.ndarray) or kept.dtype != np.int64 or kept.ndim != 1:
+        return None
+    if kept.size < NUM_FIELDS:
+        return None
+    num_bytes, modified, verified, checksum = kept[:NUM_FIELDS].tolist()
+    offsets: NDArray[np.int64] = kept[NUM_FIELDS:]
+    fits = (
+        num_bytes == status.st_size
+        and modified == status.st_mtime_ns
+        and (verified == 1 or not verify)
+        and checksum == masked_crc32c(offsets.tobytes())
+    )
+    return offsets if fits else None
+
+
+def _save(
+    path: str, status: os.stat_result, offsets: NDArray[np.int64], *, verified: bool
+) -> None:
+    checksum = masked_crc32c(offsets.tobytes())
+    fields = [status.st_size, status.st_mtime_ns, int(verified), checksum]
+    directory, name = os.path.split(path)
+    # Several processes may do this at a time; each has its own file, and the last one stays.
+    with tempfile.NamedTemporaryFile(
+        dir=directory or ".", prefix=name, suffix=".tmp", delete=False
+    ) as file:
+        try:
+            np.save(file, np.concatenate([np.array(fields, np.int64), offsets]))
+            os.fchmod(file.fileno(), status.st_mode & 0o666)  # who reads the data reads this
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,339 @@
+"""TFRecord files: their records in order, or at an offset, with every checksum verified.
+
+Format: tensorflow/core/lib/io/record_writer.h; all numbers are little-endian
+
+    uint64 length | uint32 masked CRC-32C of length | data | uint32 masked CRC-32C of data
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+import zlib
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from mirror.data.tfrecord.checksum import masked_crc32c
+from mirror.data.tfrecord.compressed import InflatingFile
+from mirror.errors import RecordError
+
+HEADER = struct.Struct("<QI")
+FOOTER = struct.Struct("<I")
+# Reads larger than the buffer go past it, so that large records are copied once. Eight times and
+# 32 times as much were no faster, and make a scan of lengths read the data between them.
+BUFFER_BYTES = 2**13
+# A damaged file can announce any length; what it does not have must not be asked for at once.
+MAX_READ_BYTES = 2**26
+SCAN_BYTES = 2**20
+# A search for the next record knows lengths below 2**40 (1 TiB) from their upper, zero bytes.
+NUM_LENGTH_BYTES = 5
+MAGIC = {b"\x1f\x8b": "GZIP", b"\x78\x01": "ZLIB", b"\x78\x9c": "ZLIB", b"\x78\xda": "ZLIB"}
+
+
+class _Input(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+    def tell(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class RecordReader:
+    """Reads the records of one file in order.
+
+    After a ``RecordError``, ``recover`` goes on behind the damage.
+
+    Attributes:
+        record: the number of the next record, from 0.
+        offset: where it begins, in bytes of the (decompressed) file.
+    """
+
+    def __init__(
+        self, path: str, compression: str | None = None, *, offset: int = 0, record: int = 0
+    ) -> None:
+        """Opens a file before its record number ``record``, which begins at byte ``offset``.
+
+        In a compressed file all bytes before have to be read.
+
+        Args:
+            path: the file.
+            compression: ``None``, ``"GZIP"`` or ``"ZLIB"``.
+            offset: of the first record to read.
+            record: its number.
+
+        Raises:
+            OSError: the file cannot be opened.
+            RecordError: it has another compression.
+        """
+        self.path = path
+        self.record = record
+        self.offset = offset
+        self._compression = compression
+        self._ahead = io.BytesIO()  # what was read of a compressed file and put back
+        self._lost = False
+        self._ended = False
+        self._file: _Input
+        _check_format(path, compression)
+        if compression is None:
+            self._num_bytes = os.stat(path).st_size
+            self._file = open(path, "rb", buffering=BUFFER_BYTES)  # noqa: SIM115
+        else:
+            self._file = io.BufferedReader(InflatingFile(path, compression), BUFFER_BYTES)
+        try:
+            if not self._pass_over(offset):
+                raise RecordError.at(path, record, offset, "the file ends before this record")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RecordReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self) -> bytes | None:
+        """Returns the next record, ``None`` at the end.
+
+        Raises:
+            RecordError: it is damaged or cut off.
+        """
+        length = self._length()
+        if length is None:
+            return None
+        data = self._take(length)
+        footer = self._take(FOOTER.size)
+        if len(data) < length or len(footer) < FOOTER.size:
+            raise self._cut_off(length)
+        error = _data_error(self.path, self.record, self.offset, data, footer)
+        self._advance(length)
+        if error is not None:
+            raise error
+        return data
+
+    def skip(self) -> bool:
+        """Passes over the next record without a look at its data; returns False at the end.
+
+        Raises:
+            RecordError: its length is damaged, or it is cut off.
+        """
+        length = self._length()
+        if length is None:
+            return False
+        if not self._pass_over(length + FOOTER.size):
+            raise self._cut_off(length)
+        self._advance(length)
+        return True
+
+    def recover(self) -> None:
+        """Goes to the next record that can be read, or to the end, after a ``RecordError``.
+
+        That is the next one where only data are damaged. Where a length is, nothing tells where
+        the next record begins: the bytes that follow are searched for a length that its checksum
+        fits (by chance one place in 2**32 does). What lies between has no number. A record that
+        is cut off is the end, and so is damaged compression, which takes up to 8 KiB of the
+        records before it along.
+        """
+        if self._lost:
+            self._lost = False
+            with contextlib.suppress(RecordError):  # the compression, too, is damaged
+                self._search()
+
+    def _advance(self, length: int) -> None:
+        self.record += 1
+        self.offset += HEADER.size + length + FOOTER.size
+
+    def _length(self) -> int | None:
+        """Reads the length of the next record; returns ``None`` at the end."""
+        header = b"" if self._ended else self._take(HEADER.size)
+        if not header:
+            return None
+        if len(header) < HEADER.size:
+            raise self._cut_off(None)
+        length = _length_in(header)
+        if length is None:
+            self._lost = True
+            self._put_back(header)
+            raise _length_error(self.path, self.record, self.offset)
+        return length
+
+    def _search(self) -> None:
+        """Goes to the next length that its checksum fits, or to the end."""
+        self._take(1)
+        self.offset += 1
+        while True:
+            window = self._take(SCAN_BYTES)
+            if len(window) < HEADER.size:
+                self.offset += len(window)
+                return
+            found = _find_length(window)
+            if found is not None:
+                self._put_back(window[found:])
+                self.offset += found
+                return
+            kept = HEADER.size - 1
+            self._put_back(window[-kept:])
+            self.offset += len(window) - kept
+
+    def _take(self, size: int) -> bytes:
+        """Returns the next ``size`` bytes, fewer at the end of the file."""
+        pieces = []
+        if ahead := self._ahead.read(size):
+            pieces.append(ahead)
+            size -= len(ahead)
+        try:
+            while size and (piece := self._file.read(min(size, MAX_READ_BYTES))):
+                pieces.append(piece)
+                size -= len(piece)
+        except (zlib.error, EOFError) as error:
+            self._ended = True
+            raise RecordError.at(
+                self.path,
+                self.record,
+                self.offset,
+                f"the {self._compression} compression is damaged, what follows cannot be read "
+                f"({error}); copy or write the file again",
+            ) from error
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _put_back(self, data: bytes) -> None:
+        """Makes the bytes taken last the next ones again."""
+        if self._compression is None:
+            self._file.seek(-len(data), os.SEEK_CUR)
+        else:
+            self._ahead = io.BytesIO(data + self._ahead.read())
+
+    def _pass_over(self, size: int) -> bool:
+        """Goes ``size`` bytes on; returns False, and stops anywhere, if there are fewer."""
+        if self._compression is None:
+            if self._file.tell() + size > self._num_bytes:
+                return False
+            self._file.seek(size, os.SEEK_CUR)
+            return True
+        while size:
+            passed = len(self._take(min(size, SCAN_BYTES)))
+            if not passed:
+                return False
+            size -= passed
+        return True
+
+    def _cut_off(self, length: int | None) -> RecordError:
+        self._ended = True
+        needs = "its length" if length is None else f"its {length} bytes and their checksum"
+        return RecordError.at(
+            self.path,
+            self.record,
+            self.offset,
+            f"the file ends before {needs}; it was cut off, or is still being written",
+        )
+
+
+def read_record(file: int, path: str, record: int, offset: int) -> bytes:
+    """Returns the record at an offset of an uncompressed file.
+
+    Args:
+        file: a file descriptor, whose position is neither used nor changed, so that threads and
+            forked processes can share it.
+        path: of the file, for errors.
+        record: its number, for errors.
+        offset: where it begins.
+
+    Raises:
+        RecordError: it is damaged or cut off, or the offset is that of no record.
+    """
+    header = os.pread(file, HEADER.size, offset)
+    length = _length_in(header) if len(header) == HEADER.size else None
+    if length is None:
+        raise _length_error(path, record, offset)
+    begin = offset + HEADER.size
+    data = footer = b""
+    if begin + length + FOOTER.size <= os.fstat(file).st_size:
+        data = os.pread(file, length, begin)
+        while len(data) < length:  # at most 2 GiB come at a time
+            more = os.pread(file, length - len(data), begin + len(data))
+            if not more:
+                break
+            data += more
+        footer = os.pread(file, FOOTER.size, begin + length)
+    if len(data) < length or len(footer) < FOOTER.size:
+        raise RecordError.at(
+            path, record, offset, f"the file ends before its {length} bytes; it was cut off"
+        )
+    error = _data_error(path, record, offset, data, footer)
+    if error is not None:
+        raise error
+    return data
+
+
+def _length_in(header: bytes) -> int | None:
+    """Returns the length that a header holds, ``None`` if its checksum does not match."""
+    length: int
+    length, checksum = HEADER.unpack(header)
+    return length if masked_crc32c(header[:8]) == checksum else None
+
+
+def _find_length(window: bytes) -> int | None:
+    """Returns where in ``window`` the first length with its checksum lies."""
+    data = np.frombuffer(window, np.uint8)
+    num_places = len(window) - HEADER.size + 1
+    upper = np.zeros(num_places, np.uint8)
+    for i in range(NUM_LENGTH_BYTES, 8):
+        upper |= data[i : i + num_places]
+    for place in np.flatnonzero(upper == 0).tolist():
+        if _length_in(window[place : place + HEADER.size]) is not None:
+            return int(place)
+    return None
+
+
+def _check_format(path: str, compression: str | None) -> None:
+    """Raises ``RecordError`` for a file that has another compression than the caller says."""
+    with open(path, "rb", buffering=0) as file:
+        head = file.read(HEADER.size) or b""
+    if len(head) == HEADER.size and _length_in(head) is not None:
+        found = None
+    elif head[:2] in MAGIC:
+        found = MAGIC[head[:2]]
+    else:
+        return
+    if found != compression:
+        raise RecordError.at(
+            path,
+            0,
+            0,
+            f"the file does not have compression={compression!r}; from its first bytes it is "
+            f"compression={found!r}",
+        )
+
+
+def _length_error(path: str, record: int, offset: int) -> RecordError:
+    return RecordError.at(
+        path,
+        record,
+        offset,
+        "its length does not match the length's checksum; the file is damaged, or is no TFRecord "
+        "file",
+    )
+
+
+def _data_error(
+    path: str, record: int, offset: int, data: bytes, footer: bytes
+) -> RecordError | None:
+    if masked_crc32c(data) == FOOTER.unpack(footer)[0]:
+        return None
+    return RecordError.at(
+        path,
+        record,
+        offset,
+        f"its {len(data)} bytes are damaged: their checksum does not match",
+    )

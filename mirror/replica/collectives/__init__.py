@@ -1,0 +1,1 @@
+"""all_reduce and all_gather between replicas, and their gradients."""

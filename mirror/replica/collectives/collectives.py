@@ -1,0 +1,196 @@
+"""Collectives that a replica's function calls: one merge, one fused reduction, differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.concurrency.merge_point import MergePoint
+from mirror.execution.replicas import Replica, Replicas
+from mirror.replica.collectives.nodes import Common, Joint, not_differentiable
+from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed
+from mirror.replica.tensors import resolve
+from mirror.timeline import CROSS, REDUCTION
+from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
+
+Payloads = dict[int, list[Tensor]]
+
+
+def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
+    """See ``ReplicaContext.all_reduce``."""
+    op = reduce_op(op)
+    tensors = _tensors(value, replica.device)
+    for tensor in tensors:
+        check_reducible(tensor)
+    structure = describe_structure(value)
+    shapes = tuple((t.dtype, t.shape) for t in tensors)
+    reduced, common, _ = _merge(
+        replica,
+        f"all_reduce({op})",
+        tensors,
+        (structure, shapes),
+        structure,
+        lambda payloads: fused_all_reduce(replica.replicas, op, payloads),
+    )
+    if op in ("sum", "mean"):
+        scale = 1.0 / len(common.active) if op == "mean" else 1.0
+        joint = Joint(common, replica, weighted_sum, scale=scale)
+        reduced = _connected(joint, tensors, reduced)
+    elif common.differentiable:
+        name = f"all_reduce({op!r})"
+        reduced = [not_differentiable(t, name) if _floats(t) else t for t in reduced]
+    return rebuild_structure(value, reduced)
+
+
+def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
+    """See ``ReplicaContext.all_gather``."""
+    tensors = _tensors(value, replica.device)
+    axes = [_axis(tensor, axis) for tensor in tensors]
+    # Sizes along the axis may differ.
+    structure = describe_structure(value)
+    rest = [(t.dtype, t.shape[:a], t.shape[a + 1 :]) for t, a in zip(tensors, axes, strict=True)]
+    signature = (structure, axis, tuple(rest))
+
+    def gather(payloads: Payloads) -> Payloads:
+        return {
+            r: [
+                torch.cat([part[i].to(mine[i].device) for part in payloads.values()], a)
+                for i, a in enumerate(axes)
+            ]
+            for r, mine in payloads.items()
+        }
+
+    gathered, common, shapes = _merge(replica, "all_gather", tensors, signature, structure, gather)
+    before = [r for r in common.active if r < replica.replica_id]
+    parts = [
+        (a, sum(shapes[r][i][a] for r in before), tensors[i].shape[a])
+        for i, a in enumerate(axes)
+        if _floats(tensors[i])
+    ]
+    joint = Joint(common, replica, weighted_sum, parts=parts)
+    return rebuild_structure(value, _connected(joint, tensors, gathered))
+
+
+def weighted_sum(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
+    own = replica.weight if replica.replicas.weighted else 1.0
+    # The others' weights may still change: they have not yet come to this merge.
+    weighed = [grad * own if own else torch.zeros_like(grad) for grad in grads]
+    totals: list[Tensor] = all_reduce(replica, "sum", weighed)
+    # What a replica that counts nothing contributes is multiplied by zero in the end.
+    return [total / own if own else torch.zeros_like(total) for total in totals]
+
+
+def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payloads:
+    """Reduces lists of tensors over replicas: one collective per dtype for all of them."""
+    sum_or_op = "sum" if op == "mean" else op
+    ids = list(payloads)
+    outputs: Payloads = {
+        r: [t if t.is_sparse else _mean_ready(t, op).clone() for t in payloads[r]] for r in ids
+    }
+    for i, tensor in enumerate(outputs[ids[0]]):
+        if tensor.is_sparse or tensor.is_complex():
+            total = summed([outputs[r][i] for r in ids], tensor.device)
+            for r in ids:
+                outputs[r][i] = total.to(outputs[r][i].device, copy=True)
+    for dtype in dict.fromkeys(t.dtype for t in outputs[ids[0]]):
+        which = [
+            i
+            for i, t in enumerate(outputs[ids[0]])
+            if t.dtype == dtype and not t.is_sparse and not t.is_complex()
+        ]
+        if which:
+            replicas.timeline.begin(CROSS, REDUCTION, f"all_reduce({op})")
+            buffers = [torch.cat([outputs[r][i].reshape(-1) for i in which]) for r in ids]
+            _reduce_buffers(replicas, buffers, ids, sum_or_op)
+            replicas.timeline.end(CROSS, REDUCTION)
+            for r, buffer in zip(ids, buffers, strict=True):
+                pieces = buffer.split([outputs[r][i].numel() for i in which])
+                for i, piece in zip(which, pieces, strict=True):
+                    outputs[r][i] = piece.view(outputs[r][i].shape)
+    if op == "mean":
+        outputs = {r: [t / len(ids) for t in tensors] for r, tensors in outputs.items()}
+    return outputs
+
+
+def _merge(
+    replica: Replica,
+    name: str,
+    tensors: Sequence[Tensor],
+    signature: Any,
+    structure: str,
+    action: Callable[[Payloads], Payloads],
+) -> tuple[list[Tensor], Common, dict[int, list[torch.Size]]]:
+    """Runs ``action`` once on all replicas' tensors; also returns everybody's shapes."""
+
+    def act(payloads: dict[int, Any]) -> dict[int, Any]:
+        with torch.no_grad():
+            results = action({r: mine for r, (mine, _) in payloads.items()})
+        common = Common(tuple(payloads), any(wanted for _, wanted in payloads.values()))
+        shapes = {r: [tensor.shape for tensor in mine] for r, (mine, _) in payloads.items()}
+        return {r: (result, common, shapes) for r, result in results.items()}
+
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    payload = ([tensor.detach() for tensor in tensors], wanted)
+    of = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+    detail = of if structure == "*" else f"{structure} with {of}"
+    merged: tuple[list[Tensor], Common, dict[int, list[torch.Size]]] = replica.run.merge(
+        replica.replica_id, MergePoint(name, signature, payload, act, detail)
+    )
+    return merged
+
+
+def _connected(joint: Joint, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+    """Connects the floating outputs to their inputs in the autograd graph."""
+    which = [i for i, output in enumerate(outputs) if _floats(output)]
+    connected = joint.connect([inputs[i] for i in which], [outputs[i] for i in which])
+    outputs = list(outputs)
+    for i, output in zip(which, connected, strict=True):
+        outputs[i] = output
+    return outputs
+
+
+def _tensors(value: Any, device: torch.device) -> list[Tensor]:
+    tensors = []
+    for leaf in leaves_of(value):
+        if not isinstance(leaf, Tensor) and not is_number(leaf):
+            raise TypeError(
+                f"collectives take tensors and numbers, nested; got a {type(leaf).__name__}"
+            )
+        resolved = resolve(leaf)
+        tensors.append(
+            resolved if isinstance(resolved, Tensor) else torch.as_tensor(resolved, device=device)
+        )
+    return tensors
+
+
+def _axis(tensor: Tensor, axis: int) -> int:
+    if tensor.dim() == 0:
+        raise ValueError("all_gather needs tensors of one dimension or more, got a 0-d one")
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise ValueError(
+            f"axis {axis} is out of range for a tensor of shape {tuple(tensor.shape)}"
+        )
+    return axis % tensor.dim()
+
+
+def _mean_ready(tensor: Tensor, op: str) -> Tensor:
+    exact = op == "mean" and not _floats(tensor)
+    return tensor.to(torch.get_default_dtype()) if exact else tensor
+
+
+def _floats(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _reduce_buffers(replicas: Replicas, buffers: list[Tensor], ids: list[int], op: str) -> None:
+    """Reduces one buffer per taking-part replica; the communicator wants one per replica."""
+    if len(ids) == replicas.num_replicas:
+        replicas.communicator.all_reduce(buffers, op)
+        return
+    total = summed(buffers, buffers[0].device, op)
+    for buffer in buffers:
+        buffer.copy_(total)

@@ -1,0 +1,1 @@
+"""Mirrored parameters and buffers: one object for the user, one copy per replica."""

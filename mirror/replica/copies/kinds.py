@@ -1,0 +1,58 @@
+"""Parameters of classes that others derived from nn.Parameter, and what is set on parameters.
+
+[Note: Kinds of parameters]
+Optimizers ask parameters what they are: ``isinstance(p, ManifoldParameter)`` decides how that one
+is stepped, ``p.manifold`` along what. So the class that a parameter had stays a base of what it
+becomes, and of the replicas' copies; the targets are of that very class; and the attributes that
+were set on the parameter before it was mirrored are set on them all. Copies and pickles are what
+the class makes of itself. A class whose tensors have operations of their own is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from mirror.errors import StrategyError
+
+_Parameter = TypeVar("_Parameter", bound=nn.Parameter)
+
+# What is set on a copy that was made inside run; see mirror/replica/gradients/plain.py.
+_OF_RUN = "_copied_in_run"
+
+
+def refuse_operations(kind: type, name: str) -> None:
+    """Raises for a class whose tensors do something of their own in torch's functions."""
+    function, dispatch = nn.Parameter.__torch_function__, Tensor.__torch_dispatch__
+    if kind.__torch_function__ is function and kind.__torch_dispatch__ is dispatch:  # type: ignore[attr-defined]
+        return
+    raise StrategyError(
+        f"parameter {name!r} is a {kind.__name__}, a tensor subclass with operations of its own; "
+        "mirror takes plain parameters: convert it after mirroring, or not at all"
+    )
+
+
+@functools.cache
+def derived(base: type[_Parameter], kind: type) -> type[_Parameter]:
+    """Returns ``base``, for parameters of the class ``kind``."""
+    if issubclass(base, kind):
+        return base
+    made = types.new_class(kind.__name__, (base, kind))
+    made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
+    return made
+
+
+def parameter_like(other: Tensor, kind: type, value: Tensor, requires_grad: bool) -> Any:
+    """Returns a parameter of a class, with a value and the attributes of another."""
+    made: Any = Tensor._make_subclass(kind, value.detach(), requires_grad)
+    made.__dict__.update(attributes_of(other))
+    return made
+
+
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """Returns what others have set on a parameter that is not mirrored, or on a target."""
+    own = parameter.__dict__
+    return {k: v for k, v in own.items() if k not in (_OF_RUN, "variable")} if own else own

@@ -1,0 +1,188 @@
+"""What tensor functions that act on a variable as a whole do with a mirrored one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from mirror.replica.copies.kinds import parameter_like
+from mirror.replica.copies.parameters import MirroredParameter
+from mirror.replica.copies.variables import mirror_parameter
+from mirror.replica.gradients.gradient_hooks import (
+    refuse_own_hook,
+    refuse_post_accumulate_hook,
+    through_hooks,
+)
+from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, resolve, special
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+
+
+@special(GRAD.__get__)
+def _get_grad(self: Any) -> Tensor | None:
+    # A buffer's gradient is not ours to reduce.
+    mirrored = isinstance(self, MirroredParameter)
+    grad: Tensor | None = self.grad if mirrored else GRAD.__get__(self._resolve(GRAD.__get__))
+    return grad
+
+
+@special(GRAD.__set__)
+def _put_grad(self: Any, value: Tensor | None) -> None:
+    self.grad = value
+
+
+@special(GRAD.__delete__)
+def _delete_grad(self: Any) -> None:
+    self.grad = None
+
+
+@special(Tensor.detach)
+def _detach(self: Any) -> Tensor:
+    if isinstance(self, MirroredParameter):
+        if sys._getframe(2).f_code is _NEW_PARAMETER and self._mirrored.here() is None:
+            return _another(self)
+        self._hand_out(None)  # its numpy array may be written without a new version
+    detached: Tensor = self._resolve(Tensor.detach).detach()
+    return detached
+
+
+def _another(parameter: MirroredParameter) -> Tensor:
+    """Returns a new mirrored parameter, for ``nn.Parameter(parameter)``.
+
+    That, of which weight_norm makes use, wants a tensor of the very same class. The new one has
+    memory of its own, on all replicas.
+    """
+    variable = parameter._mirrored
+    target = variable.targets[0]
+    another: nn.Parameter = parameter_like(
+        target, type(target), target.detach().clone(), requires_grad=True
+    )
+    mirror_parameter(another, variable.group, variable.name)
+    return another
+
+
+@special(REQUIRES_GRAD.__set__)
+def _put_requires_grad(self: Any, value: bool) -> None:
+    self.requires_grad = value
+
+
+@special(Tensor.requires_grad_)
+def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+    self.requires_grad = requires_grad
+    return self
+
+
+@special(Tensor.register_hook)
+def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """The hook gets the whole gradient of a backward pass, once. See [Note: Gradient hooks]."""
+    if not isinstance(self, MirroredParameter):
+        return self._resolve().register_hook(hook)
+    if self._mirrored.here() is not None:
+        refuse_own_hook()
+    return self._mirrored.add_hook(hook)
+
+
+@special(Tensor.register_post_accumulate_grad_hook)
+def _register_post_accumulate_grad_hook(self: Any, hook: object) -> None:
+    refuse_post_accumulate_hook()
+
+
+@special(Tensor.backward, torch.autograd.backward)
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+    *,
+    gradient: Any = None,
+) -> None:
+    """``backward(inputs=...)`` outside run means all copies of the parameters."""
+    if inputs is not None:
+        inputs = [copy for copies in _spread(inputs) for copy in copies]
+    torch.autograd.backward(
+        resolve(tensors),
+        resolve(gradient if grad_tensors is None else grad_tensors),
+        retain_graph,
+        create_graph,
+        grad_variables,
+        inputs,
+    )
+
+
+def _spread(inputs: Any) -> list[tuple[Any, ...]]:
+    """Returns what each input stands for: all copies outside run; see [Note: Past resolution]."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    return [_leaves(p) if isinstance(p, MirroredParameter) else (resolve(p),) for p in inputs]
+
+
+def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
+    is_outside = parameter._mirrored.here() is None
+    copies = parameter._mirrored.copies if is_outside else (parameter._resolve(),)
+    if not copies[0].requires_grad:
+        return copies
+    with torch._C.DisableTorchFunctionSubclass():
+        return *copies, get_gradient_edge(parameter)
+
+
+@special(torch.autograd.grad)
+def _autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` with respect to mirrored parameters, among others.
+
+    Inside ``run`` the replica's own gradient; in the cross-replica context the sum over the
+    copies, which is the whole gradient because the loss is the common one, and which hooks see.
+    """
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    spread = _spread(inputs)
+    is_batched = bool(options.get("is_grads_batched"))
+    flat = torch.autograd.grad(
+        resolve(outputs),
+        [copy for copies in spread for copy in copies],
+        grad_outputs,
+        retain_graph,
+        create_graph,
+        allow_unused=True,
+        **options,
+    )
+    remaining = iter(flat)
+    totals: list[Tensor | None] = []
+    for captured, copies in zip(inputs, spread, strict=True):
+        parts = [next(remaining) for _ in copies]
+        used = [part.to(copies[0].device) for part in parts if part is not None]
+        total = sum(used[1:], start=used[0]) if used else None
+        if total is not None and isinstance(captured, MirroredParameter):
+            total = through_hooks(captured._mirrored, total, is_batched=is_batched)
+        totals.append(total)
+        if not used and materialize_grads:
+            totals[-1] = torch.zeros_like(copies[0])
+        elif not used and not allow_unused:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. "
+                "Set allow_unused=True if this is the desired behavior."
+            )
+    return tuple(totals)
+
+
+@special(DATA.__get__)
+def _get_data(self: Any) -> Any:
+    return self.data
+
+
+@special(DATA.__set__)
+def _put_data(self: Any, value: Tensor) -> None:
+    self.data = value

@@ -1,0 +1,1 @@
+"""Local gradients become reduced ones."""

@@ -1,0 +1,150 @@
+"""Arrivals: the local gradients of a pass, and what is done with lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.replica.tensors import GRAD
+from mirror.values import are_identical
+
+if TYPE_CHECKING:
+    from mirror.replica.copies.parameters import ReplicaParameter
+
+Column = list[Any]  # one replica's local gradients, None where it has none
+
+# The C++ slot of a copy, where its local gradient is.
+local_grad = GRAD.__get__
+set_local_grad = GRAD.__set__
+
+
+class Arrivals:
+    """The copies whose local gradients arrived in a pass, and what follows from that.
+
+    One pass is like the other, so this is computed once; ``are`` tells in 20 ns a copy.
+
+    Attributes:
+        variables: those of the copies, in the order of arrival.
+        copies, targets: per replica, of each variable, whether the replica has a gradient or not.
+        is_complex: whether a variable is, which communicators do not take.
+        is_regular: whether every replica had one gradient of each variable, in one order.
+    """
+
+    __slots__ = ("_arrived", "_rest", "copies", "is_complex", "is_regular", "targets", "variables")
+
+    def __init__(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> None:
+        self._arrived = tuple(map(tuple, arrived))
+        self._rest: tuple[int, Arrivals] | None = None
+        self.variables = list(dict.fromkeys(copy.variable for copy in chain(*arrived)))
+        self.copies = [[v.copies[r] for v in self.variables] for r in range(len(arrived))]
+        self.targets = [[v.targets[r] for v in self.variables] for r in range(len(arrived))]
+        self.is_complex = any(v.copies[0].is_complex() for v in self.variables)
+        self.is_regular = all(map(are_identical, self._arrived, self.copies))
+
+    def are(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> bool:
+        """Whether the same copies have arrived in the same order."""
+        return all(map(are_identical, self._arrived, arrived))
+
+    def after(self, num_taken: int) -> Arrivals:
+        """Returns the arrivals without the first ones of every replica."""
+        if num_taken == 0:
+            return self
+        if self._rest is None or self._rest[0] != num_taken:
+            self._rest = (num_taken, Arrivals([copies[num_taken:] for copies in self._arrived]))
+        return self._rest[1]
+
+
+def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[Column]:
+    """Takes the local gradients out of the slots of copies, a list per replica."""
+    columns: list[Column] = [list(map(local_grad, mine)) for mine in copies]
+    for mine in copies:
+        for copy in mine:
+            set_local_grad(copy, None)
+    return columns
+
+
+def unshare(columns: list[Column]) -> None:
+    """Clones the gradients whose memory others hold as well, so that it can be written to.
+
+    While a backward pass goes on, what it has yet to pass on may lie there: the gradient of ``p``
+    in ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd looks at the tensor alone.
+    """
+    for column in columns:
+        for i, grad in enumerate(column):
+            # One holder is the gradient, one the handle that is passed.
+            if torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2:
+                column[i] = grad.clone()
+
+
+def common_scale(shares: Mapping[int, float]) -> float | None:
+    """Returns the share that all replicas have; ``None`` where they differ."""
+    different = set(shares.values())
+    return different.pop() if len(different) == 1 else None
+
+
+def weigh(columns: list[Column], shares: Mapping[int, float]) -> None:
+    """Multiplies each replica's gradients by its share, in place where that is possible."""
+    for r, column in enumerate(columns):
+        share = shares.get(r, 0.0)
+        if share == 0.0:  # counts nothing, not even a NaN
+            column[:] = [None] * len(column)
+        present = [grad for grad in column if grad is not None]
+        if present and share != 1.0:
+            if any(grad.requires_grad or grad.is_sparse for grad in present):
+                column[:] = [None if grad is None else _scaled(grad, share) for grad in column]
+            else:
+                torch._foreach_mul_(present, share)
+
+
+def _scaled(grad: Tensor, share: float) -> Tensor:
+    with torch.set_grad_enabled(grad.requires_grad):  # keeps the graph of create_graph=True
+        return grad * share
+
+
+def are_usual(grads: Sequence[Tensor | None]) -> bool:
+    """Whether all are there, dense and without a graph."""
+    return not [g for g in grads if g is None or g.requires_grad or g.is_sparse]
+
+
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Returns the sum of two gradients, either of which may be absent or sparse."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a.is_sparse and not b.is_sparse:
+        a, b = b, a  # torch has a sum in this order alone
+    with torch.set_grad_enabled(a.requires_grad or b.requires_grad):
+        return a + b
+
+
+def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> None:
+    """Adds reduced gradients to those already there."""
+    sums, summands = [], []
+    for target, grad in zip(targets, reduced, strict=True):
+        if target.grad is None:
+            target.grad = grad
+        elif target.grad.is_sparse or target.grad.requires_grad:
+            accumulate_one(target, grad)
+        else:
+            sums.append(target.grad)
+            summands.append(grad)
+    if sums:
+        torch._foreach_add_(sums, summands)
+
+
+def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
+    """Adds a gradient, which may be sparse or carry a graph, in place where autograd does."""
+    known = target.grad
+    if known is None:
+        target.grad = grad
+        return
+    if not (known.requires_grad or grad.requires_grad or (known.is_sparse and not grad.is_sparse)):
+        known += grad
+        return
+    target.grad = plus(known, grad)
+    handed_out = target.variable.group.handed_out_grads  # type: ignore[attr-defined]
+    if handed_out.get(target.variable) is known:  # type: ignore[attr-defined]
+        handed_out[target.variable] = target.grad  # type: ignore[attr-defined]

@@ -1,0 +1,314 @@
+"""Gradients: who has which, how they are weighted, and when they are reduced.
+
+[Note: Lazy gradients]
+A backward pass leaves each replica's own gradient in the C++ slot of its copies, and that it did
+is noted: [Note: Silent copies]. The reduction runs at its first observation (``p.grad``,
+``optimizer.step()``: a merge point inside ``run``) or when ``run`` ends, whichever comes first;
+several backward passes before that cost one reduction. A hook never waits. What a replica has not
+yet reduced is noted per replica: with one note for all, replica 1's ``zero_grad`` would meet
+replica 0's pending reduction.
+
+Until it is reduced, a local gradient is in one of three places, and in no other:
+
+    the slot of its copy        ``pending`` names the copy, or ``Watch.find`` will
+    a bucket on its way         taken out of the slots of all replicas at once: [Note: Buckets]
+    ``deferred``                taken out of the slot under ``no_sync``
+
+There is something to reduce while any of them holds something: each alone may hold all.
+
+[Note: Shares]
+A backward pass inside ``run`` starts from each replica's own loss, the mean over its own
+examples; its gradient counts with ``weight / sum of weights`` ("mean", one device on the whole
+batch) or 1 ("sum"). A backward pass in the cross-replica context starts from the loss of the
+whole batch, so its local gradients are plain summands. Under ``no_sync`` the shares of a run are
+applied when it ends, and the summands are kept in ``deferred`` until the next reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mirror.concurrency.merge_point import MergePoint
+from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.execution.replicas import Replica
+from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.copies.variables import Variable
+from mirror.replica.gradients.arrivals import (
+    Arrivals,
+    Column,
+    accumulate,
+    are_usual,
+    common_scale,
+    local_grad,
+    plus,
+    set_local_grad,
+    take,
+    weigh,
+)
+from mirror.replica.gradients.buckets import Buckets
+from mirror.replica.gradients.deferred import Deferred
+from mirror.replica.gradients.gradient_hooks import run_hooks
+from mirror.replica.gradients.passes import watch_passes_of
+from mirror.replica.gradients.unusual import are_unusual, or_zeros, reduce_unusual
+from mirror.replica.gradients.watch import Watch
+from mirror.timeline import CROSS, REDUCTION
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+    from mirror.replica.optimizer.groups import Parameters
+
+
+class Gradients:
+    """The gradients of all mirrored parameters of a group.
+
+    Attributes:
+        watch: sees local gradients arrive.
+        pending: per replica, the copies with a local gradient, in the order of arrival.
+        unsettled: see ``Watch``.
+        deferred: per variable the replicas' summands kept back under ``no_sync``.
+        deferring: whether a ``no_sync`` is open.
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = weakref.ref(group)
+        self.watch = Watch(group.num_replicas)
+        self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
+        self._noted = (*self.pending, *self.unsettled)
+        self.deferred = Deferred()
+        self.deferring = False
+        self.buckets = Buckets(group, self.watch)
+        self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
+        self._may_be_silent = group.num_replicas > 1 and watch_passes_of(self.watch)
+        self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
+
+    def watch_closely(self, copy: ReplicaParameter) -> None:
+        """Has gradients reduced at the end of every backward pass that reaches ``copy``."""
+        if "_watched_closely" not in copy.__dict__ and copy.requires_grad:
+            copy.__dict__["_watched_closely"] = copy.watch(self._reduce_after_backward)
+
+    def _reduce_after_backward(self, copy: Tensor) -> None:
+        if copy.variable.hooks:  # type: ignore[attr-defined]
+            # Called several times in a pass; the first call leaves nothing to do for the others.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        replica: Any = current.replica
+        is_mine = replica is not None and replica.group is self._the_group()
+        self.watch.find(replica.replica_id if is_mine else None)
+        if not is_mine:
+            self.flush()
+        elif self.awaited(replica.replica_id):
+            self.observe(replica.replica_id)
+
+    def awaited(self, replica_id: int) -> bool:
+        """Whether a replica that looks at a gradient must wait for a reduction first."""
+        return bool(self.has_arrived(replica_id) or self.deferred)
+
+    def has_arrived(self, replica_id: int) -> bool:
+        """Whether backward passes have brought a replica what is not reduced."""
+        if self.unsettled[replica_id]:
+            self.watch.look_here(replica_id)
+        return bool(self.pending[replica_id] or self.buckets.on_their_way)
+
+    def _have_arrived(self) -> bool:
+        if not (self.watch.may_have_arrived or any(self._noted)):
+            return False
+        self.watch.look()
+        return any(self.pending) or bool(self.buckets.on_their_way)
+
+    def observe(self, replica_id: int) -> None:
+        """Merges the replicas of the current run and reduces what is pending."""
+        replica: Any = current.replica  # in a pass outside run it may be a custom function's
+        run = replica.run
+
+        def action(payloads: dict[int, None]) -> dict[int, None]:
+            self.settle(run.shares())
+            return payloads
+
+        run.merge(replica_id, MergePoint("the first look at the gradients", (), None, action))
+
+    def close_with_weight(self, replica: Replica) -> None:
+        """Reduces what passes have brought before a replica's weight changes, by the old one."""
+        if not self.has_arrived(replica.replica_id):
+            return
+
+        def action(payloads: dict[int, None]) -> dict[int, None]:
+            self.finish(replica.run.shares)
+            return payloads
+
+        point = MergePoint("a new weight after a backward pass", (), None, action)
+        replica.run.merge(replica.replica_id, point)
+
+    def flush(self) -> None:
+        """Reduces what backward passes in the cross-replica context left pending."""
+        if self._have_arrived() or self.deferred:
+            self.reduce(self.equal_shares())
+
+    def equal_shares(self) -> dict[int, float]:
+        """Returns the shares of backward passes in the cross-replica context."""
+        return dict.fromkeys(range(len(self.pending)), 1.0)
+
+    def settle(self, shares: Mapping[int, float]) -> None:
+        """Reduces all there is: pending gradients by ``shares``, and deferred ones."""
+        if self._have_arrived() or self.deferred:
+            self.reduce(shares)
+
+    def finish(self, shares: Callable[[], Mapping[int, float]]) -> None:
+        """Ends a run, or a stretch of the cross-replica context: reduces or defers the rest."""
+        shown = self._shown
+        if shown:
+            self._shown = []
+        if shown and any(total._version != version for total, version in shown):
+            raise StrategyError(
+                "a gradient was changed in place under no_sync, where .grad is the sum of several "
+                "parts; change gradients after no_sync, or set .grad"
+            )
+        if self._have_arrived():
+            if self.deferring:
+                self._defer(shares())
+            else:
+                self.reduce(shares())
+
+    def discard(self) -> None:
+        """Drops what is not reduced."""
+        self.buckets.discard()
+        self.watch.find()
+        for copies in self.pending:
+            for copy in copies:
+                set_local_grad(copy, None)
+        self.watch.clear()
+
+    def clear(self, parameters: Parameters) -> bool:
+        """Drops reduced gradients, if nothing is pending or deferred; returns whether it did.
+
+        Those of the current replica; of all in the cross-replica context.
+        """
+        group, replica = self._the_group(), current.replica
+        if replica is not None and replica.group is group:
+            here = replica.replica_id
+            if self.awaited(here):
+                return False
+            cleared = [parameters.targets[here]]
+        else:
+            group.check_between_runs("a gradient")
+            if self._have_arrived() or self.deferred:
+                return False
+            cleared = parameters.targets
+            if group.handed_out_grads:
+                for variable in parameters.variables:
+                    group.handed_out_grads.pop(variable, None)
+        for targets in cleared:
+            for target in targets:
+                target.grad = None
+        return True
+
+    def forget(self, variable: Variable) -> None:
+        """Drops what is pending of a variable that is gone."""
+        self._arrivals = None
+        self.buckets.forget(variable)
+        self.watch.forget(variable)
+        self.deferred.pop(variable, None)
+
+    def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
+        """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
+        self.watch.look()
+        if any(self.pending[r] for r in replicas) or self.buckets.on_their_way:
+            self.buckets.drop(variable, replicas)
+        self.deferred.drop(variable, replicas)
+
+    def local(self, variable: Variable, replica_id: int) -> Tensor | None:
+        """Returns what one replica has gathered under ``no_sync``, not reduced."""
+        parts = [
+            variable.targets[replica_id].grad,
+            self.deferred.of(variable, replica_id),
+            local_grad(variable.copies[replica_id]),
+        ]
+        present = [part for part in parts if part is not None]
+        if len(present) < 2:
+            return present[0] if present else None
+        total: Tensor = reduce(plus, present)
+        self._shown.append((total, total._version))
+        return total
+
+    @torch.no_grad()
+    def reduce(self, shares: Mapping[int, float]) -> None:
+        """Sums the local gradients, weighted by ``shares``, into every replica's ``.grad``.
+
+        A variable that only some replicas used counts zero for the others; one that none used
+        keeps its gradient, or none.
+        """
+        group = self._the_group()
+        arrivals, columns = self._take()
+        self.buckets.collect()
+        variables, targets = arrivals.variables, arrivals.targets
+        scale = None if self.deferred else common_scale(shares)
+        if scale is None:
+            scale = 1.0
+            weigh(columns, shares)
+        if self.deferred or not all(map(are_usual, columns)) or arrivals.is_complex:
+            variables, columns = self._without_unusual(variables, columns, scale)
+            targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
+        if variables:
+            group.timeline.begin(CROSS, REDUCTION, f"gradients of {len(variables)} parameters")
+            group.all_reduce_lists(columns, scale)
+            group.timeline.end(CROSS, REDUCTION)
+            run_hooks(variables, columns)
+        for mine, reduced in zip(targets, columns, strict=True):
+            accumulate(mine, reduced)
+
+    def _without_unusual(
+        self, variables: list[Variable], columns: list[Column], scale: float
+    ) -> tuple[list[Variable], list[Column]]:
+        """Reduces what no list of dense tensors can hold; fills in the zeros of the rest."""
+        variables, columns = self.deferred.take_with(variables, columns)
+        usual = []
+        for i, variable in enumerate(variables):
+            grads = [column[i] for column in columns]
+            if all(grad is None for grad in grads):
+                continue
+            if are_unusual(grads):
+                reduce_unusual(variable, grads, scale)
+            else:
+                usual.append(i)
+        filled: list[Column] = [
+            [or_zeros(column[i], variables[i], r) for i in usual]
+            for r, column in enumerate(columns)
+        ]
+        return [variables[i] for i in usual], filled
+
+    def _take(self) -> tuple[Arrivals, list[Column]]:
+        """Takes the local gradients out of their slots: the variables, one list per replica."""
+        launched = self.buckets.launched()
+        arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
+        known = self._arrivals is not None and self._arrivals.are(arrived)
+        if not known:
+            self._arrivals = Arrivals(arrived)
+        assert self._arrivals is not None
+        self.buckets.learn(self._arrivals, again=known)
+        if self.buckets.is_disordered:
+            self.buckets.forget_order()
+            self.watch.unsilence()
+        elif known and self._may_be_silent and self._arrivals.is_regular:
+            self.watch.silence(self._arrivals)
+        self.watch.clear()
+        rest = self._arrivals.after(len(launched[0]))
+        return rest, take(rest.copies)
+
+    @torch.no_grad()
+    def _defer(self, shares: Mapping[int, float]) -> None:
+        arrivals, columns = self._take()
+        self.buckets.collect()
+        weigh(columns, shares)
+        self.deferred.add(arrivals.variables, columns)
+
+    def _the_group(self) -> ReplicaGroup:
+        group = self._group()
+        assert group is not None
+        return group

@@ -1,0 +1,133 @@
+"""Parallel passes: backward passes outside ``run`` whose replicas' parts are run at once.
+
+Which passes, and why: [Note: Seams] in ``seams.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from mirror.execution.current import current, entered
+from mirror.execution.runner import Runner
+from mirror.execution.thread_state import ThreadState
+from mirror.replica.gradients.seams import Node, live_seams, parts_of
+from mirror.timeline import BACKWARD, CROSS
+
+_WHOLE_PASS = {"allow_unreachable": True, "accumulate_grad": True}  # backward, not grad
+
+
+def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Runs a backward pass in two steps, if it comes apart at seams.
+
+    Args:
+        run: starts the engine.
+        args, kwargs: what it takes for the pass.
+
+    Returns:
+        Whether the pass has been run.
+    """
+    if not live_seams or len(args) != 5 or kwargs != _WHOLE_PASS or _is_followed():
+        return False
+    outputs, grads, keep_graph, create_graph, inputs = args
+    parts = None if create_graph or inputs else parts_of(outputs)
+    if parts is None:
+        return False
+    arrived: dict[Node, Tensor | None] = {}
+
+    def note(seam: Node, grads: tuple[Tensor | None, ...]) -> None:
+        arrived[seam] = grads[0]
+
+    seams = [seam for mine in parts.seams.values() for seam in mine]
+    hooks = [seam.register_prehook(partial(note, seam)) for seam in seams]
+    ends = tuple(GradientEdge(node, 0) for node in (*parts.ends, *seams))
+    try:
+        run(outputs, grads, keep_graph, False, ends, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    parts.runner.replicas.timeline.end(CROSS, BACKWARD)
+    passes: dict[int, Callable[[], Any]] = {}
+    for r, mine in parts.seams.items():
+        reached = [seam for seam in mine if arrived.get(seam) is not None]
+        starts = tuple(GradientEdge(*seam.next_functions[0]) for seam in reached)
+        own_grads = tuple(arrived.pop(seam) for seam in reached)
+        if starts:
+            passes[r] = partial(run, starts, own_grads, keep_graph, False, (), **kwargs)
+    if passes:
+        ParallelPass(parts.runner).run(passes)
+    return True
+
+
+class ParallelPass:
+    """The second step of a pass, while it goes on."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._replicas = runner, runner.replicas
+        self._moving: set[int] = set()
+        self._replica_ids: dict[int, int] = {}  # by thread
+        self._has_stopped = threading.Condition()
+
+    def run(self, passes: dict[int, Callable[[], Any]]) -> None:
+        """Runs each replica's pass in its thread."""
+        self._moving.update(passes)
+        state = ThreadState.capture(self._replicas.device_types, len(passes))
+        tasks = {r: self._task(r, passes[r], state) for r in passes}
+        try:
+            self._runner.run_parallel_pass(self, tasks)
+        finally:
+            state.restore()
+
+    def go_alone(self) -> bool:
+        """Waits until the other replicas have stopped; ``False`` in a thread that is of none."""
+        replica_id = self._replica_ids.get(threading.get_ident())
+        if replica_id is None:
+            return False
+        self._stop(replica_id)
+        with self._has_stopped:
+            self._has_stopped.wait_for(lambda: not self._moving)
+            self._moving.add(replica_id)
+        return True
+
+    def _stop(self, replica_id: int) -> None:
+        with self._has_stopped:
+            self._moving.discard(replica_id)
+            self._has_stopped.notify_all()
+
+    def _task(
+        self, replica_id: int, run: Callable[[], Any], state: ThreadState
+    ) -> Callable[[], None]:
+        variables, strategy, timeline = copy_context(), current.strategy, self._replicas.timeline
+
+        def task() -> None:
+            self._replica_ids[threading.get_ident()] = replica_id
+            timeline.use()
+            timeline.begin(replica_id, BACKWARD)
+            try:
+                with entered(strategy, None):
+                    state.call(lambda: variables.run(run), self._replicas.devices[replica_id])
+            finally:
+                timeline.end(replica_id, BACKWARD)
+                self._stop(replica_id)
+
+        return task
+
+
+def _is_followed() -> bool:
+    """Whether something looks at the whole pass, or the thread is in another one."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return (
+        torch._C._current_graph_task_id() != -1
+        or torch.is_anomaly_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or getattr(compiled, "compiled_autograd_enabled", False)
+    )

@@ -1,0 +1,225 @@
+"""Plain variables that somebody trains beside a strategy: what tells of a forgotten scope.
+
+[Note: Plain variables]
+A variable that no strategy mirrors is one tensor for all replicas. Inside ``run`` every replica
+would add its gradient to the one ``.grad``, and every replica's optimizer would step it: N
+gradients summed, N steps for one. So a plain leaf that two replicas of one run train is an error.
+What a single replica trains is its own, made inside ``run``; of that the user is told.
+
+    where                   what is looked at
+    a backward pass in run  the leaves of its graph, in the first passes from a place in the code:
+                            the walk costs a microsecond a node, a steady step nothing
+    a step in run           what the optimizer holds
+    a step outside run      whether a strategy is there for nothing: its scope is open, or it has
+                            been used and has nothing mirrored
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.optim import Optimizer
+
+from mirror.concurrency.stack import warn_user
+from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.tensors import MirroredTensor
+
+if TYPE_CHECKING:
+    from mirror.execution.run import Run
+    from mirror.replica.group import ReplicaGroup
+
+_PASSES = 3  # of a replica from one place in the code that are looked at
+_PLACES = 1000  # in the code that are looked at
+_NODES = 20_000  # of one graph
+
+_used: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()  # when they had nothing mirrored
+_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class PlainVariables:
+    """What a group keeps to notice plain variables.
+
+    Attributes:
+        passes: the backward passes that were looked at, by place in the code and replica.
+        is_noted: whether its first use has been noted.
+        has_mirrored: whether anything has been mirrored.
+        leaves: what the replicas of a run have trained of them.
+        has_told: whether the user has been told of models made inside ``run``.
+    """
+
+    def __init__(self) -> None:
+        self.passes: dict[tuple[CodeType, int, int], int] = {}
+        self.leaves: weakref.WeakKeyDictionary[Run, PlainLeaves] = weakref.WeakKeyDictionary()
+        self.is_noted = self.has_mirrored = self.has_told = False
+
+
+class PlainLeaves:
+    """The plain leaves that the replicas of one run have trained, and which replica that was."""
+
+    __slots__ = ("_owners", "_stepped")
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[Tensor, int]] = {}  # with the leaf: an id may be used again
+        self._stepped = False
+
+    def claim(self, leaves: Iterable[Tensor], replica_id: int, what: str) -> None:
+        """Notes that a replica trains the leaves.
+
+        Raises:
+            StrategyError: another replica has trained one of them.
+        """
+        for leaf in leaves:
+            _, owner = self._owners.setdefault(id(leaf), (leaf, replica_id))
+            if owner != replica_id:
+                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+                raise StrategyError(
+                    f"a {kind} of shape {tuple(leaf.shape)} that no strategy mirrors is trained "
+                    f"by the replicas {owner} and {replica_id} of one strategy.run: {what}; make "
+                    "its module inside `with strategy.scope():`, or mirror it before with "
+                    "strategy.mirror(module)"
+                )
+
+    def claim_step(self, optimizer: Optimizer, replica_id: int) -> None:
+        """Notes that a replica steps an optimizer whose parameters are plain.
+
+        Raises:
+            StrategyError: another replica has stepped one of the parameters.
+        """
+        parameters = [p for options in optimizer.param_groups for p in options["params"]]
+        self.claim(parameters, replica_id, "they would be stepped once per replica")
+        self._stepped |= any(
+            isinstance(p, nn.Parameter) and not hasattr(p, "_copied_in_run") for p in parameters
+        )
+
+    def tell(self, group: ReplicaGroup) -> None:
+        """Warns, once per strategy, of parameters that a replica has made and trained itself."""
+        if self._stepped and not group.plain.has_told:
+            group.plain.has_told = True
+            warn_user(
+                "a model made inside strategy.run was trained there: every replica has one of its "
+                "own, with its own gradients, which nothing reduces or keeps equal; make the "
+                "model before, inside `with strategy.scope():`, or with strategy.mirror(model)"
+            )
+
+
+def tell_of_plain(group: ReplicaGroup, run: Run) -> None:
+    """Warns, once per strategy, of a model that a replica of the run has made and trained."""
+    if group.plain.leaves:
+        leaves = group.plain.leaves.get(run)
+        if leaves is not None:
+            leaves.tell(group)
+
+
+def _leaves_in(run: Run) -> PlainLeaves:
+    known = run.replicas.group.plain.leaves
+    leaves: PlainLeaves = known.setdefault(run, PlainLeaves())
+    return leaves
+
+
+def note_pass(run: Run, replica_id: int, args: Sequence[Any]) -> None:
+    """Looks at what a backward pass of a replica will accumulate into.
+
+    Raises:
+        StrategyError: into a plain leaf that another replica trains, too.
+    """
+    group = run.replicas.group
+    if len(run.active) < 2 or not group.weighted:
+        return
+    caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper
+    place = (caller.f_code, caller.f_lasti, replica_id)
+    passes = group.plain.passes
+    seen = passes.get(place, 0)
+    if seen >= _PASSES or len(passes) >= _PLACES:
+        return
+    passes[place] = seen + 1
+    inputs = args[4] if len(args) > 4 else ()
+    leaves = [leaf for leaf in inputs if isinstance(leaf, Tensor)] or _leaves_of(args[0])
+    leaves = [leaf for leaf in leaves if not isinstance(leaf, (ReplicaParameter, MirroredTensor))]
+    if leaves:
+        _leaves_in(run).claim(
+            leaves, replica_id, "their gradients would be added up, not averaged"
+        )
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Looks at a step of an optimizer that holds nothing mirrored.
+
+    Raises:
+        StrategyError: inside ``run``, of what another replica has stepped, too.
+    """
+    replica: Any = current.replica
+    if replica is not None:
+        if len(replica.run.active) > 1:
+            _leaves_in(replica.run).claim_step(optimizer, replica.replica_id)
+    elif (_used or current.strategy is not None) and optimizer not in _told:
+        idle = _idle_strategy()
+        if idle is not None and _trains_parameters(optimizer):
+            _told.add(optimizer)
+            warn_user(
+                "the parameters of this optimizer are not mirrored: they train on one device, "
+                f"and {idle} has no part in it; make the model inside `with strategy.scope():`, "
+                "or mirror it with strategy.mirror(model)"
+            )
+
+
+def note_use(group: ReplicaGroup) -> None:
+    """Notes the first use of a strategy, if it has mirrored nothing yet."""
+    if group.plain.is_noted:
+        return
+    group.plain.is_noted = True
+    if group.num_replicas > 1 and not group.plain.has_mirrored:
+        _used.add(group)
+
+
+def _idle_strategy() -> object:
+    """Returns a strategy that is meant to train, and has nothing to."""
+    if current.strategy is not None and current.strategy.num_replicas_in_sync > 1:
+        strategy: Any = current.strategy
+        group = strategy._group
+        return None if group.plain.has_mirrored or group.recorded else strategy
+    for group in list(_used):
+        if group.is_closed or group.plain.has_mirrored:
+            _used.discard(group)
+        elif not group.recorded:  # else what was made in its scope is mirrored at the next use
+            return group.strategy
+    return None
+
+
+def _trains_parameters(optimizer: Optimizer) -> bool:
+    held = (p for options in optimizer.param_groups for p in options["params"])
+    return any(isinstance(p, nn.Parameter) and p.requires_grad for p in held)
+
+
+def _leaves_of(outputs: Sequence[Any]) -> list[Tensor]:
+    """Returns the leaves of a graph that a pass accumulates into; of a huge one, some.
+
+    Not a leaf that replicas have slices of: the input, whose gradient is each one's own part.
+    """
+    leaves, seen = [], set[Any]()
+    nodes: list[Any] = [o.node if isinstance(o, GradientEdge) else o.grad_fn for o in outputs]
+    while nodes and len(seen) < _NODES:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            leaves.append(leaf)
+        following = [n for n, _ in node.next_functions]
+        if node.name() == "SliceBackward0":
+            following = [n for n in following if not _is_of_input(n)]
+        nodes += following
+    return leaves
+
+
+def _is_of_input(node: Any) -> bool:
+    leaf = getattr(node, "variable", None)
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)

@@ -1,0 +1,179 @@
+"""Watch: which copies have a local gradient that is not reduced yet, and how that is noted.
+
+[Note: Silent copies]
+A post-accumulate hook, which is ``list.append`` itself, notes each copy that gets a gradient.
+Every hook takes the GIL, in the middle of a backward pass that otherwise does without it, while
+another replica's Python wants it. So once a pass has brought the same gradients in the same order
+as the one before, those copies lose their hooks. What a pass leaves in their slots is found when
+it ends, at a look while it goes on, or at the next look after a pass outside ``run``: every pass
+begins and ends in ``passes.py``. ``pending`` lacks it until then. Buckets that fill in another
+order than the one learnt bring the hooks back, to learn it.
+
+The slot tells whether there is a gradient; ``pending`` only where to look, and in which order they
+came. A copy that stands there without one (its gradient was set, or is in a bucket) does no harm.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.gradients.arrivals import Arrivals, local_grad
+from mirror.values import are_identical
+
+if TYPE_CHECKING:
+    from mirror.replica.copies.variables import Variable
+
+
+class Watch:
+    """Sees local gradients arrive.
+
+    Attributes:
+        pending: per replica, the copies with a local gradient, in the order of arrival, less those
+            in buckets on their way.
+        unsettled: per replica, the backward passes that go on and the buckets that have some of
+            its gradients on their way: while there are any, ``pending`` does not tell all.
+        may_have_arrived: whether a pass outside ``run`` has to be looked after.
+        lock: held while ``pending`` loses or changes entries that others may want, too.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in range(num_replicas))
+        self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
+        self._passes: tuple[list[object], ...] = tuple([] for _ in self.pending)
+        self.may_have_arrived = False
+        self.lock = threading.Lock()
+        self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
+        self._silent_order: Arrivals | None = None  # in which the last ones came that lost hooks
+        self._num_passes = [0] * num_replicas  # inside run, since the last reduction
+
+    def add(self, copy: ReplicaParameter) -> None:
+        """Has the arrival of every local gradient of ``copy`` noted, once it requires any."""
+        if "_watched" not in copy.__dict__ and copy.requires_grad:
+            copy.__dict__["_watched"] = copy.watch(self.pending[copy.replica_id].append)
+
+    # Passes
+
+    def begin_pass(self, replica_id: int | None, *, within: bool) -> object:
+        """Notes that a backward pass begins; returns what ``end_pass`` takes.
+
+        Args:
+            replica_id: whose pass it is; ``None`` for one outside ``run``.
+            within: whether another pass of the same thread goes on.
+        """
+        this = object()
+        if replica_id is None:
+            for passes in (*self.unsettled, *self._passes):
+                passes.append(this)
+            return this
+        self.unsettled[replica_id].append(this)
+        self._passes[replica_id].append(this)
+        if not within:
+            with self.lock:
+                self._num_passes[replica_id] += 1
+        return this
+
+    def end_pass(self, this: object, replica_id: int | None) -> None:
+        """Notes that a backward pass has ended, and what it has brought."""
+        if replica_id is None:
+            for passes in (*self.unsettled, *self._passes):
+                passes.remove(this)
+            self.may_have_arrived = True  # looked for when the strategy is used next
+            return
+        self.unsettled[replica_id].remove(this)
+        self._passes[replica_id].remove(this)
+        self.find(replica_id)
+
+    def may_be_in_second_pass(self) -> bool:
+        """Whether a replica that others have not caught up with may be writing to its slots."""
+        return max(self._num_passes) > 1
+
+    # What has arrived
+
+    def look(self) -> None:
+        """Finds what passes outside ``run``, or passes that go on, have brought."""
+        if self.may_have_arrived or any(self._passes):
+            self.may_have_arrived = False
+            self.find()
+
+    def look_here(self, replica_id: int) -> None:
+        """Finds what a replica's pass that goes on has brought."""
+        if self._passes[replica_id]:
+            self.find(replica_id)
+
+    def find(self, replica_id: int | None = None) -> None:
+        """Notes what has come to copies without hooks, of one replica or of all."""
+        for r in range(len(self.pending)) if replica_id is None else (replica_id,):
+            pending, silent = self.pending[r], self._silent[r]
+            if silent:
+                with self.lock:
+                    found = [copy for copy in silent if local_grad(copy) is not None]
+                    if found or pending:
+                        others = [copy for copy in pending if "_is_silent" not in copy.__dict__]
+                        pending[:] = [*found, *others]
+
+    def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
+        """Whether these have arrived first on every replica; the slots tell of silent ones."""
+        return all(
+            "_is_silent" in copies[-1].__dict__ or are_identical(pending[: len(copies)], copies)
+            for pending, copies in zip(self.pending, order, strict=True)
+        )
+
+    def strike(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
+        """Strikes each replica's copies off once, whose gradients were taken; wants the lock.
+
+        What came again meanwhile, from another pass, stays.
+        """
+        for pending, copies in zip(self.pending, taken, strict=True):
+            if are_identical(pending[: len(copies)], copies):
+                del pending[: len(copies)]
+                continue
+            first = {id(copy): i for i, copy in reversed(list(enumerate(pending)))}
+            places = (first[id(copy)] for copy in copies if id(copy) in first)
+            for i in sorted(places, reverse=True):  # others may append meanwhile
+                del pending[i]
+
+    def clear(self) -> None:
+        """Strikes all off: it was taken."""
+        for copies in self.pending:
+            copies.clear()
+        self._num_passes = [0] * len(self.pending)
+
+    def forget(self, variable: Variable) -> None:
+        """Strikes off a variable that is gone. A garbage collection may come here: no lock."""
+        self._silent_order = None
+        self._silent = [_without(variable, silent) for silent in self._silent]
+        for copies in self.pending:
+            for i in reversed(range(len(copies))):  # others may append meanwhile
+                if copies[i].variable is variable:
+                    del copies[i]
+
+    # Hooks
+
+    def silence(self, arrivals: Arrivals) -> None:
+        """Does without the hooks of copies whose gradients come in a known order."""
+        if arrivals is self._silent_order:
+            return
+        self._silent_order = arrivals
+        for r, copies in enumerate(arrivals.copies):
+            for copy in copies:
+                watch: Any = copy.__dict__["_watched"]
+                watch.remove()
+                copy.__dict__["_is_silent"] = True
+            older = [copy for copy in self._silent[r] if copy.variable not in arrivals.variables]
+            self._silent[r] = [*copies, *older]
+
+    def unsilence(self) -> None:
+        """Gives all copies their hooks back, to learn another order."""
+        silent, self._silent = self._silent, [[] for _ in self._silent]
+        self._silent_order = None
+        for copy in chain(*silent):
+            del copy.__dict__["_is_silent"], copy.__dict__["_watched"]
+            self.add(copy)  # one that is frozen now has it back when it is not any more
+
+
+def _without(variable: Variable, copies: Iterable[ReplicaParameter]) -> list[ReplicaParameter]:
+    return [copy for copy in copies if copy.variable is not variable]

@@ -1,0 +1,1 @@
+"""Arguments and outputs of a split call: the replicas' parts, and these joined again."""

@@ -1,0 +1,263 @@
+"""The arguments of a split call: a part for each replica, of all that can be changed its own.
+
+[Note: Arguments that forward changes]
+Every replica is handed a part of its own of all that can be changed, and what it has done to that
+is joined into the caller's object, as outputs are joined. So a cache, a list or a dict that is
+passed, filled and passed again is what one device would have made of it:
+
+    an argument                                 a replica gets
+    tensor or array, batched                    its rows: a view where it is on the device
+    tensor, not batched                         a copy, if it is small and needs no gradient
+    list, dict, set, deque, dataclass           a copy, with its part of what is inside
+    object that is data (a key-value cache)     a copy, with its part of what is inside
+    PerReplica                                  its part
+    num_items_in_batch                          its share, see below
+    anything else: a module, a function         the object itself
+
+When all have returned, each copy is compared with what was handed out: the contents by identity,
+tensors by version. How changes are joined: ``joiner.py``. What cannot be joined is an error that
+names the argument, and then the caller's objects are as they were; so is a change of an object
+that all share. Iterators, which every replica would consume, are refused.
+
+``num_items_in_batch`` is what transformers calls the number of target tokens of the whole batch,
+by which a model divides a sum. Outputs of replicas are averaged by examples; with its share by
+examples, ``items * size / num_examples``, each replica's summand comes out exactly, however the
+tokens are spread, and a mean that is added to it (an auxiliary loss) stays a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from mirror.errors import BatchError, StrategyError
+from mirror.replica.joining.contents import (
+    IMMUTABLE,
+    contents_of,
+    fill,
+    held_by,
+    is_consumed,
+    is_data,
+    is_leaf,
+    is_object,
+    mapped,
+    shell_of,
+)
+from mirror.replica.tensors import MirroredTensor
+from mirror.values import ABSENT, PerReplica, is_number
+
+# Larger tensors that are not batched are shared by replicas: a change of one is refused.
+_MOST_COPIED_BYTES = 2**20
+_COUNT = "num_items_in_batch"
+_MOST_DESCRIBED = 12
+
+
+class Split:
+    """How one call is split.
+
+    Attributes:
+        active: the replicas that take part.
+        num_examples: of the whole batch; ``None`` for a call that one replica makes whole.
+    """
+
+    __slots__ = ("active", "devices", "num_examples", "sizes", "starts")
+
+    def __init__(
+        self, sizes: Sequence[int], devices: Sequence[torch.device], num_examples: int | None
+    ) -> None:
+        self.sizes = sizes
+        self.starts = list(accumulate(sizes, initial=0))
+        self.devices = devices
+        self.num_examples = num_examples
+        self.active = [r for r, size in enumerate(sizes) if size] or [0]
+
+    def is_batched(self, value: Any) -> bool:
+        """Whether a tensor or array is split: it has the examples as its first dimension."""
+        shape = value.shape
+        return len(shape) > 0 and bool(shape[0] == self.num_examples)
+
+
+class Part:
+    """What one replica is handed of the arguments.
+
+    Attributes:
+        own: by ``id`` of what the caller passed, that and what the replica has in its place.
+        given: objects of the caller's, their copies, and what those held when handed out.
+        tensors: tensors of the caller's, the replica's, and the versions of those.
+        shared: objects that all replicas have, and what they held.
+        has_share: whether a ``num_items_in_batch`` was among them.
+    """
+
+    __slots__ = ("given", "has_share", "own", "replica_id", "shared", "split", "tensors")
+
+    def __init__(self, split: Split, replica_id: int) -> None:
+        self.split = split
+        self.replica_id = replica_id
+        self.own: dict[int, tuple[Any, Any]] = {}
+        self.given: list[tuple[Any, Any, dict[Any, Any]]] = []
+        self.tensors: list[tuple[Tensor, Tensor, int]] = []
+        self.shared: list[tuple[Any, dict[Any, Any]]] = []
+        self.has_share = False
+
+    def of_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the replica's arguments; ``names`` are those of the positional parameters."""
+        own = [self.of(value) for value in args]
+        if _COUNT in names and names.index(_COUNT) < len(own):
+            own[names.index(_COUNT)] = self._share(args[names.index(_COUNT)])
+        return tuple(own), {key: self._of_entry(key, value) for key, value in kwargs.items()}
+
+    def of(self, value: Any) -> Any:
+        """Returns the replica's part of a value, the same one for the same object.
+
+        Raises:
+            BatchError: a PackedSequence, or a PerReplica without a part for this replica.
+            StrategyError: an iterator.
+        """
+        kind = type(value)
+        if kind in IMMUTABLE:
+            return value
+        key = id(value)
+        if key in self.own:
+            return self.own[key][1]
+        if isinstance(value, Tensor):
+            part: Any = self._of_tensor(value)
+        elif is_leaf(value):
+            part = self._of_leaf(value)
+        else:
+            return self._of_contents(value)
+        self.own[key] = value, part
+        return part
+
+    def _of_contents(self, value: Any) -> Any:
+        if isinstance(value, PackedSequence):
+            raise BatchError(
+                "a PackedSequence cannot be split over the replicas, its examples are "
+                "interleaved; pass the padded tensor and its lengths, and pack inside forward"
+            )
+        if is_consumed(value):
+            raise StrategyError(
+                f"an iterator ({type(value).__name__}) cannot be an argument of a split call: "
+                "every replica would take from it what the others then miss; pass a list or a "
+                "tensor, or call the module inside strategy.run"
+            )
+        key = id(value)
+        if isinstance(value, tuple):
+            part = mapped(value, self.of)
+            self.own[key] = value, part
+        elif is_object(value) and not is_data(value):
+            self.own[key] = value, value
+            self.shared.append((value, held_by(value)))
+            part = value
+        else:
+            part = shell_of(value)
+            self.own[key] = value, part  # first: it may hold itself
+            contents = {k: self._of_entry(k, child) for k, child in contents_of(value).items()}
+            fill(part, contents)
+            self.given.append((value, part, contents))
+        return part
+
+    def _of_entry(self, key: Any, value: Any) -> Any:
+        return self._share(value) if key == _COUNT else self.of(value)
+
+    def _share(self, items: Any) -> Any:
+        split = self.split
+        is_count = is_number(items) or (isinstance(items, Tensor) and items.dim() == 0)
+        if not is_count or not split.num_examples or len(split.active) == 1:
+            return self.of(items)
+        self.has_share = True
+        return self.of(items) * (split.sizes[self.replica_id] / split.num_examples)
+
+    def _of_leaf(self, value: Any) -> Any:
+        if isinstance(value, PerReplica):
+            part = value.values[self.replica_id] if self.replica_id < len(value.values) else ABSENT
+            if part is ABSENT:
+                raise BatchError(
+                    f"a PerReplica among the arguments has no part for replica {self.replica_id},"
+                    f" which has {self.split.sizes[self.replica_id]} of the examples; it came out "
+                    "of a smaller batch: begin anew with every batch of another size"
+                )
+            return part
+        if isinstance(value, np.ndarray) and self.split.is_batched(value):
+            start = self.split.starts[self.replica_id]
+            return value[start : start + self.split.sizes[self.replica_id]]
+        return value
+
+    def _of_tensor(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, MirroredTensor) or tensor.is_meta:
+            return tensor
+        split, device = self.split, self.split.devices[self.replica_id]
+        if split.is_batched(tensor):
+            # narrow, not split: a single view may be changed in place under autograd.
+            start, size = split.starts[self.replica_id], split.sizes[self.replica_id]
+            view = tensor.narrow(0, start, size)
+            part = view.to(device)
+            if part is view:
+                return view
+        elif len(split.active) > 1 and _is_copied(tensor):
+            # Not in the caller's inference mode, so that it has a version.
+            with torch.inference_mode(False), torch.no_grad():
+                part = tensor.to(device, copy=True)
+        else:
+            part = tensor.to(device)
+        if not part.is_inference():
+            self.tensors.append((tensor, part, part._version))
+        return part
+
+
+def must_move(value: Any, device: torch.device) -> bool:
+    """Whether a call on ``device`` needs copies of what it is given, to bring tensors there."""
+    found, seen = [value], set[int]()
+    while found:
+        value = found.pop()
+        if isinstance(value, Tensor):
+            is_elsewhere = value.device != device and not value.is_meta
+            if is_elsewhere and not isinstance(value, MirroredTensor):
+                return True
+        elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
+            seen.add(id(value))
+            if not is_object(value) or is_data(value):
+                found += contents_of(value).values()
+    return False
+
+
+def describe(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns which argument went as which parts, for errors."""
+    went, whole = [], []
+    named = [(f"argument {key!r}", value) for key, value in (*enumerate(args), *kwargs.items())]
+    for path, tensor in _tensors_of(named):
+        shape = tuple(tensor.shape)
+        if split.is_batched(tensor):
+            parts = ", ".join(str((split.sizes[r], *shape[1:])) for r in split.active)
+            went.append(f"{path} of shape {shape} went as {parts}")
+        elif shape:
+            whole.append(f"{path} of shape {shape}")
+    text = "; ".join(went[:_MOST_DESCRIBED])
+    if whole:
+        text += f"; whole, to every replica, went {', '.join(whole[:_MOST_DESCRIBED])}"
+    return text
+
+
+def _tensors_of(named: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name, value in named:
+        if isinstance(value, (Tensor, np.ndarray)):
+            yield name, value
+        elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
+            seen.add(id(value))
+            if not is_object(value) or is_data(value):
+                children = contents_of(value).items()
+                yield from _tensors_of([(f"{name}[{key!r}]", child) for key, child in children])
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    if type(tensor) is not Tensor or tensor.requires_grad or tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() * tensor.element_size() <= _MOST_COPIED_BYTES

@@ -1,0 +1,377 @@
+"""Joining what the replicas of a split call leave: their outputs, and changed arguments.
+
+    the replicas leave                             joined
+    tensors, first dimension their examples        their concatenation
+    0-d floating tensors                           the whole batch's, see scalar_outputs.py
+    equal numbers, strings; one object, or tensor  that
+    equal sizes, without a dimension of examples   that
+    their copies of an argument                    the argument
+    objects that are data, with tensors inside     one with its attributes joined
+    anything else                                  PerReplica
+
+In an argument that has been changed, values are joined in the same way, equal tensors too, and:
+
+    a list that has grown by as many as examples   what was added, one replica after the other
+    a list that has grown by equally many          entry by entry
+    a dict or object                               key by key; a key of one replica alone is taken
+    a set                                          what any has added, without what any has removed
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mirror.concurrency.stack import warn_user
+from mirror.errors import StructureError
+from mirror.replica.gradients.seams import sewn
+from mirror.replica.joining.arguments import Part
+from mirror.replica.joining.contents import (
+    IMMUTABLE,
+    contents_of,
+    fill,
+    is_consumed,
+    is_data,
+    is_leaf,
+    is_object,
+    shell_of,
+)
+from mirror.replica.joining.scalar_outputs import Undecided, Weights, joined_value, weights_of
+from mirror.values import ABSENT, PerReplica, is_number, map_structure, rebuild_node
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+_MISSING: Any = object()
+_warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
+
+
+class _NotJoined(Exception):
+    """Parts that are not one value together."""
+
+
+class Joiner:
+    """Joins values of the replicas that ran.
+
+    Args:
+        sizes: every replica's number of examples, 0 for one that sat out.
+        ids: the replicas that ran.
+        parts: what they were handed, for values of a split call.
+        module: what was called, for its outputs.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        sizes: Sequence[float],
+        ids: Sequence[int],
+        parts: Sequence[Part] = (),
+        module: nn.Module | None = None,
+    ) -> None:
+        self._group = group.runner
+        self._sizes = sizes
+        self._ids = ids
+        self._parts = parts
+        self._module = module
+        self._home = group.devices[0]
+        self._counts = [sizes[r] for r in ids]
+        self._total = sum(self._counts)
+        self._origins: list[dict[int, Any]] | None = None  # by id of a replica's copy
+        self._made: dict[int, Any] = {}
+        self._is_new = False  # whether an object is joined that no argument is or holds
+
+    def output(self, *parts: Any) -> Any:
+        """Joins one leaf of the outputs."""
+        first = parts[0]
+        if len(parts) > 1 and parts[1] is first and all(part is first for part in parts):
+            return self._origin_of(parts, first)
+        if False not in [isinstance(part, Tensor) for part in parts]:
+            tensor = self._tensor(parts)
+            if tensor is not None:
+                return tensor
+        elif (len(parts) == 1 and not is_object(first)) or _are_equal(parts):
+            return self._origin_of(parts, first)
+        elif isinstance(first, torch.Size) and self._is_of_no_part(parts):
+            return first
+        elif self._parts and is_object(first):
+            origin = self._origin_of(parts, _MISSING)
+            if origin is not _MISSING:
+                return origin
+            self._is_new = True
+            try:
+                return self.joined(parts)
+            except _NotJoined:
+                pass
+            finally:
+                self._is_new = False
+        return self.apart(parts)
+
+    def entry(self, parts: Sequence[Any], before: Any = None) -> Any:
+        """Joins one entry of an argument, which was ``before``."""
+        if _stays_whole(parts, before) and not self._parts[0].split.is_batched(before):
+            value = self.unsplit(parts)
+            return self.apart(parts) if value is None else value
+        try:
+            return self.joined(parts)
+        except _NotJoined:
+            return self.apart(parts)
+
+    def of_some(self, which: Sequence[int], parts: Sequence[Any]) -> Any:
+        """Joins an entry that only some of those that ran have made, ``which`` by position."""
+        if len(which) == len(self._ids):
+            return self.entry(parts)
+        split = isinstance(parts[0], Tensor) and parts[0].shape[:1] == (self._counts[which[0]],)
+        if len(which) == 1 and not split:
+            return self.at_home(parts[0])
+        return self.apart(parts, [self._ids[i] for i in which])
+
+    def unsplit(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """Joins tensors of which none has a dimension of examples; ``None``: they differ."""
+        here = [part.to(self._home) for part in parts]
+        if all(part.shape == here[0].shape and torch.equal(part, here[0]) for part in here):
+            return here[0]
+        if self._total and here[0].dim() == 0 and here[0].is_floating_point():
+            return weighted_mean(here, self._counts)
+        return None
+
+    def apart(self, parts: Sequence[Any], ids: Sequence[int] | None = None) -> PerReplica[Any]:
+        """Returns the parts as they are."""
+        values: list[Any] = [ABSENT] * len(self._sizes)
+        for replica_id, part in zip(self._ids if ids is None else ids, parts, strict=True):
+            values[replica_id] = part
+        return PerReplica(values, weights=self._sizes)._left_apart(bool(self._parts))
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Returns the value that the parts are together.
+
+        Raises:
+            _NotJoined: they are none.
+        """
+        first = parts[0]
+        origin = self._origin_of(parts, _MISSING)
+        if origin is not _MISSING:
+            return origin
+        if len(parts) > 1 and all(part is first for part in parts):
+            return first
+        if any(isinstance(part, Tensor) for part in parts):
+            return self._equal_or_joined(parts)
+        if any(type(part) is not type(first) for part in parts):
+            raise _NotJoined
+        if is_leaf(first) or is_consumed(first) or isinstance(first, frozenset):
+            return self._leaf(parts)
+        if id(first) not in self._made:
+            self._made[id(first)] = self._holder(parts)
+        return self._made[id(first)]
+
+    def concatenated(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns the entries of all parts, one replica after the other."""
+        return [self.at_home(entry) for part in parts for entry in part]
+
+    def at_home(self, value: Any) -> Any:
+        """Returns one replica's value on the first replica's device."""
+        return value.to(self._home) if isinstance(value, Tensor) else value
+
+    def are_sizes(self, numbers: Sequence[Any]) -> bool:
+        """Whether these are the numbers of examples of those that ran."""
+        return list(numbers) == self._counts
+
+    def are_per_example(self, parts: Sequence[Sequence[Any]]) -> bool:
+        """Whether replicas have an entry for each of their examples, and not for each step."""
+        if [len(part) for part in parts] != self._counts:
+            return False
+        if len(set(self._counts)) > 1:
+            return True
+        entries = [entry for part in parts for entry in part]
+        # Tensors are as likely those of every layer.
+        of_numbers = all(is_leaf(e) and not isinstance(e, Tensor) for e in entries)
+        return of_numbers and self._counts[0] > 1
+
+    def are_as_many(self, parts: Sequence[Sequence[Any]]) -> bool:
+        """Whether replicas have as many entries as they have examples, more than one."""
+        return [len(part) for part in parts] == self._counts and max(self._counts) > 1
+
+    def added(self, parts: Sequence[Any], num_added: int) -> Any:
+        """Joins one of the entries that a list has got."""
+        is_any = num_added == 1 and set(self._counts) == {1} and len(parts) > 1
+        if is_any and is_leaf(parts[0]) and not isinstance(parts[0], Tensor):
+            return self.apart(parts)  # of every example, or of the call: nothing tells
+        return self.entry(parts)
+
+    def _tensor(self, parts: Sequence[Tensor]) -> Tensor | None:
+        if _are_batched(parts, self._counts):
+            here = [part.to(self._home) for part in sewn(self._group, self._ids, parts)]
+            return here[0] if len(here) == 1 else torch.cat(here)
+        if self._total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
+            here = [part.to(self._home) for part in sewn(self._group, self._ids, parts)]
+            weights = self._weights_of(parts)
+            if weights is None:
+                return weighted_mean(here, self._counts)
+            return joined_value(here, weights)
+        return None
+
+    def _weights_of(self, parts: Sequence[Tensor]) -> Weights | None:
+        """Returns what 0-d outputs count with; ``None``: as their examples."""
+        if self._module is None or len(parts) == 1:
+            return None
+        try:
+            return weights_of(parts, self._counts, any(part.has_share for part in self._parts))
+        except Undecided as why:
+            _warn_once(type(self._module), str(why))
+            return None
+
+    def _equal_or_joined(self, parts: Sequence[Any]) -> Tensor:
+        if not all(isinstance(part, Tensor) for part in parts):
+            raise _NotJoined
+        tensor = self._tensor(parts)
+        if tensor is not None:
+            return tensor
+        first: Tensor = parts[0].to(self._home)
+        for part in parts[1:]:
+            if part.shape != first.shape or part.dtype != first.dtype or part.requires_grad:
+                raise _NotJoined
+            if not torch.equal(part.to(self._home), first):
+                raise _NotJoined
+        return first
+
+    def _leaf(self, parts: Sequence[Any]) -> Any:
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        if isinstance(first, np.ndarray):
+            if _are_batched(parts, self._counts):
+                return np.concatenate(parts)
+            if all(np.array_equal(part, first) for part in parts):
+                return first
+            raise _NotJoined
+        if isinstance(first, PerReplica):
+            raise _NotJoined
+        if isinstance(first, torch.Size) and not self._is_of_no_part(parts):
+            raise _NotJoined
+        if self._is_new and type(first) is int and self.are_sizes(parts):
+            raise _NotJoined
+        if all(type(part) is type(first) and bool(part == first) for part in parts):
+            return first
+        raise _NotJoined
+
+    def _is_of_no_part(self, sizes: Sequence[Any]) -> bool:
+        """Whether these are all one torch.Size, and none of its dimensions is of examples."""
+        if any(type(size) is not torch.Size or size != sizes[0] for size in sizes):
+            return False
+        return not any(self.are_sizes(dimension) for dimension in zip(*sizes, strict=True))
+
+    def _holder(self, parts: Sequence[Any]) -> Any:
+        first = parts[0]
+        if is_object(first) and not is_data(first):
+            if len(parts) == 1:
+                return first
+            raise _NotJoined
+        held = [contents_of(part) for part in parts]
+        if isinstance(first, set):
+            return set[Any]().union(*held)
+        if any(one.keys() != held[0].keys() for one in held):
+            if isinstance(first, (list, deque)) and self.are_per_example(parts):
+                return fill(shell_of(first), dict(enumerate(self.concatenated(parts))))
+            raise _NotJoined
+        if isinstance(first, tuple):
+            return rebuild_node(first, self._by_key(held))
+        shell = self._made[id(first)] = shell_of(first)
+        return fill(shell, self._by_key(held))
+
+    def _by_key(self, held: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+        return {key: self.joined([one[key] for one in held]) for key in held[0]}
+
+    def _origin_of(self, parts: Sequence[Any], default: Any) -> Any:
+        """Returns the argument of the caller's of which the parts are the replicas' copies."""
+        if not self._parts or type(parts[0]) in IMMUTABLE:
+            return default
+        if self._origins is None:
+            self._origins = [
+                {id(own): value for value, own in part.own.values()} for part in self._parts
+            ]
+        first = self._origins[0].get(id(parts[0]), _MISSING)
+        if first is _MISSING or isinstance(first, PerReplica):
+            return default
+        pairs = zip(self._origins, parts, strict=True)
+        return first if all(o.get(id(p), _MISSING) is first for o, p in pairs) else default
+
+
+def join_outputs(
+    group: ReplicaGroup,
+    results: dict[int, Any],
+    sizes: Sequence[float],
+    parts: Sequence[Part] = (),
+    module: nn.Module | None = None,
+) -> Any:
+    """Joins the replicas' outputs into what one device would have returned.
+
+    Tensors whose first dimension is the replica's number of examples are concatenated, 0-d
+    floating ones become the example-weighted mean (or what their graphs tell, of a split call),
+    equal other leaves stay; the rest becomes PerReplica. Differentiable.
+
+    Args:
+        parts: what the replicas were handed, of a split call. Its arguments come out as
+            themselves, and objects that hold the batch are joined, too.
+        module: what the split call was of.
+
+    Raises:
+        StructureError: the replicas' outputs differ in structure.
+    """
+    joiner = Joiner(group, sizes, list(results), parts, module)
+    try:
+        return map_structure(joiner.output, *results.values())
+    except StructureError as error:
+        raise StructureError(
+            f"the replicas' outputs of a split call differ in structure: {error}; return the same "
+            "structure for every part of a batch"
+        ) from None
+
+
+def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Returns the mean of tensors of one shape and device. Differentiable."""
+    total = sum(weights)
+    terms = [part * (weight / total) for part, weight in zip(parts, weights, strict=True)]
+    return sum(terms[1:], start=terms[0])
+
+
+def _warn_once(kind: type[nn.Module], what: str) -> None:
+    known = _warned.setdefault(kind, set())
+    if what in known:
+        return
+    known.add(what)
+    warn_user(
+        f"a 0-d output of {kind.__name__} is averaged over the parts of the batch by their "
+        f"numbers of examples, which is exact for a mean over examples; what came is {what}, and "
+        "the result is not what one device gives. Return one value per example, or compute the "
+        "loss outside the model; the number by which a sum is divided can be passed as "
+        "num_items_in_batch, the whole batch's"
+    )
+
+
+def _stays_whole(parts: Sequence[Any], before: Any) -> bool:
+    """Whether tensors have taken the place of one like them that has something in it."""
+    if not isinstance(before, Tensor) or not before.dim() or not before.numel():
+        return False
+    shape = before.shape
+    return all(
+        isinstance(p, Tensor) and p.dim() == len(shape) and p.shape[0] == shape[0] for p in parts
+    )
+
+
+def _are_batched(parts: Sequence[Any], counts: Sequence[float]) -> bool:
+    rest = parts[0].shape[1:]
+    for part, count in zip(parts, counts, strict=True):
+        shape = part.shape
+        if not shape or shape[0] != count or shape[1:] != rest:
+            return False
+    return True
+
+
+def _are_equal(parts: Sequence[Any]) -> bool:
+    plain = all(is_number(part) or isinstance(part, (str, bytes)) for part in parts)
+    return plain and all(type(p) is type(parts[0]) and bool(p == parts[0]) for p in parts)

@@ -1,0 +1,266 @@
+"""The terms of a 0-d value, and what its autograd graph tells about each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.tensors import MirroredTensor
+
+Shape = tuple[int, ...]
+
+_MOST_NODES = 1000
+_MOST_BELOW = 32  # nodes below a reduction
+_PASSED = frozenset("Alias Clone Neg Permute T ToCopy Transpose".split())
+_RESHAPED = frozenset("View UnsafeView Squeeze Unsqueeze ReshapeAlias Expand".split())
+_ELEMENTWISE = frozenset(
+    "Abs Add Clamp ClampMax ClampMin Clone Div Exp Log MaskedFill Mul Neg Pow Relu Rsub Sigmoid "
+    "Softplus Sqrt Sub Tanh ToCopy Where".split()
+)
+_LINEAR = _PASSED | _RESHAPED | frozenset("Div MaskedFill Mul Where".split())
+_PRODUCTS = frozenset("Mm Bmm T Transpose Permute".split())
+CHOICES = frozenset("Index MaskedSelect".split())
+_NONLINEAR = frozenset(
+    "Abs Bmm Clamp ClampMax ClampMin Dot Exp LinalgVectorNorm Log Logsumexp Max Min Norm Pow Relu "
+    "Sqrt Std Var".split()
+)
+_OF_PARAMETERS = _NONLINEAR | frozenset("Mean Select Slice Stack Sum".split())
+
+
+class Untold(Exception):
+    """The nodes do not tell."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of one replica's value.
+
+    Attributes:
+        kind: "same", "constant", "mean", "sum", "cross entropy", or what cannot be joined.
+        shape: of what is reduced.
+        node: which reduces it.
+        factors: whether it is divided by a number or multiplied, and that.
+    """
+
+    kind: str
+    shape: Shape = ()
+    node: Any = None
+    factors: tuple[tuple[bool, Any], ...] = ()
+
+
+def terms_of(root: Any) -> Iterator[Term]:
+    found: list[tuple[Any, tuple[tuple[bool, Any], ...]]] = [(root, ())]
+    seen = 0
+    while found:
+        node, factors = found.pop()
+        seen += 1
+        if seen > _MOST_NODES:
+            raise Untold
+        if node is None:
+            yield Term("constant")
+            continue
+        name, inputs = _name(node), [following for following, _ in node.next_functions]
+        if name in ("Add", "Sub", "Rsub"):
+            found += [(following, factors) for following in inputs]
+        elif name in _PASSED or (name in _RESHAPED and math.prod(node._saved_self_sym_sizes) == 1):
+            found.append((inputs[0], factors))
+        elif name in ("Mean", "Sum") and _is_stack_of_scalars(inputs[0]):
+            found += [(following, factors) for following, _ in inputs[0].next_functions]
+        elif name in ("Mul", "Div"):
+            yield from _of_product(node, name == "Div", inputs, factors, found)
+        else:
+            term = _of_reduction(node, name, inputs)
+            within = _factors_within(inputs[0]) if term.kind in ("mean", "sum") else ()
+            yield replace(term, factors=(*factors, *within))
+
+
+def _of_product(
+    node: Any, is_div: bool, inputs: list[Any], factors: Any, found: list[Any]
+) -> Iterator[Term]:
+    if len(inputs) == 1 or inputs[1] is None:
+        found.append((inputs[0], (*factors, (is_div, saved(node, "other")))))
+    elif inputs[0] is None and not is_div:
+        found.append((inputs[1], (*factors, (False, saved(node, "self")))))
+    elif _is_same(inputs[1]):
+        found.append((inputs[0], factors))
+    elif not is_div and _is_same(inputs[0]):
+        found.append((inputs[1], factors))
+    else:
+        yield Term("a product or quotient of numbers that all come from the batch")
+
+
+def _is_stack_of_scalars(node: Any) -> bool:
+    return _name(node) == "Stack" and len(node._input_metadata[0].shape) == 1
+
+
+def _factors_within(node: Any) -> Iterator[tuple[bool, Any]]:
+    """Yields the numbers by which what is reduced is multiplied or divided, all of it."""
+    for _ in range(_MOST_BELOW):
+        name = _name(node)
+        inputs = [following for following, _ in node.next_functions] if node else []
+        graphs = [following for following in inputs if following is not None]
+        if len(graphs) != 1 or name not in _LINEAR | {"Sum"}:
+            return
+        if name in ("Mul", "Div") and (inputs[0] is not None or name == "Mul"):
+            other = saved(node, "other" if inputs[0] is not None else "self")
+            if not isinstance(other, Tensor) or other.dim() == 0:
+                yield name == "Div", other
+        node = graphs[0]
+
+
+def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
+    if name == "AccumulateGrad":
+        if _is_parameter(node.variable):
+            return Term("same")
+        raise Untold
+    if name in ("Mean", "Sum"):
+        return Term(name.lower(), tuple(node._saved_self_sym_sizes), node)
+    if name.startswith("NllLoss") and node._saved_reduction == 1:
+        return Term("cross entropy", node=node)
+    if "Loss" in name or "CrossEntropy" in name:
+        reduction = node._saved_reduction
+        if reduction in (1, 2) and inputs[0] is not None:
+            return Term("mean" if reduction == 1 else "sum", _shape(node, 0), node)
+    elif name in _NONLINEAR:
+        if _is_same(node):
+            return Term("same")
+        return Term(f"what {name.lower()} makes of the part")
+    raise Untold
+
+
+def _is_same(node: Any) -> bool:
+    """Whether a 0-d value is one of parameters alone."""
+    return node is not None and is_of_parameters(node, also=_OF_PARAMETERS)
+
+
+def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
+    """Whether what a node reduces is made of parameters, elementwise or by products."""
+    if _name(node) == "AccumulateGrad":
+        return _is_parameter(node.variable)
+    found = [node]
+    for seen in range(_MOST_BELOW):
+        if not found:
+            return True
+        below = found.pop()
+        name = _name(below)
+        if name == "AccumulateGrad":
+            if not _is_parameter(below.variable):
+                return False
+            continue
+        if seen and name not in _ELEMENTWISE | _PRODUCTS | _RESHAPED | also:
+            return False
+        inputs = [(i, following) for i, (following, _) in enumerate(below.next_functions)]
+        for i, following in inputs:
+            if following is not None:
+                found.append(following)
+                # A larger result is one of something else, too.
+                if len(inputs) > 1 and name in _ELEMENTWISE:
+                    if _shape(below, i) != tuple(below._input_metadata[0].shape):
+                        return False
+            elif name in _PRODUCTS or hasattr(below, "_saved_reduction"):
+                return False
+    return False
+
+
+def _is_parameter(leaf: Tensor) -> bool:
+    return isinstance(leaf, (ReplicaParameter, MirroredTensor))
+
+
+def _below(term: Term) -> Iterator[Any]:
+    """Yields the nodes that lead to what a term reduces, elementwise, and the first other one."""
+    if term.node is None:
+        return
+    found = [following for following, _ in term.node.next_functions[:1] if following is not None]
+    for _ in range(_MOST_BELOW):
+        if not found:
+            return
+        node = found.pop()
+        yield node
+        if _name(node) in _ELEMENTWISE | _RESHAPED:
+            found += [following for following, _ in node.next_functions if following is not None]
+
+
+def names_below(term: Term) -> set[str]:
+    return {_name(node) for node in _below(term)}
+
+
+def views_below(term: Term) -> Iterator[Shape]:
+    for node in _below(term):
+        if _name(node) in _RESHAPED:
+            yield tuple(node._saved_self_sym_sizes)
+
+
+def reduced_below(term: Term) -> str | None:
+    """Returns what has been reduced over the examples before.
+
+    "sum", "mean", or "mixed": the examples have come together in another way.
+    """
+    is_linear = True
+    for node in _below(term):
+        name, dims = _name(node), getattr(node, "_saved_dim", None)
+        if dims is not None and (hasattr(node, "_saved_keepdim") or "Softmax" in name):
+            num_dims = len(_shape(node, 0))
+            listed = dims if isinstance(dims, tuple) else [dims]
+            if 0 in [_signed(dim) % num_dims for dim in listed]:
+                is_plain = is_linear and name in ("Mean", "Sum")
+                return name.lower() if is_plain else "mixed"
+        is_linear = is_linear and _is_linear(node, name)
+    return None
+
+
+def _is_linear(node: Any, name: str) -> bool:
+    if name in ("Add", "Sub"):
+        return True
+    if name not in ("Mul", "Div"):
+        return name in _LINEAR
+    inputs = [following for following, _ in node.next_functions]
+    if len(inputs) == 1:
+        return True
+    if None not in inputs or (name == "Div" and inputs[0] is None):
+        return False
+    other = saved(node, "self" if inputs[0] is None else "other")
+    return not isinstance(other, Tensor) or other.dim() == 0
+
+
+def _signed(dim: int) -> int:
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+def mask_sums(term: Term) -> Iterator[float]:
+    """Yields the sums of what may be the mask of a sum."""
+    for node in _below(term):
+        name = _name(node)
+        for key in ("other", "self") if name == "Mul" else ():
+            mask = saved(node, key)
+            if isinstance(mask, Tensor) and mask.dim() and not mask.requires_grad:
+                yield float(mask.sum())
+        if name in ("MaskedFill", "Where"):
+            mask = saved(node, "mask" if name == "MaskedFill" else "condition")
+            chosen = float(mask.sum())
+            yield from (mask.numel() - chosen, chosen)
+        if name in CHOICES:
+            yield float(math.prod(term.shape[:1]))
+            yield float(math.prod(term.shape))
+
+
+def saved(node: Any, name: str) -> Any:
+    """Returns what a node has saved, unless a hook would have to make it anew."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if getattr(raw, "unpack_hook", None) is not None:
+        raise Untold
+    return getattr(node, f"_saved_{name}")
+
+
+def _shape(node: Any, i: int) -> Shape:
+    """Returns the shape of a node's i-th input that has a graph."""
+    following, number = node.next_functions[i]
+    return tuple(following._input_metadata[number].shape)
+
+
+def _name(node: Any) -> str:
+    return type(node).__name__.partition("Backward")[0]

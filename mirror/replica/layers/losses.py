@@ -1,0 +1,133 @@
+"""Losses of a replica as its summand of the whole batch's loss, as in tf.nn."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.concurrency.merge_point import MergePoint
+from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.wording import in_words
+
+
+def compute_average_loss(
+    per_example_loss: Tensor,
+    sample_weight: Tensor | float | None = None,
+    global_batch_size: int | None = None,
+) -> Tensor:
+    """Returns this replica's sum of losses over the number of examples of the whole batch.
+
+    The sum over the replicas is the loss of the whole batch: for ``gradient_reduction="sum"``, or
+    for ``strategy.reduce("sum", losses).backward()`` outside ``run``. (Under the default
+    ``"mean"``, a backward pass inside ``run`` starts from the plain mean over the replica's part.)
+
+    Args:
+        per_example_loss: of shape ``(N, ...)``; summed over all dimensions, averaged over the
+            first.
+        sample_weight: a number, or of the shape of the loss, of its leading dimensions, or with
+            one more dimension of size 1. Does not change the number of examples.
+        global_batch_size: the number of examples of the whole batch. ``None``: the true one. The
+            replicas meet to add up their numbers, on the host: no device communicates or waits.
+
+    Raises:
+        ValueError: a 0-d loss, a ``sample_weight`` that does not fit it, a
+            ``global_batch_size`` that is not positive or not a scalar.
+        TypeError: a ``global_batch_size`` that is not an integer.
+        StrategyError: without a ``global_batch_size`` in the cross-replica context.
+        DivergenceError: without one, and not all replicas call it.
+    """
+    losses = torch.as_tensor(per_example_loss)
+    if losses.dim() == 0:
+        raise ValueError(
+            "per_example_loss needs one loss per example, a tensor of one dimension or more, got "
+            "a 0-d one; compute the loss with reduction='none'"
+        )
+    dtype = losses.dtype
+    num_examples = losses.shape[0]
+    if sample_weight is not None:
+        losses = (losses * _fitted(sample_weight, losses)).to(dtype)
+    if global_batch_size is None:
+        total = _total(num_examples)
+    else:
+        total = _checked(global_batch_size)
+    # An empty batch: no losses, and no examples to divide them by.
+    return losses.sum() / max(1, total)
+
+
+def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
+    """Returns the sum of a loss that is the same on all replicas, over their number.
+
+    So that the sum over the replicas that take part is that loss once.
+
+    Raises:
+        StrategyError: in the cross-replica context.
+    """
+    _check_context("scale_regularization_loss")
+    replica = current.replica
+    num_replicas = 1 if replica is None else len(replica.run.active)
+    return torch.as_tensor(regularization_loss).sum() / num_replicas
+
+
+def _total(num_examples: int) -> int:
+    """Returns the sum over the replicas that take part."""
+    _check_context("compute_average_loss without a global_batch_size")
+    replica = current.replica
+    if replica is None:
+        return num_examples
+
+    def action(payloads: dict[int, int]) -> dict[int, int]:
+        return dict.fromkeys(payloads, sum(payloads.values()))
+
+    point = MergePoint("compute_average_loss", (), num_examples, action)
+    total: int = replica.run.merge(replica.replica_id, point)
+    return total
+
+
+def _check_context(what: str) -> None:
+    if current.strategy is not None and current.replica is None:
+        raise StrategyError(
+            f"{what} was called in the cross-replica context; call it in the function that "
+            "strategy.run runs, where each replica has its own part of the batch"
+        )
+
+
+def _fitted(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
+    """Returns the weights in a shape that broadcasts to that of the losses."""
+    given = torch.as_tensor(sample_weight, device=losses.device)
+    weight = given
+    if weight.dim() == losses.dim() + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    while 0 < weight.dim() < losses.dim():
+        weight = weight.unsqueeze(-1)
+    fits = weight.dim() in (0, losses.dim()) and all(
+        size in (1, wanted) for size, wanted in zip(weight.shape, losses.shape, strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"sample_weight of shape {tuple(given.shape)} does not fit losses of shape "
+            f"{tuple(losses.shape)}; give one weight per example, or one per loss"
+        )
+    return weight
+
+
+def _checked(global_batch_size: Any) -> int:
+    if isinstance(global_batch_size, Tensor) and global_batch_size.dim():
+        raise ValueError(
+            "global_batch_size must be a scalar, got a tensor of shape "
+            f"{tuple(global_batch_size.shape)}"
+        )
+    try:
+        if isinstance(global_batch_size, bool):
+            raise TypeError
+        size = operator.index(global_batch_size)
+    except TypeError:
+        raise TypeError(
+            f"global_batch_size must be an integer, got {in_words(global_batch_size)}"
+        ) from None
+    if size <= 0:
+        raise ValueError(f"global_batch_size must be positive, got {size}")
+    return size

@@ -1,0 +1,1 @@
+"""Mirrored modules: whose calls are split, and what is set on them."""

@@ -1,0 +1,214 @@
+"""The transparent call: a mirrored module called outside ``run`` splits its call and joins it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mirror.compiler import Hold, call_held, limits_for, take_hold
+from mirror.concurrency.stack import add_note
+from mirror.data.split import split_sizes
+from mirror.execution.current import current
+from mirror.replica.joining.arguments import Part, Split, describe, must_move
+from mirror.replica.joining.changes import join_changes
+from mirror.replica.joining.contents import is_in, leaves_in
+from mirror.replica.joining.joiner import Joiner, join_outputs
+from mirror.replica.modules.metric_calls import is_metric
+from mirror.replica.tensors import MirroredTensor
+from mirror.values import PerReplica
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+# Modules whose batch is not the first dimension, unless they are told so.
+_SEQUENCE_FIRST = (
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+def call_in_turn(
+    group: ReplicaGroup,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    whole: Callable[..., Any],
+    hold: Hold,
+) -> Any:
+    """Calls a mirrored module in the cross-replica context.
+
+    Tensors that share the first dimension of the first one are split, everything else goes to
+    every replica; see [Note: Arguments that forward changes]. Runs on the first replica alone
+    what must not be split: torch's losses, whose value need not be a mean over examples, a module
+    without variables, a call without batched tensors, and a module whose own batch dimension is
+    not the first (an ``nn.LSTM`` without ``batch_first``).
+
+    Args:
+        whole: calls the module without splitting.
+        hold: what the compiler had on the calling thread. See [Note: Compiled calls].
+
+    Raises:
+        BatchError: an argument is a PackedSequence, which cannot be split along its data.
+        StrategyError: an argument is an iterator, or was changed in ways that cannot be joined.
+    """
+    if _is_followed():
+        return module._call_impl(*args, **kwargs)
+    group.mirror_recorded()
+    if group.num_replicas == 1:
+        return _call_whole(group, args, kwargs, lambda *a, **k: _held(hold, whole, a, k))
+    sizes = _sizes(group, args, kwargs) if _splits(module) else None
+    if sizes is None:
+        group.prepare()
+        if _is_lazy(module):
+            group.record(module)  # it gets its parameters now, and is mirrored at its next use
+        current.in_whole_call = True
+        try:
+            return _call_whole(group, args, kwargs, whole)
+        finally:
+            current.in_whole_call = False
+    split = Split(sizes, group.devices, sum(sizes))
+    parts = {r: Part(split, r) for r in split.active}
+    names = _positional_names(module)
+
+    def call(replica_id: int) -> Any:
+        own_args, own_kwargs = parts[replica_id].of_call(args, kwargs, names)
+        return call_held(hold, module, own_args, own_kwargs)
+
+    try:
+        with limits_for(group.num_replicas):
+            run = group.run(call, split.active, weights=sizes)
+        own = [parts[r] for r in run.results]
+        joined = join_outputs(group, run.results, sizes, own, module)
+        _take_changes(group, own, list(run.results), args, kwargs)
+    except Exception as error:
+        add_note(error, _told(module, split, args, kwargs))
+        raise
+    return joined
+
+
+def _call_whole(
+    group: ReplicaGroup, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[..., Any]
+) -> Any:
+    """Calls a module on the first replica, with its arguments moved there."""
+    if not must_move((args, kwargs), group.devices[0]):
+        return whole(*args, **kwargs)
+    split = Split([1], group.devices, None)
+    part = Part(split, 0)
+    own_args, own_kwargs = part.of_call(args, kwargs)
+    result = whole(*own_args, **own_kwargs)
+    _take_changes(group, [part], [0], args, kwargs)
+    return result
+
+
+def _held(
+    hold: Hold, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    take_hold(hold)
+    return whole(*args, **kwargs)
+
+
+def _take_changes(
+    group: ReplicaGroup,
+    parts: Sequence[Part],
+    ids: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    if not any(part.given or part.tensors or part.shared for part in parts):
+        return
+    joiner = Joiner(group, parts[0].split.sizes, ids, parts)
+    join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
+
+
+def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns which argument is, or holds, a value."""
+    for name, argument in (*enumerate(args), *kwargs.items()):
+        if is_in(value, argument):
+            inside = "" if argument is value else f", a {type(value).__name__} in it"
+            return f"argument {name!r} ({type(argument).__name__}{inside})"
+    return f"an argument ({type(value).__name__})"
+
+
+def _told(module: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns how a call was split, for the error that it ended in."""
+    return (
+        f"this call of {type(module).__name__} was split over {len(split.active)} replicas by the "
+        f"first dimension, {split.num_examples}: {describe(split, args, kwargs)}. If something "
+        "was split that holds no examples, give it another first dimension (x[None]) or make it "
+        "in forward; to split by hand, call the module inside strategy.run"
+    )
+
+
+def _sizes(
+    group: ReplicaGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[int] | None:
+    """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
+    num_examples, distributed = None, None
+    for leaf in leaves_in((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            if num_examples is None and leaf.dim() > 0:
+                num_examples = leaf.shape[0]
+                if leaf.is_meta:
+                    return None  # of shapes alone there is no part
+        elif isinstance(leaf, PerReplica) and distributed is None:
+            distributed = _sizes_of(leaf, group.num_replicas)
+    if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
+        return distributed
+    return split_sizes(num_examples, group.num_replicas)
+
+
+def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
+    """Returns the numbers of examples of the parts, of what a call or a loader has split."""
+    if len(value.values) != num_replicas:
+        return None
+    if value.weights is not None and all(float(w).is_integer() for w in value.weights):
+        return [int(weight) for weight in value.weights]
+    sizes = [0] * num_replicas
+    for replica_id, part in value.parts():
+        shapes = [leaf.shape for leaf in leaves_in(part) if isinstance(leaf, Tensor)]
+        if not shapes or not shapes[0]:
+            return None
+        sizes[replica_id] = shapes[0][0]
+    return sizes
+
+
+def _positional_names(module: nn.Module) -> Sequence[str]:
+    """Returns the names of forward's positional parameters, of a forward in Python."""
+    code = getattr(type(module).forward, "__code__", None)
+    return () if code is None else code.co_varnames[1 : code.co_argcount]
+
+
+def _splits(module: nn.Module) -> bool:
+    if isinstance(module, _SEQUENCE_FIRST) and not _batch_first(module):
+        return False
+    if isinstance(module, nn.modules.loss._Loss) or is_metric(module):
+        return False
+    variables = chain(module.parameters(), module.buffers())
+    return any(isinstance(v, MirroredTensor) or is_lazy(v) for v in variables)
+
+
+def _is_followed() -> bool:
+    """Whether something follows this thread through one plain module: tracing, torch.func."""
+    return (
+        torch._C._is_tracing()
+        or torch.compiler.is_exporting()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers()))
+
+
+def _batch_first(module: nn.Module) -> bool:
+    inner = getattr(module, "self_attn", module)
+    return bool(getattr(inner, "batch_first", False))

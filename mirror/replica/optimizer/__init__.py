@@ -1,0 +1,1 @@
+"""Any torch.optim optimizer over mirrored parameters."""

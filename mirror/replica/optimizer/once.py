@@ -1,0 +1,194 @@
+"""What all replicas call on an object they share, done once for all of them.
+
+[Note: Once]
+A scheduler, or an optimizer with counters and lists of its own, is one Python object, whatever the
+number of replicas. Were each of them to call its ``step``, it would count N steps. So inside
+``run`` such a call is a merge: the call is made once, in the cross-replica context, over the
+mirrored parameters, after which all replicas have what it left. It happens there as it would
+outside ``run``, whatever the object keeps and wherever, a wrapped optimizer included.
+
+    argument                  what the one call gets
+    functions (closures)      a closure that calls each replica's, in a run, and returns their loss
+    0-d floating tensors      the loss of the whole batch: their mean, weighted as gradients are
+    anything else             the argument, which must be equal on all replicas
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from mirror.compiler import let_go, letting_go, take_hold
+from mirror.concurrency.merge_point import MergePoint
+from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.replica.bits import same_bits
+from mirror.replica.collectives.reduction import summed
+from mirror.replica.gradients.seams import sewn
+from mirror.values import map_structure
+from mirror.wording import in_words
+
+if TYPE_CHECKING:
+    from mirror.execution.replicas import Replica, Together
+
+Method = Callable[..., Any]
+
+
+def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) -> None:
+    """Wraps a method of ``base`` and all its subclasses, also of those to come, for good."""
+
+    def wrap_own(cls: type) -> None:
+        method = cls.__dict__.get(name)
+        if callable(method) and not is_watched(method):
+            setattr(cls, name, wrap(method))
+
+    def init_subclass(cls: type, /, **kwargs: Any) -> None:
+        if before is None:
+            super(base, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            before.__get__(None, cls)(**kwargs)
+        wrap_own(cls)
+
+    before: Any = base.__dict__.get("__init_subclass__")  # one of ours, for another method
+
+    base.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+    classes, seen = [base], set[type]()
+    while classes:
+        cls = classes.pop()
+        if cls not in seen:
+            seen.add(cls)
+            wrap_own(cls)
+            classes += type.__subclasses__(cls)
+
+
+def watched(method: Method, in_run: Callable[..., Any]) -> Method:
+    """Returns a method that is ``in_run(method, self, context, args, kwargs)`` inside ``run``."""
+
+    @letting_go
+    @functools.wraps(method)
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        replica: Any = current.replica
+        if replica is None or replica.group.num_replicas == 1:
+            return method(self, *args, **kwargs)
+        hold = let_go()
+        try:
+            return in_run(method, self, replica, args, kwargs)
+        finally:
+            take_hold(hold)
+
+    # Others may copy what a function has: only of itself it says the truth.
+    wrapper._is_watched = wrapper  # type: ignore[attr-defined]
+    return wrapper
+
+
+def is_watched(method: Any) -> bool:
+    """Whether ``watched`` has returned this very function."""
+    return getattr(method, "_is_watched", None) is method
+
+
+def call_once(
+    context: Replica, method: Method, target: Any, args: Any, kwargs: Any
+) -> tuple[Any, bool]:
+    """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
+
+    Returns:
+        This replica's result, and whether a closure was called.
+
+    Raises:
+        StrategyError: the replicas' targets are not one object, or arguments differ.
+    """
+    kind = type(target).__name__
+    what = f"{kind}.{getattr(method, '__name__', 'step')}"
+
+    def action(payloads: dict[int, Any]) -> dict[int, Any]:
+        run = context.run
+        if any(payload[0] is not target for payload in payloads.values()):
+            raise StrategyError(
+                f"every replica has called {what} of a {kind} of its own, over parameters that "
+                "all share; make it outside strategy.run"
+            )
+        closures: list[_Closure] = []
+
+        def call() -> Any:
+            trees = [payloads[r][1:] for r in run.active]
+            joined = functools.partial(_joined, run, what, closures)
+            one_args, one_kwargs = map_structure(joined, *trees)
+            return method(target, *one_args, **one_kwargs)
+
+        result = run.replicas.group.runner.call_outside(run, call)
+        has_called = any(closure.losses is not None for closure in closures)
+        for closure in closures:
+            if closure.losses is not None and closure.loss is result:
+                return {r: (loss, True) for r, loss in closure.losses.items()}
+        return dict.fromkeys(payloads, (result, has_called))
+
+    point = MergePoint(what, (kind,), (target, tuple(args), dict(kwargs)), action)
+    result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
+    return result
+
+
+class _Closure:
+    """One closure made of the replicas': runs them as replicas, and returns their common loss."""
+
+    def __init__(self, run: Together, closures: dict[int, Callable[[], Any]]) -> None:
+        self._run, self._closures = run, closures
+        self.loss: Any = None  # what the last call returned
+        self.losses: dict[int, Any] | None = None  # and what it was on each replica
+
+    def __call__(self) -> Any:
+        run = self._run
+        inner = run.replicas.group.run(
+            lambda replica_id: self._closures[replica_id](), run.active, weights=run.all_weights()
+        )
+        self.losses = inner.results
+        self.loss = map_structure(functools.partial(_mean, inner), *inner.results.values())
+        return self.loss
+
+
+def _joined(run: Together, what: str, closures: list[_Closure], *leaves: Any) -> Any:
+    """Returns the one argument that the replicas' make. See [Note: Once]."""
+    first = leaves[0]
+    if callable(first) and not isinstance(first, (type, Tensor, nn.Module)):
+        closures.append(_Closure(run, dict(zip(run.active, leaves, strict=True))))
+        return closures[-1]
+    if all(leaf is first for leaf in leaves):
+        return first
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
+            return _mean(run, *leaves)
+        if all(same_bits(leaf, first) for leaf in leaves):
+            return first
+    elif all(_equal(leaf, first) for leaf in leaves):
+        return first
+    raise StrategyError(
+        f"{what} is done once for all replicas, which have passed it different values: "
+        f"{', '.join(map(in_words, leaves))}; give all the same, all_reduce('mean', ...) of a "
+        "replica's context, or call it outside strategy.run"
+    )
+
+
+def _mean(run: Together, *leaves: Any) -> Any:
+    """Returns the loss of the whole batch, of the replicas' losses."""
+    first = leaves[0]
+    is_loss = isinstance(first, float) or (
+        isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point()
+    )
+    if not is_loss:
+        return first
+    shares = [run.shares()[r] for r in run.active]
+    if isinstance(first, float):
+        return sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
+    parts = sewn(run.replicas.group.runner, run.active, leaves)
+    home = run.replicas.devices[0]
+    scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
+    return summed(scaled, home)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
+    except (TypeError, ValueError, RuntimeError):
+        return False

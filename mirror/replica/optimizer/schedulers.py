@@ -1,0 +1,29 @@
+"""Learning-rate schedulers: ``scheduler.step()`` inside ``run``, once for all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from mirror.replica.optimizer.once import call_once, watched, wrap_in_subclasses
+from mirror.replica.optimizer.steps import group_in
+
+if TYPE_CHECKING:
+    from mirror.execution.replicas import Replica
+
+
+def watch_schedulers() -> None:
+    """Has a scheduler that all replicas step do it once. See [Note: Once]; call it once."""
+    wrap_in_subclasses(LRScheduler, "step", lambda step: watched(step, _step_in_run))
+
+
+def _step_in_run(
+    step: Callable[..., Any], scheduler: Any, context: Replica, args: Any, kwargs: Any
+) -> Any:
+    optimizer = getattr(scheduler, "optimizer", None)
+    if optimizer is None or group_in(optimizer) is not context.group:
+        return step(scheduler, *args, **kwargs)
+    result, _ = call_once(context, step, scheduler, args, kwargs)
+    return result

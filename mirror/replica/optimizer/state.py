@@ -1,0 +1,248 @@
+"""An optimizer's state: every replica's, and what ``optimizer.state`` is while none steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mirror.errors import ReplicaMismatchError
+from mirror.execution.current import current
+from mirror.replica.bits import same_values
+from mirror.replica.copies.variables import Variable, variable_of
+from mirror.values import are_identical, map_structure
+
+if TYPE_CHECKING:
+    from mirror.replica.group import ReplicaGroup
+
+# A replica's state, the key in it, and the key in the shared state if that is to see new entries.
+Here = tuple[dict[Any, Any], Any, Any]
+
+
+class SharedState(defaultdict[Any, Any]):
+    """``optimizer.state`` between steps.
+
+    Inside ``run`` one entry is the current replica's; outside it is the first replica's, and notes
+    when it is looked into, which may be a change.
+
+    Args:
+        keeper: says where a replica finds an entry.
+    """
+
+    def __init__(self, keeper: ReplicaStates, entries: dict[Any, Any]) -> None:
+        super().__init__(dict, entries)
+        self.seen = True
+        # Weak: the optimizer holds its state for longer than we should hold it.
+        self._keeper = weakref.ref(keeper)
+
+    def _find_here(self, key: Any) -> Here | None:
+        keeper = self._keeper()
+        return None if keeper is None else keeper.find_here(key)
+
+    def is_kept(self) -> bool:
+        """Whether it is the state of an optimizer alive."""
+        keeper = self._keeper()
+        return keeper is not None and keeper.shared is self
+
+    def raw_items(self) -> Iterable[tuple[Any, Any]]:
+        return super().items()
+
+    def put(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        here = self._find_here(key)
+        if here is None:
+            self.seen = True
+            return super().__getitem__(key)
+        state, mine, _ = here
+        if mine not in state:
+            self[key] = {}
+        return state[mine]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        here = self._find_here(key)
+        if here is None:
+            self.seen = True
+            super().__setitem__(key, value)
+            return
+        state, mine, published = here
+        state[mine] = value
+        if published is not None:
+            self.put(published, value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        here = self._find_here(key)
+        if (key not in self) if here is None else (here[1] not in here[0]):
+            self[key] = default
+        return self[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        here = self._find_here(key)
+        if here is not None:
+            state, mine, _ = here
+            return state.get(mine, default)
+        self.seen = True
+        return super().get(key, default)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(super().items()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(defaultdict(dict, super().items()), memo)
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    original = getattr(defaultdict, name)
+
+    def method(self: SharedState, *args: Any, **kwargs: Any) -> Any:
+        self.seen = True
+        return original(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in "items values pop popitem update clear __delitem__".split():
+    setattr(SharedState, _name, _noting(_name))
+
+
+class ReplicaStates:
+    """The state of one optimizer on every replica, under the replica's own parameters.
+
+    The first replica's entries are the very objects that ``optimizer.state`` has. The others' may
+    be behind: they are copied when somebody uses them, see [Note: One device, one step].
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self.group = group
+        self.shared = SharedState(self, {})  # what optimizer.state is between steps
+        self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in group.devices]
+        self._are_behind = False
+        self._copying = threading.Lock()
+        self._published: list[Any] = []  # entries of the first one's that the shared state has
+
+    def of(self, replica_id: int) -> dict[Any, Any]:
+        """Returns one replica's state, up to date."""
+        if replica_id > 0:
+            self.catch_up()
+        return self._by_replica[replica_id]
+
+    def catch_up(self) -> None:
+        """Copies the first replica's state to those that are behind."""
+        if self._are_behind:
+            with self._copying:
+                if self._are_behind:
+                    self._copy(0, range(1, self.group.num_replicas))
+                    self._are_behind = False
+
+    def read(self, optimizer: Optimizer, *, is_whole: bool = False) -> None:
+        """Takes in what the cross-replica context may have changed.
+
+        Args:
+            is_whole: whether the optimizer is not lent: then it may show another's state.
+        """
+        if "state" not in vars(optimizer):
+            return
+        found: Any = optimizer.state
+        if found is not self.shared:
+            if is_whole and isinstance(found, SharedState) and found.is_kept():
+                return
+            self.shared = SharedState(self, found)
+            optimizer.state = self.shared
+            if sys.getrefcount(found) > 2:
+                _replace_in_wrappers(found, self.shared)
+        if self.shared.seen:
+            self.shared.seen = False
+            self._by_replica[0] = defaultdict(dict)
+            for key, value in self.shared.raw_items():
+                variable = variable_of(key)
+                self._by_replica[0][key if variable is None else variable.targets[0]] = value
+            self._are_behind = True
+
+    def follow_first(self) -> None:
+        """Makes the first replica's state that of all."""
+        self._are_behind = True
+
+    def take_over(self, source: int, others: Iterable[int]) -> None:
+        """Gives one replica's state to others."""
+        if not self._are_behind:  # else those who look get the first one's
+            self._copy(source, others)
+
+    def publish_first(self) -> None:
+        """Enters the first replica's state, which is the optimizer's own, under the parameters."""
+        entries = list(self._by_replica[0].values())
+        if are_identical(entries, self._published):
+            return
+        self._published = entries
+        for key, value in self._by_replica[0].items():
+            variable = variable_of(key)
+            self.shared.put(key if variable is None else variable.owner(), value)
+
+    def check(self, variables: Sequence[Variable], names: tuple[str, ...]) -> None:
+        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
+        if self._are_behind:
+            return
+        for variable in variables:
+            first = self._by_replica[0].get(variable.targets[0], {})
+            for r in range(1, self.group.num_replicas):
+                other = self._by_replica[r].get(variable.targets[r], {})
+                for key in first.keys() | other.keys():
+                    if not same_values(first.get(key), other.get(key)):
+                        raise ReplicaMismatchError(
+                            f"optimizer state {key!r} of parameter {variable.name!r} differs on "
+                            f"{names[r]} from {names[0]}; replicas must hold the same bits"
+                        )
+
+    def find_here(self, key: Any) -> Here | None:
+        """Returns where code inside ``run`` finds a state entry; ``None`` outside."""
+        replica: Any = current.replica
+        if replica is None or replica.group is not self.group:
+            return None
+        variable = variable_of(key)
+        if variable is None:
+            mine, owner = key, key
+        else:
+            mine, owner = variable.targets[replica.replica_id], variable.owner()
+        self.catch_up()  # the first one's, too, may be about to change
+        state = self._by_replica[replica.replica_id]
+        return state, mine, owner if replica.replica_id == 0 else None
+
+    def _copy(self, source: int, others: Iterable[int]) -> None:
+        for r in others:
+            state: dict[Any, Any] = defaultdict(dict)
+            for key, value in self._by_replica[source].items():
+                variable = variable_of(key)
+                mine = key if variable is None else variable.targets[r]
+                state[mine] = self._copied(value, source, r)
+            self._by_replica[r] = state
+            if r == 0:
+                self.publish_first()
+
+    def _copied(self, value: Any, source: int, destination: int) -> Any:
+        home, device = self.group.devices[source], self.group.devices[destination]
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
+            return copy.deepcopy(leaf)
+
+        return map_structure(copied, value)
+
+
+def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
+    """Has optimizers that show another's state (``self.state = base.state``) go on doing so."""
+    for holder in gc.get_referrers(found):
+        for owner in (holder, *(gc.get_referrers(holder) if type(holder) is dict else ())):
+            if isinstance(owner, Optimizer):
+                for name, value in list(vars(owner).items()):
+                    if value is found:
+                        vars(owner)[name] = shared

@@ -1,0 +1,185 @@
+"""Whose step it is, when every replica calls ``optimizer.step()`` inside ``run``.
+
+[Note: Whose step]
+A step may change more than parameters and ``state``: it counts on ``self``, adds to a tensor in a
+group, keeps lists, wraps another optimizer. Only of torch's own classes is it known that it does
+not. So:
+
+    class of the optimizer            inside run                       outside
+    torch.optim's own                 every replica's, or one for      the same; with closures or
+                                      all on one device                hooks, or drawing: once
+    a subclass of these that keeps    the first one's, then the        once
+    only numbers, names and lists     others', unless it has changed
+                                      what it keeps: then once
+    any other, and LBFGS              once                             once
+
+"Once" is over the mirrored parameters, in the cross-replica context; the others take over what
+has changed (see [Note: Once] in ``once.py``). Over several GPUs that costs a broadcast of the
+parameters; the state stays with the first replica until others look at it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from mirror.devices import random_state
+from mirror.errors import StrategyError
+from mirror.replica.copies.parameters import MirroredParameter
+from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored
+from mirror.replica.optimizer.kept import kept_by
+from mirror.replica.optimizer.once import call_once, is_watched, watched, wrap_in_subclasses
+
+if TYPE_CHECKING:
+    from mirror.execution.replicas import Replica
+    from mirror.replica.group import ReplicaGroup
+
+_TORCHS = "torch.optim."
+_DECORATORS = 4  # that may stand between a step and the one that it calls
+
+
+def watch_steps(step_by_turns: Callable[..., Any]) -> None:
+    """Has every optimizer class's ``step`` ask here first; call it once.
+
+    Args:
+        step_by_turns: steps an optimizer whose steps may be every replica's.
+    """
+    _by_turns.append(step_by_turns)
+    profile = Optimizer.profile_hook_step
+
+    def profile_watched(step: Callable[..., Any]) -> Callable[..., Any]:
+        # Torch puts its hooks around a step when the first optimizer of a class is made.
+        return _watched_step(profile(step.__wrapped__ if is_watched(step) else step))  # type: ignore[attr-defined]
+
+    Optimizer.profile_hook_step = staticmethod(profile_watched)  # type: ignore[method-assign, assignment]
+    wrap_in_subclasses(Optimizer, "step", _watched_step)
+
+
+# What torch puts around every class's step, to call hooks; all have one code.
+_profile: Any = Optimizer.profile_hook_step
+_HOOKED = _profile(lambda self: None).__code__
+_by_turns: list[Callable[..., Any]] = []
+
+
+def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    return watched(step, _step_in_run)
+
+
+def is_torchs_own(kind: type) -> bool:
+    """Whether steps of a class change nothing but parameters and state."""
+    step = getattr(kind, "step", None)  # a class mixed in has none
+    return step is not None and _is_torchs_own(kind, step)
+
+
+@lru_cache(maxsize=256)
+def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
+    return (
+        kind.__module__.startswith(_TORCHS)
+        and kind is not Optimizer
+        and raw_step(kind).__module__.startswith(_TORCHS)
+        and not issubclass(kind, torch.optim.LBFGS)
+    )
+
+
+def raw_step(kind: type) -> Callable[..., Any]:
+    """Returns the class's step without what mirror, and torch's hooks, have put around it."""
+    step: Any = kind.step  # type: ignore[attr-defined]
+    # Either may have come first, and ``hooked``, torch's mark, is then on the other.
+    while is_watched(step) or getattr(step, "__code__", None) is _HOOKED:
+        step = step.__wrapped__
+    raw: Callable[..., Any] = step
+    return raw
+
+
+def group_in(optimizer: Optimizer) -> ReplicaGroup | None:
+    """Returns the group whose parameters an optimizer has, or what it wraps; ``None``: plain."""
+    for options in getattr(optimizer, "param_groups", ()):
+        for parameter in options["params"]:
+            if isinstance(parameter, MirroredParameter):
+                return parameter._mirrored.group
+    for value in vars(optimizer).values():
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(inner, Optimizer) and inner is not optimizer:
+                group = group_in(inner)
+                if group is not None:
+                    return group
+    return None
+
+
+def _step_in_run(
+    step: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
+) -> Any:
+    kind = type(optimizer)
+    _refuse_wrappers(optimizer)
+    if is_torchs_own(kind) or group_in(optimizer) is not context.group:
+        return step(optimizer, *args, **kwargs)
+    if any(lent.is_within_step(sys._getframe()) for lent in context.lent):
+        return step(optimizer, *args, **kwargs)  # a subclass's step has called its base's
+    if _may_step_by_turns(optimizer) and not (args or kwargs):
+        return _by_turns[0](step, optimizer, context)
+    result, _ = call_once(context, _without_draws(step), optimizer, args, kwargs)
+    return result
+
+
+def _refuse_wrappers(optimizer: Optimizer) -> None:
+    """Raises if the step of something like an optimizer, but none of torch's kind, steps one."""
+    frame: Any = sys._getframe(3)  # who has called step
+    for _ in range(_DECORATORS):
+        if frame is None:
+            return
+        code = frame.f_code
+        if code.co_name == "step" and code.co_argcount:
+            caller = frame.f_locals.get(code.co_varnames[0])
+            looks_like_one = "param_groups" in getattr(caller, "__dict__", ()) or hasattr(
+                type(caller), "param_groups"
+            )
+            if looks_like_one and not isinstance(caller, Optimizer):
+                if any(value is optimizer for value in getattr(caller, "__dict__", {}).values()):
+                    name = type(caller).__name__
+                    raise StrategyError(
+                        f"{name}.step wraps a {type(optimizer).__name__}, but {name} is no "
+                        "torch.optim.Optimizer: inside strategy.run every replica would run its "
+                        "code, on what all share; call it outside, or derive the class from "
+                        "torch.optim.Optimizer, whose steps are made once"
+                    )
+        frame = frame.f_back
+
+
+def _may_step_by_turns(optimizer: Optimizer) -> bool:
+    mirror: Any = vars(optimizer).get("_mirror")
+    return (
+        any(map(is_torchs_own, type(optimizer).__mro__[1:-2]))
+        and not (mirror is not None and mirror.steps_once)
+        and kept_by(optimizer) is not None
+    )
+
+
+def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step over mirrored parameters that refuses to draw random numbers."""
+
+    def once(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_what_is_not_mirrored(optimizer)
+        group = group_in(optimizer)
+        assert group is not None
+        evaluates = any(map(callable, (*args, *kwargs.values())))  # forward may draw
+        before = None if evaluates else random_state(group.devices[0])
+        result = step(optimizer, *args, **kwargs)
+        if before is not None and not torch.equal(before, random_state(group.devices[0])):
+            refuse_draws()
+        return result
+
+    once.__name__ = "step"
+    return once
+
+
+def refuse_draws() -> None:
+    """Raises for a step inside ``run`` that draws random numbers."""
+    raise StrategyError(
+        "this optimizer's step draws random numbers, which inside strategy.run come from streams "
+        "that every replica has of its own; call step outside strategy.run"
+    )

@@ -1,0 +1,64 @@
+"""Questions and settings of single mirrored objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mirror.errors import StrategyError
+from mirror.replica.copies.buffers import AGGREGATIONS, MirroredBuffer
+from mirror.replica.group import all_groups
+from mirror.replica.modules.module import ReplicaDict
+from mirror.wording import in_words
+
+
+def is_mirrored(obj: object) -> bool:
+    """Whether a module, parameter, buffer or optimizer is mirrored by a strategy.
+
+    A module is if one of its own or its submodules' variables is; an optimizer if one of its
+    parameters is.
+    """
+    if isinstance(obj, nn.Module):
+        return any(map(is_mirrored, (*obj.parameters(), *obj.buffers())))
+    if isinstance(obj, Optimizer):
+        return any(is_mirrored(p) for options in obj.param_groups for p in options["params"])
+    if not isinstance(obj, Tensor):
+        return False
+    for group in all_groups():
+        group.mirror_recorded()
+        if group.owns(obj):
+            return True
+    return False
+
+
+def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
+    """Sets how a mirrored buffer's copies combine when read in the cross-replica context.
+
+    With one replica there is nothing to combine, and it has no effect.
+
+    Args:
+        how: ``"mean"``; ``"sum"``: writing ``x`` in the cross-replica context gives ``x`` to the
+            first replica and zero to the rest; ``"first"``; ``"none"``: reading there raises
+            StrategyError.
+
+    Raises:
+        ValueError: unknown ``how``.
+        AttributeError: the module has no such buffer.
+        StrategyError: the buffer is not mirrored.
+    """
+    if not isinstance(how, str) or how not in AGGREGATIONS:
+        names = ", ".join(AGGREGATIONS)
+        raise ValueError(f"aggregation must be one of {names}, got {in_words(how)}")
+    buffers: dict[str, Any] = module._buffers
+    if buffers.get(buffer_name) is None:
+        raise AttributeError(f"{type(module).__name__} has no buffer {buffer_name!r}")
+    if not is_mirrored(dict.__getitem__(buffers, buffer_name)):
+        raise StrategyError(
+            f"buffer {buffer_name!r} is not mirrored; create the module in strategy.scope() or "
+            "pass it to strategy.mirror first"
+        )
+    buffer = dict.__getitem__(buffers, buffer_name)
+    if isinstance(buffer, MirroredBuffer) and isinstance(buffers, ReplicaDict):
+        buffer._mirrored.aggregation = buffers.aggregations[buffer_name] = how

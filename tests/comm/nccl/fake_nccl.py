@@ -1,0 +1,72 @@
+"""The libnccl of fake_nccl.cpp, and communicators on it."""
+
+import shutil
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+from mirror.comm.nccl.libnccl import NcclLibrary
+from mirror.comm.nccl.nccl import NcclCommunicator
+
+SOURCE = Path(__file__).with_name("fake_nccl.cpp")
+MISSING = None if shutil.which("g++") else "there is no g++"
+
+
+class FakeNccl:
+    """Faults on order, and what is left afterwards; fake_nccl.cpp says what they are."""
+
+    def __init__(self):
+        self.library = build()
+        self.c = self.library._c
+        self.c.fake_reset()
+
+    def communicator(self, n=3, **options):
+        return NcclCommunicator(["cpu"] * n, library=self.library, **options)
+
+    def fail(self, function, number=1, result=2):
+        self.c.fake_fail(function.encode(), number, result)
+
+    def hang(self, function, number=1):
+        self.c.fake_hang(function.encode(), number)
+
+    def stall(self, function):
+        self.c.fake_stall(function.encode())
+
+    def polls(self, number):
+        self.c.fake_polls(number)
+
+    def poison(self, result):
+        self.c.fake_poison(result)
+
+    def absent(self, rank):
+        self.c.fake_absent(rank)
+
+    def calls(self, function):
+        return self.c.fake_calls(function.encode())
+
+    @property
+    def alive(self):
+        return self.c.fake_alive()
+
+    def assert_nothing_is_left(self):
+        for thread in threading.enumerate():
+            if thread.name.startswith("mirror-nccl"):
+                thread.join(timeout=5)
+                assert not thread.is_alive(), thread
+        assert self.alive == 0
+        assert self.c.fake_misuses() == 0
+
+
+def compile_fake(path):
+    command = ["g++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    subprocess.run([*command, "-pthread", str(SOURCE), "-o", str(path)], check=True)
+
+
+@cache
+def build():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "libfake.so")
+        compile_fake(path)
+        return NcclLibrary(path)  # what is loaded stays, though the file goes
