@@ -189,3 +189,8 @@ class Run:
                     f"have set it alike: {called}; call train() and eval() outside strategy.run, "
                     "or on every replica"
                 )
+
+
+def recomputing(replicas: Replicas, replica_id: int) -> Replica:
+    """Returns a replica for what is recomputed of its part in a backward pass."""
+    return Run(replicas, NoMerges(), (replica_id,)).members[replica_id]

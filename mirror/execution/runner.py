@@ -6,6 +6,7 @@ What that is: [Note: Parts] in ``part.py``.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 from mirror.concurrency.lockstep import Lockstep, Tasks
-from mirror.concurrency.no_merges import NoMerges
 from mirror.devices import (
     Stopwatch,
     backward_in_calling_thread,
@@ -31,6 +31,9 @@ from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.run import Run
 from mirror.execution.thread_state import ThreadState
 from mirror.timeline import FORWARD
+
+# Weakly on both sides: a runner holds its replicas.
+_runners: weakref.WeakKeyDictionary[Replicas, weakref.ref[Runner]] = weakref.WeakKeyDictionary()
 
 
 class Runner:
@@ -64,6 +67,7 @@ class Runner:
         self._streams = Streams(schedule == "lockstep" and not self._generators)
         self._simulates = is_simulated(replicas.devices)
         self.is_closed = False
+        _runners[replicas] = weakref.ref(self)
 
     def keep(self, parts: Sequence[Part]) -> None:
         """Has these parts told what happens, in this order. See [Note: Parts]."""
@@ -239,10 +243,6 @@ class Runner:
             return False
         return bool(self.locksteps) and self.locksteps[0].usable  # not closed, nor interrupted
 
-    def recomputing(self, replica_id: int) -> Replica:
-        """Returns a replica for what is recomputed of its part in a backward pass."""
-        return Run(self.replicas, NoMerges(), (replica_id,)).members[replica_id]
-
     def lone_replica(self) -> Replica:
         """Returns the only replica, for code without any strategy."""
         run = Run(self.replicas, self._lockstep(depth=0), (0,), is_default=True)
@@ -358,6 +358,13 @@ class Runner:
         return Lockstep(
             self.replicas.names, schedule=self._schedule, timeout_seconds=self._timeout_seconds
         )
+
+
+def runner_of(replicas: Replicas) -> Runner:
+    """Returns the runner of replicas that are in use."""
+    runner = _runners[replicas]()
+    assert runner is not None
+    return runner
 
 
 def end_threads(locksteps: Sequence[Lockstep]) -> None:

@@ -23,7 +23,8 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
 from mirror.compiler import not_compiled
-from mirror.execution.current import current, entered
+from mirror.execution.current import current, entered, replica_of
+from mirror.execution.run import recomputing
 from mirror.replica.tensors import MirroredTensor, resolve
 from mirror.torch_private import plain_apply
 
@@ -67,9 +68,9 @@ def _resolved(value: Any) -> Any:
 
 
 def _note_replica(node: Any) -> None:
-    replica: Any = current.replica
-    if replica is not None and replica.group.num_replicas > 1:
-        node.__dict__[_KEY] = (replica.group, replica.replica_id)
+    replica = current.replica
+    if replica is not None and replica.replicas.num_replicas > 1:
+        node.__dict__[_KEY] = (replica.replicas, replica.replica_id)
 
 
 def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,11 +80,10 @@ def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
         known = node.__dict__.get(_KEY)
         if known is None or hasattr(node._forward_cls, "_is_common"):
             return run(node, *args)
-        group, replica_id = known
-        replica = current.replica
-        if replica is not None and replica.group is group:
+        replicas, replica_id = known
+        if replica_of(replicas) is not None:
             return run(node, *args)
-        with entered(group.strategy, group.recomputing(replica_id)):
+        with entered(replicas.strategy, recomputing(replicas, replica_id)):
             return run(node, *args)
 
     return on_its_replica

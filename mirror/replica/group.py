@@ -84,7 +84,6 @@ class ReplicaGroup:
             self.runner.check_usable,
             self.runner.check_between_runs,
         )
-        self.recomputing = self.runner.recomputing
         self.variables: dict[int, Variable] = {}
         self.buffers: dict[int, Buffer] = {}
         self.handed_out_grads: dict[Variable, Tensor] = {}

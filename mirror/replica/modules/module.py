@@ -41,6 +41,7 @@ from mirror.compiler import (
 from mirror.errors import StrategyError
 from mirror.execution.current import current, entered
 from mirror.execution.nesting import refuse_within_another
+from mirror.execution.run import recomputing
 from mirror.replica.copies.buffers import MirroredBuffer, mirror_buffer
 from mirror.replica.copies.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.copies.recorded import is_unmade
@@ -209,12 +210,12 @@ class TransparentCall:
                 return whole(*args, **kwargs)
             if current.replica is not None and torch.is_grad_enabled():
                 refuse_within_another(self.group.replicas, f"a {type(module).__name__}")
-            recomputing = replica_of_backward(self.group)
-            if recomputing is None or self.is_checkpointed:
+            of = replica_of_backward(self.group)
+            if of is None or self.is_checkpointed:
                 if saves_are_hooked():
                     self.is_checkpointed = True
                 return call_in_turn(self.group, module, args, kwargs, whole=whole, hold=hold)
-            with entered(self.group.strategy, self.group.recomputing(recomputing)):
+            with entered(self.group.strategy, recomputing(self.group.replicas, of)):
                 return whole(*args, **kwargs)
         finally:
             take_hold(hold)
