@@ -8,6 +8,7 @@ PACKAGE = Path(__file__).parent.parent / "mirror"
 CIRCLE = {
     f"mirror.{name}"
     for name in """
+replica.modules.recording
 replica.copies.assigned replica.copies.buffers replica.copies.overrides
 replica.copies.parameters replica.copies.variables replica.gradients.arrivals
 replica.gradients.buckets replica.gradients.deferred replica.gradients.gradient_hooks

@@ -10,7 +10,7 @@ from mirror.errors import StrategyError
 from mirror.execution.current import current, entered
 from mirror.replica.gradients.plain import note_use
 from mirror.replica.group import ReplicaGroup
-from mirror.replica.modules.module import recording
+from mirror.replica.modules.recording import recording
 
 
 class Scope(ContextDecorator):
