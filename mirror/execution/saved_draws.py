@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -19,27 +19,25 @@ from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.no_merges import NoMerges
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-
-_wrapping = threading.Lock()
+from mirror.torch_private import wrap_once
 
 
 def watch_saved_draws() -> None:
-    """Wraps ``torch.get_rng_state``, once, for good."""
-    with _wrapping:
-        original = torch.random.get_rng_state
-        if hasattr(original, "_is_watched"):
-            return
+    """Wraps ``torch.get_rng_state``, under both of its names."""
+    for module in (torch, torch.random):
+        wrap_once(module, "get_rng_state", _taking_turns)
 
-        @opaque
-        @functools.wraps(original)
-        def get_rng_state() -> torch.Tensor:
-            replica = current.replica
-            if replica is not None and not _compiles(sys._getframe(1)):
-                _have_turns(replica.run.lockstep)
-            return original()
 
-        get_rng_state._is_watched = True  # type: ignore[attr-defined]
-        torch.get_rng_state = torch.random.get_rng_state = get_rng_state
+def _taking_turns(original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    @opaque
+    @functools.wraps(original)
+    def get_rng_state() -> torch.Tensor:
+        replica = current.replica
+        if replica is not None and not _compiles(sys._getframe(1)):
+            _have_turns(replica.run.lockstep)
+        return original()
+
+    return get_rng_state
 
 
 def _compiles(caller: FrameType) -> bool:
