@@ -102,7 +102,8 @@ class ReplicaGroup:
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         _groups.add(self)
-        watch_passes(watch_optimizer_steps if self.num_replicas > 1 else lambda: None)
+        watch_passes()
+        watch_optimizer_steps(are_mirrored=self.num_replicas > 1)
         if schedule == "concurrent":
             watch_saved_draws()
         self._simulates = self.num_replicas > 1 and is_simulated(self.devices)

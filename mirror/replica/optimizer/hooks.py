@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 import threading
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from mirror.compiler import let_go, letting_go, not_compiled, take_hold
 from mirror.execution.current import current
 from mirror.execution.nesting import refuse_within_another
+from mirror.replica.gradients.passes import lane_here
 from mirror.replica.gradients.plain import note_step
+from mirror.replica.optimizer.global_hooks import global_hooks
 from mirror.replica.optimizer.grad_scaler import watch_torchs_scaler
 from mirror.replica.optimizer.groups import Once, Parameters, mirrored_group
 from mirror.replica.optimizer.making import watch_making
@@ -24,22 +23,23 @@ from mirror.replica.optimizer.optimizer import OptimizerMirror
 from mirror.replica.optimizer.schedulers import watch_schedulers
 from mirror.replica.optimizer.steps import watch_steps
 from mirror.replica.optimizer.zero_grad import watch_zero_grad
+from mirror.timeline import OPTIMIZER
 
 if TYPE_CHECKING:
     from mirror.execution.replicas import Replica
     from mirror.replica.group import ReplicaGroup
 
 _watching = threading.Lock()
-_hooks: list[Any] = []
 
 
-def watch_optimizer_steps() -> None:
-    """Installs the global hooks, once."""
+def watch_optimizer_steps(*, are_mirrored: bool) -> None:
+    """Installs the global hooks, once; those that lend with the first strategy that mirrors."""
     with _watching:
-        if not _hooks:
+        if not are_mirrored and not global_hooks:
+            global_hooks.install((_step_begins,), (_step_ends,))
+        elif are_mirrored and len(global_hooks) < 2:
             hooked = Optimizer.profile_hook_step  # before it is watched
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
-            _hooks.append(register_optimizer_step_post_hook(_after_step))
+            global_hooks.install((_step_begins, _before_step), (_after_step, _step_ends))
             watch_zero_grad()
             watch_steps(_step_by_turns)
             watch_making()
@@ -106,3 +106,32 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             mirror.end_step()
         finally:
             take_hold(mirror.holds.pop(threading.get_ident(), None))
+
+
+# Not opaque: the compiler may follow the steps of optimizers that are not mirrored.
+
+
+def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    timeline, lane = lane_here()
+    if timeline is not None:
+        timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
+
+
+def _step_ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    timeline, lane = lane_here()
+    if timeline is not None:
+        timeline.end(lane, OPTIMIZER)
+        if not _is_within_another(sys._getframe(1)):
+            timeline.note_update(lane)
+
+
+def _is_within_another(step: FrameType) -> bool:
+    """Whether another step has called this one: a subclass's, or one that steps all replicas."""
+    caller = step.f_back
+    while caller is not None and caller.f_code is not step.f_code:
+        caller = caller.f_back
+    return caller is not None
