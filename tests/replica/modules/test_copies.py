@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.common_modules import module_db
 
 from tests.oracle import assert_same
-from tests.test_module_db import build, call, fresh, samples
+from tests.replica.modules.test_module_db import build, call, fresh, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of single layers, and of torch's own copying
 

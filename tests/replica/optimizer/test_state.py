@@ -1,0 +1,188 @@
+"""What is changed in an optimizer outside run holds on every replica."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.oracle import assert_same
+from tests.replica.copies.coherence import (
+    N,
+    Net,
+    momentum,
+    seen,
+    train_a_step,
+)
+
+
+@pytest.fixture
+def strategy(make_strategy):
+    return make_strategy(N)
+
+
+@pytest.fixture
+def model(strategy):
+    return strategy.mirror(Net())
+
+
+def trained_pair(strategy, make):
+    """The model and optimizer of one device and of the strategy, after one equal step."""
+    plain = nn.Linear(2, 2)
+    model = strategy.mirror(copy.deepcopy(plain))
+    optimizers = [make(m.parameters()) for m in (plain, model)]
+    x = torch.randn(10, 2)
+    for m, optimizer in zip((plain, model), optimizers, strict=True):
+        train_a_step(strategy, m, optimizer, x)
+    return plain, model, optimizers
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def load_other_state(optimizer):
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        for value in entry.values():
+            value.mul_(2.0)
+    state["param_groups"][0]["lr"] = 0.03
+    optimizer.load_state_dict(state)
+
+
+def edit_state(optimizer):
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            value.mul_(3.0)
+
+
+def replace_state(optimizer):
+    for entry in optimizer.state.values():
+        for key in list(entry):
+            entry[key] = entry[key] * 5.0
+
+
+def clear_state(optimizer):
+    optimizer.state.clear()
+
+
+def set_lr(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.7
+
+
+def set_weight_decay(optimizer):
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+OPTIMIZER_CHANGES = [
+    load_other_state,
+    edit_state,
+    replace_state,
+    clear_state,
+    set_lr,
+    set_weight_decay,
+]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("make", [momentum, adam])
+@pytest.mark.parametrize("change", OPTIMIZER_CHANGES, ids=lambda fn: fn.__name__)
+def test_a_changed_optimizer_reaches_every_replica(change, make, inside, strategy):
+    plain, model, optimizers = trained_pair(strategy, make)
+    x = torch.randn(10, 2)
+    for optimizer in optimizers:
+        change(optimizer)
+    for _ in range(2):
+        train_a_step(strategy, plain, optimizers[0], x)
+        if inside:
+            (batch,) = strategy.distribute_dataset([x])
+            strategy.run(
+                lambda part: train_a_step(strategy, model, optimizers[1], part), args=(batch,)
+            )
+        else:
+            train_a_step(strategy, model, optimizers[1], x)
+        strategy.check_replicas()
+    assert_same(model.state_dict(), plain.state_dict())
+    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+
+
+def test_optimizer_state_can_be_looked_at_in_run(strategy):
+    _, model, (plain_optimizer, optimizer) = trained_pair(strategy, momentum)
+    (expected, _) = [entry["momentum_buffer"] for entry in plain_optimizer.state.values()]
+    keys = set(optimizer.state)
+
+    def look():
+        held = optimizer.param_groups[0]["params"][0]
+        return (
+            optimizer.state[held]["momentum_buffer"].clone(),
+            optimizer.state[model.weight]["momentum_buffer"].clone(),
+        )
+
+    for result in strategy.local_results(strategy.run(look)):
+        assert_same(result, (expected, expected))
+    assert set(optimizer.state) == keys
+    assert_same(optimizer.state_dict(), plain_optimizer.state_dict())
+
+
+def test_looking_for_state_in_run_leaves_none_behind(strategy):
+    """``optimizer.state`` is a defaultdict: asking for another key would add one."""
+    _, model, (plain_optimizer, optimizer) = trained_pair(strategy, momentum)
+    strategy.run(lambda: optimizer.state.get(model.weight) is None)
+    strategy.run(lambda: len(optimizer.state[model.weight]))
+    assert_same(optimizer.state_dict(), plain_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("way", ["inside", "outside"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_optimizers_update_every_replica(name, way, strategy):
+    """They do not bump version counters."""
+    plain = nn.Linear(2, 2)
+    model = strategy.mirror(copy.deepcopy(plain))
+    make = getattr(torch.optim, name)
+    optimizers = [make(m.parameters(), lr=0.1, fused=True) for m in (plain, model)]
+    for _ in range(3):
+        x = torch.randn(10, 2)
+        train_a_step(strategy, plain, optimizers[0], x)
+        if way == "inside":
+            (batch,) = strategy.distribute_dataset([x])
+            strategy.run(
+                lambda part: train_a_step(strategy, model, optimizers[1], part), args=(batch,)
+            )
+        else:
+            train_a_step(strategy, model, optimizers[1], x)
+        strategy.check_replicas()
+    assert_same(model.state_dict(), plain.state_dict())
+    for value in seen(strategy, lambda: model.weight):
+        assert_same(value, plain.weight)
+
+
+def test_a_parameter_group_added_later_is_trained_on_every_replica(strategy):
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = strategy.mirror(copy.deepcopy(plain))
+    x = torch.randn(10, 2)
+    for m in (plain, model):
+        optimizer = momentum(m[0].parameters())
+        train_a_step(strategy, m, optimizer, x)
+        optimizer.add_param_group({"params": m[1].parameters(), "lr": 0.2})
+        train_a_step(strategy, m, optimizer, x)
+    assert_same(model.state_dict(), plain.state_dict())
+    strategy.check_replicas()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_parameters_that_are_not_mirrored_train_along(n, make_strategy):
+    """An optimizer over a mirrored module and a plain temperature, in the unchanged loop."""
+    plain = nn.Linear(2, 2)
+    model = make_strategy(n).mirror(copy.deepcopy(plain))
+    x = torch.randn(10, 2)
+    temperatures = []
+    for m in (plain, model):
+        temperature = nn.Parameter(torch.tensor(2.0))
+        optimizer = momentum([*m.parameters(), temperature])
+        for _ in range(3):
+            optimizer.zero_grad()
+            (m(x) * temperature).square().mean().backward()
+            optimizer.step()
+        temperatures.append(temperature)
+    assert_same(temperatures[1], temperatures[0])
+    assert_same(model.state_dict(), plain.state_dict())
