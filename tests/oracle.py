@@ -53,6 +53,12 @@ def assert_same_training(model, optimizer, plain_model, plain_optimizer, toleran
     assert_same(optimizer.state_dict(), plain_optimizer.state_dict(), "optimizer", tolerance)
 
 
+def in_run(strategy, step, batch, *args):
+    """One batch, split over the replicas: ``step(part, *args)`` on each."""
+    (distributed,) = strategy.distribute_dataset([batch])
+    return strategy.run(step, args=(distributed, *args))
+
+
 def train_loop(model, optimizer, batches, loss_fn, *, scheduler=None, clip=None, check=None):
     """An existing loop: knows nothing of replicas. The oracle, and way 1 when mirrored."""
     losses = []

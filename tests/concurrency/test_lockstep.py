@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.concurrency import pace
 from tests.concurrency.interrupts import CASES
-from tests.oracle import assert_same, finishes
+from tests.oracle import assert_same, finishes, in_run
 
 N = 3
 
@@ -33,11 +33,6 @@ def me():
 
 def meet():
     return mirror.get_replica_context().all_reduce("sum", torch.ones(1))
-
-
-def in_run(strategy, fn, batch):
-    (part,) = strategy.distribute_dataset([batch])
-    return strategy.run(fn, args=(part,))
 
 
 def net(seed=0):

@@ -209,3 +209,38 @@ def test_distribute_values_from_function(make_strategy):
         lambda context: {"id": context.replica_id_in_sync_group}
     )
     assert values(strategy, strategy.run(lambda x: x["id"], args=(nested,))) == [0, 1, 2]
+
+
+# Runs, merges and contexts
+
+
+@pytest.mark.parametrize("other", [(1.0,), [1.0], {"x": 1.0}])
+@pytest.mark.parametrize("leaf", [torch.ones(2), 1.0, "a"])
+def test_a_leaf_beside_a_structure_is_an_error(make_strategy, leaf, other):
+    # Where the first replica's part was a leaf, the others' structures passed for leaves.
+    strategy = make_strategy(2)
+
+    def mixed():
+        return leaf if mirror.get_replica_context().replica_id_in_sync_group == 0 else other
+
+    with pytest.raises(mirror.StructureError, match="there; return the same structure"):
+        strategy.run(mixed)
+    with pytest.raises(mirror.StructureError, match=f"a {type(other).__name__} there"):
+        strategy.distribute_values_from_function(
+            lambda context: (leaf, other)[context.replica_id_in_sync_group]
+        )
+    batches = strategy.distribute_dataset_from_function(lambda context: [[leaf], [other]])
+    with pytest.raises(mirror.BatchError, match="must have one structure"):
+        list(batches)
+
+
+# Values
+
+
+def test_reduce_of_nothing_says_so(make_strategy):
+    # "reduce() of empty iterable with no initial value" came from the standard library.
+    strategy = make_strategy(2)
+    with pytest.raises(ValueError, match="without parts"):
+        strategy.reduce("max", mirror.PerReplica([]))
+    with pytest.raises(ValueError, match="no elements"):
+        strategy.reduce("max", strategy.run(lambda: torch.zeros(0)), axis=0)

@@ -4,9 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from tests.ones import mirrored_layer, ones_layer
+from tests.oracle import assert_same, in_run
 from tests.strategy.programs import here
 
 
@@ -91,3 +94,76 @@ def test_check_replicas_sees_the_optimizer_state(make_strategy):
     strategy.run(step)
     with pytest.raises(mirror.ReplicaMismatchError, match="2"):
         strategy.check_replicas()
+
+
+def test_weights_set_between_forward_and_backward_count_in_collectives(make_strategy):
+    # A replica read the others' weights in its own turn, before they had set theirs.
+    def gradient(is_before):
+        strategy = make_strategy(2)
+        layer = mirrored_layer(strategy)
+
+        def step(batch):
+            context = mirror.get_replica_context()
+            weight = 1.0 if context.replica_id_in_sync_group == 0 else 9.0
+            if is_before:
+                context.weight = weight
+            y = layer(batch)
+            total = context.all_reduce("sum", y.pow(2).sum())
+            if not is_before:
+                context.weight = weight
+            (y.mean() * total).backward()
+
+        in_run(strategy, step, torch.arange(1.0, 5.0).view(4, 1))
+        return layer.weight.grad
+
+    # Weighted mean of y: (1.5 + 9 * 3.5) / 10 = 3.3; total 30; each is of degree 1 and 2 in w.
+    assert_same(gradient(is_before=False), torch.tensor([[3 * 3.3 * 30]]))
+    assert_same(gradient(is_before=True), torch.tensor([[3 * 3.3 * 30]]))
+
+
+@pytest.mark.parametrize("is_batch_first", [True, False])
+def test_values_of_a_run_without_batch_do_not_set_gradient_weights(make_strategy, is_batch_first):
+    # The first PerReplica argument gave the weights: a hidden state from an earlier run counted
+    # as (1, 1) and won over the batch's (2, 1).
+    x = torch.arange(6.0).view(3, 2)
+    plain = ones_layer(2)
+    plain(x).mean().backward()
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy, 2)
+    hidden = strategy.run(lambda: torch.zeros(1))
+
+    def step(*args):
+        batch, state = args if is_batch_first else args[::-1]
+        (layer(batch) + state).mean().backward()
+
+    (batch,) = strategy.distribute_dataset([x])
+    strategy.run(step, args=(batch, hidden) if is_batch_first else (hidden, batch))
+    assert_same(layer.weight.grad, plain.weight.grad)
+
+
+def test_part_of_weight_zero_counts_nothing_even_where_it_is_nan(make_strategy):
+    # The mean over no tokens is NaN, and 0 * NaN made the whole gradient and loss NaN.
+    x, labels = torch.eye(4), torch.tensor([0, 1, -100, -100])
+
+    def loss_of(layer, x, labels):
+        loss = F.cross_entropy(layer(x), labels)
+        loss.backward()
+        return loss.detach()
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Linear(4, 3)
+
+    plain = make()
+    expected = loss_of(plain, x, labels)
+    strategy = make_strategy(2)
+    with strategy.scope():
+        layer = make()
+
+    def step(batch):
+        mirror.get_replica_context().weight = float((batch[1] != -100).sum())
+        return loss_of(layer, *batch)
+
+    losses = in_run(strategy, step, (x, labels))
+    assert_same(strategy.reduce("mean", losses), expected)
+    assert_same(layer.weight.grad, plain.weight.grad)

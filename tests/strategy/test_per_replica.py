@@ -40,3 +40,25 @@ def test_a_per_replica_used_as_a_tensor_is_a_type_error_with_advice(use, make_st
 def test_values_is_a_tuple():
     assert mirror.PerReplica([1, 2]).values == (1, 2)
     assert mirror.PerReplica(i for i in range(2)).values == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss: f"{loss:.3f}",
+        lambda loss: loss == 0,
+        lambda loss: loss != torch.ones(()),
+        lambda loss: divmod(loss, 2),
+        lambda loss: divmod(2, loss),
+    ],
+)
+def test_per_replica_values_refuse_numbers_business_with_advice(make_strategy, use):
+    # Formatting a loss spoke of "PerReplica.__format__", and `loss == 0` was False in silence.
+    strategy = make_strategy(2)
+    loss = strategy.run(lambda: torch.ones(()))
+    with pytest.raises(TypeError, match="holds one value per replica"):
+        use(loss)
+    assert loss == loss
+    assert loss != "loss"
+    assert loss in {loss}
+    assert f"{loss}" == repr(loss)

@@ -278,3 +278,13 @@ def test_weight_defaults_to_the_number_of_examples(make_strategy):
     first, second, third = result.values
     assert first / third == pytest.approx(4 / 3)
     assert second / third == pytest.approx(4 / 3)
+
+
+def test_replica_context_is_refused_after_its_run(make_strategy):
+    # A context kept from a run reduced over itself alone: the sum of one value.
+    strategy = make_strategy(2)
+    kept = strategy.local_results(strategy.run(mirror.get_replica_context))
+    with pytest.raises(mirror.StrategyError, match="a run that has ended"):
+        kept[0].all_reduce("sum", 1.0)
+    with pytest.raises(mirror.StrategyError, match="a run that has ended"):
+        kept[0].merge_call(lambda strategy: None)

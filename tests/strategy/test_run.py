@@ -1,6 +1,7 @@
 """What run makes of its arguments and of what its function returns."""
 
 import collections
+import copy
 import dataclasses
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 import mirror
-from tests.oracle import assert_same
+from tests.ones import ONES, mirrored_layer, ones_layer
+from tests.oracle import assert_same, in_run
 from tests.strategy.programs import Box, Pair, here, ids, values
 
 
@@ -152,3 +154,51 @@ def test_a_replica_sees_its_own_copy_and_a_step_of_all_stays_equal(make_strategy
     assert len(set(pointers.values)) == 3
     for value in copies.values[1:]:
         assert torch.equal(value, copies.values[0])
+
+
+# Runs, merges and contexts
+
+
+def test_check_replicas_and_mirror_are_refused_in_run(make_strategy):
+    # A check in run reduced the gradients of half a step, each replica's with share 1.
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+
+    def step(batch):
+        layer(batch).mean().backward()
+        for call in (strategy.check_replicas, lambda: strategy.mirror(ones_layer())):
+            with pytest.raises(mirror.StrategyError, match="inside run"):
+                call()
+
+    in_run(strategy, step, torch.tensor([[1.0], [2.0], [6.0]]))
+    assert_same(layer.weight.grad, torch.tensor([[3.0]]))
+
+
+@pytest.mark.parametrize("place", ["run", "merge_call"])
+def test_close_is_refused_in_run(make_strategy, place):
+    # It ended the threads under the run: KeyError: 0, or a hang.
+    strategy = make_strategy(3)
+
+    def step():
+        with pytest.raises(mirror.StrategyError, match="inside run"):
+            if place == "run":
+                strategy.close()
+            else:
+                mirror.get_replica_context().merge_call(lambda strategy: strategy.close())
+        return 1
+
+    assert strategy.local_results(strategy.run(step)) == (1, 1, 1)
+
+
+# Lifetime
+
+
+def test_closed_strategy_says_how_to_keep_the_model(make_strategy):
+    # distribute_values_from_function still worked, and the error was no help with the model.
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+    layer(ONES)
+    strategy.close()
+    with pytest.raises(mirror.StrategyError, match=r"copy\.deepcopy\(model\)"):
+        strategy.distribute_values_from_function(lambda context: 1)
+    assert_same(copy.deepcopy(layer)(ONES), ONES)

@@ -1,13 +1,14 @@
 """Replicas without examples sit a step out, and are brought along."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import mirror
-from tests.oracle import assert_same
+from tests.oracle import assert_same, finishes
 from tests.strategy.programs import here, values
 
 
@@ -87,3 +88,25 @@ def test_idle_replicas_keep_equal_variables_and_optimizer_state(size, where, mak
     whole = strategy.run(lambda: [p.detach().clone() for p in model.parameters()])
     for parameters in strategy.local_results(whole):
         assert_same(parameters, [p.detach() for p in plain.parameters()])
+
+
+def test_replica_zero_sits_out_after_all_have_run():
+    # The first one that takes part ran in the caller's thread, and waited there at the gate where
+    # the thread it had from the run before waited, too: one of the two was woken.
+    parts = [mirror.values.ABSENT, torch.ones(1), torch.ones(1)]
+
+    def step(x):
+        for _ in range(3):
+            x = mirror.get_replica_context().all_reduce("sum", x)
+        return x
+
+    def use():
+        with mirror.MirroredStrategy(["cpu"] * 3) as strategy:
+            for _ in range(3):
+                strategy.run(step, args=(mirror.PerReplica([torch.ones(1)] * 3),))
+                result = strategy.run(step, args=(mirror.PerReplica(parts),))
+                assert strategy.local_results(result) == (8, 8)
+            assert sum("mirror" in t.name for t in threading.enumerate()) == 2
+
+    _, error, _ = finishes(use)
+    assert error is None

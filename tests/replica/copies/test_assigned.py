@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import mirror
-from tests.oracle import assert_same
+from tests.ones import ONES, mirrored_layer, ones_layer, sgd
+from tests.oracle import assert_same, in_run
 
 
 @pytest.fixture(params=["lockstep", "staggered"])
@@ -221,3 +222,79 @@ def test_a_step_that_freezes_and_assigns_on_every_replica_trains_as_one_device(s
         strategy.run(lambda x: train(model, of_model, x, shared), args=(batch,))
         strategy.check_replicas()
     assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_data_of_a_parameter_assigned_in_run_keeps_training(make_strategy):
+    # `layer.weight.data = t` in run moved the copy that forward reads, not the one the optimizer
+    # steps: nothing trained any more, and no check saw it.
+    def train(layer, each):
+        optimizer = sgd(layer)
+
+        def step(batch, first):
+            if first:
+                layer.weight.data = torch.full((1, 1), 2.0)
+            optimizer.zero_grad()
+            layer(batch).mean().backward()
+            optimizer.step()
+
+        for i in range(3):
+            each(step, ONES, i == 0)
+
+    plain = ones_layer()
+    train(plain, lambda step, *args: step(*args))
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+    train(layer, lambda step, *args: in_run(strategy, step, *args))
+    assert_same(layer(ONES), plain(ONES))
+    assert_same(layer.state_dict(), plain.state_dict())
+    strategy.check_replicas()
+
+
+@pytest.mark.parametrize("how", ["method", "attribute"])
+def test_parameter_unfrozen_in_run_gets_its_gradient_reduced(make_strategy, how):
+    # The copy got no arrival hook when `requires_grad` was set on it in run, so each replica
+    # stepped with the gradient of its own part, or with none.
+    def train(layer, each):
+        optimizer = sgd(layer)
+
+        def step(batch):
+            if how == "method":
+                layer.weight.requires_grad_(True)
+            else:
+                layer.weight.requires_grad = True
+            layer(batch).mean().backward()
+            optimizer.step()
+
+        each(step, torch.tensor([[1.0], [5.0]]))
+
+    plain = ones_layer()
+    plain.weight.requires_grad_(False)
+    train(plain, lambda step, batch: step(batch))
+    strategy = make_strategy(2)
+    with strategy.scope():
+        layer = ones_layer()
+        layer.weight.requires_grad_(False)
+    train(layer, lambda step, batch: in_run(strategy, step, batch))
+    assert layer.weight.requires_grad
+    assert_same(layer.state_dict(), plain.state_dict())
+    strategy.check_replicas()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_one_tensor_given_to_all_parameters_data_in_run_is_not_shared(make_strategy, n):
+    # `p.data = t` with a t from outside left all replicas on t's storage: N updates per step.
+    strategy = make_strategy(n)
+    layer = mirrored_layer(strategy)
+    optimizer = sgd(layer)
+    start = torch.full((1, 1), 2.0)
+
+    def step(batch):
+        for p in layer.parameters():
+            p.data = start
+        optimizer.zero_grad()
+        layer(batch).mean().backward()
+        optimizer.step()
+
+    in_run(strategy, step, ONES)
+    assert_same(layer.weight.detach(), torch.full((1, 1), 1.9))
+    strategy.check_replicas()

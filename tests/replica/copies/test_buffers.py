@@ -174,3 +174,41 @@ def test_a_buffer_without_aggregation_is_not_read_outside_run(strategy, model):
 def test_an_unknown_aggregation_is_a_value_error(how, model):
     with pytest.raises(ValueError, match=r"aggregation|mean"):
         mirror.set_aggregation(model, "shift", how)
+
+
+def test_one_tensor_assigned_to_a_buffer_in_run_is_not_shared(make_strategy):
+    # The replicas' buffers became one tensor, so every in-place update counted N times.
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, start):
+            self.count = start
+            mirror.get_replica_context().all_reduce("sum", 1.0)  # all have it now
+            self.count.add_(1)
+
+    strategy = make_strategy(3)
+    with strategy.scope():
+        counter = Counter()
+    start = torch.full((1,), 5.0)
+    strategy.run(counter, args=(start,))
+    assert counter.count.item() == 6.0
+
+
+def test_float16_buffers_are_averaged_without_overflow(make_strategy):
+    # The sum of four values of 30000 is beyond float16: their mean was inf.
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("shift", torch.full((1,), 30000.0, dtype=torch.float16))
+
+        def forward(self, x):
+            self.shift.add_(32 * x.mean().half())
+            return x
+
+    strategy = make_strategy(4)
+    with strategy.scope():
+        module = Shift()
+    module(torch.arange(4.0).view(4, 1))
+    assert module.shift.item() == 30048.0

@@ -1,13 +1,16 @@
 """Gradients read, changed and cleared outside run are every replica's; and autograd.grad."""
 
 import copy
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle import assert_same
+import mirror
+from tests.ones import ONES, mirrored_layer, ones_layer, sgd
+from tests.oracle import assert_same, in_run
 from tests.replica.copies.coherence import (
     N,
     Net,
@@ -241,3 +244,92 @@ def test_weight_norm_and_parametrizations_train_as_on_one_device(strategy):
         train_a_step(strategy, model, optimizers[1], x)
     assert_same(model.state_dict(), plain.state_dict())
     strategy.check_replicas()
+
+
+# Gradients and weights
+
+
+def test_graph_built_before_the_first_call_keeps_its_gradient(make_strategy):
+    # A penalty made before the model is mirrored ends in the parameter itself, and its gradient
+    # vanished in silence.
+    def gradient():
+        layer = ones_layer(2)
+        penalty = layer.weight.pow(2).sum()
+        (layer(torch.ones(2, 2)).mean() + penalty).backward()
+        return layer.weight.grad
+
+    expected = gradient()
+    with make_strategy(2).scope():
+        assert_same(gradient(), expected)
+
+
+@pytest.mark.parametrize("change", ["zero_grad", "clip"])
+def test_gradient_changed_in_place_under_no_sync_is_refused(make_strategy, change):
+    # With several parts gathered, .grad is a fresh sum: zeroing or clipping it changed nothing.
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+    optimizer = sgd(layer)
+
+    def backward(batch):
+        layer(batch).sum().backward()
+
+    def backward_and_change(batch):
+        backward(batch)
+        if change == "zero_grad":
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            nn.utils.clip_grad_value_(layer.parameters(), 0.5)
+
+    with strategy.no_sync():
+        in_run(strategy, backward, ONES)
+        with pytest.raises(mirror.StrategyError, match="in place under no_sync"):
+            in_run(strategy, backward_and_change, ONES)
+
+
+# Runs, merges and contexts
+
+
+def test_another_thread_cannot_read_gradients_during_run(make_strategy):
+    # A logging thread that looked at .grad reduced half a step: 7.5 for a mean of 3.
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+    errors = []
+
+    def log():
+        try:
+            layer.weight.grad
+        except mirror.StrategyError as error:
+            errors.append(str(error))
+
+    def step(batch):
+        layer(batch).mean().backward()
+        thread = threading.Thread(target=log)
+        thread.start()
+        thread.join()
+
+    in_run(strategy, step, torch.tensor([[1.0], [2.0], [6.0]]))
+    assert_same(layer.weight.grad, torch.tensor([[3.0]]))
+    assert len(errors) == 2
+    assert all("another thread" in error for error in errors)
+
+
+# Optimizers and their state
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_gradient_passed_to_backward_on_all_replicas_is_not_shared(make_strategy, reduction):
+    # Autograd makes a view of what `backward` was given the gradient of a parameter: replicas
+    # given one tensor weighed and summed it in place, over each other, since a reduction of
+    # gradients no longer looks at where they lie.
+    strategy = make_strategy(2, gradient_reduction=reduction)
+    layer = mirrored_layer(strategy, in_features=3)
+    given = torch.ones(3)
+
+    def step():
+        context = mirror.get_replica_context()
+        context.weight = 1 + context.replica_id_in_sync_group
+        layer.weight.view(-1).backward(given)
+
+    strategy.run(step)
+    assert torch.equal(given, torch.ones(3))
+    assert_same(layer.weight.grad, torch.full((1, 3), 2.0 if reduction == "sum" else 1.0))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror.replica.gradients.buckets import bucket_ends
-from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 
 SIZE = 8  # a weight of 64 floats is 256 bytes, a bias 32: a layer is a bucket
 NUM_LAYERS = 5
@@ -73,11 +73,6 @@ ALL_BUT_LAST = [4, 3, 2, 1]  # layers in the order of their gradients; the last 
 
 def batches(count, size=10):
     return [torch.randn(size, SIZE) for _ in range(count)]
-
-
-def in_run(strategy, fn, batch):
-    (part,) = strategy.distribute_dataset([batch])
-    return strategy.run(fn, args=(part,))
 
 
 def pair(strategy):

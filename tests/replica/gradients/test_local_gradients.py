@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mirror
-from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 
 SIZE, NUM_LAYERS = 6, 5
 
@@ -36,11 +36,6 @@ def make(make_strategy):
 def pair(strategy, module=None):
     plain = net() if module is None else module
     return plain, strategy.mirror(copy.deepcopy(plain))
-
-
-def in_run(strategy, fn, batch):
-    (part,) = strategy.distribute_dataset([batch])
-    return strategy.run(fn, args=(part,))
 
 
 def assert_same_grads(strategy, model, plain):

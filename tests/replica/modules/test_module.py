@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mirror
+from tests.ones import ONES, ones_layer, sgd
 from tests.oracle import assert_same
 from tests.replica.copies.coherence import (
     N,
@@ -102,3 +103,21 @@ def test_to_another_dtype_keeps_the_model_mirrored(strategy):
     assert model.weight.dtype == torch.float64
     assert_same(model.weight.grad, plain.weight.grad)
     assert [v.dtype for v in seen(strategy, lambda: model.weight)] == [torch.float64] * N
+
+
+def test_module_first_called_in_inference_mode_can_train(make_strategy):
+    # A sanity validation mirrored the module into inference tensors: the first step raised.
+    def train(layer):
+        with torch.inference_mode():
+            layer(ONES)
+        layer(ONES).mean().backward()
+        sgd(layer).step()
+
+    plain = ones_layer()
+    train(plain)
+    strategy = make_strategy(2)
+    with strategy.scope():
+        layer = ones_layer()
+        train(layer)
+    assert_same(layer.state_dict(), plain.state_dict())
+    strategy.check_replicas()

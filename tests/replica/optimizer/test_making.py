@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import mirror
-from tests.oracle import assert_same
+from tests.ones import ONES, mirrored_layer
+from tests.oracle import assert_same, in_run
 
 
 class Own(torch.optim.SGD):
@@ -200,3 +201,27 @@ def test_classes_that_come_later_are_watched_in_all_their_methods(make_strategy)
     assert Late.num_calls == 1
     strategy.run(lambda: optimizer.add_param_group({"params": model[1].weight}))
     assert Late.num_calls == 2
+
+
+def test_optimizer_over_two_strategies_is_refused(make_strategy):
+    # The gradients of the second strategy's model were never reduced, its weights never moved.
+    layers = [mirrored_layer(make_strategy(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    sum(layer(ONES).sum() for layer in layers).backward()
+    with pytest.raises(mirror.StrategyError, match="two strategies"):
+        optimizer.step()
+
+
+def test_optimizer_made_in_run_over_one_replicas_parameter_is_refused(make_strategy):
+    # `SGD([layer.weight])` in run holds one replica's copy: one replica trained, the others not.
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+
+    def step(batch):
+        optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+        layer(batch).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(mirror.StrategyError, match="made inside"):
+        in_run(strategy, step, ONES)
+    strategy.check_replicas()

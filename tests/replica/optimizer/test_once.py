@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mirror
-from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 
 SIZE = 6
 
@@ -44,11 +44,6 @@ def pair(strategy, make_optimizer):
     plain = net()
     model = strategy.mirror(copy.deepcopy(plain))
     return (plain, make_optimizer(plain.parameters())), (model, make_optimizer(model.parameters()))
-
-
-def in_run(strategy, fn, batch):
-    (part,) = strategy.distribute_dataset([batch])
-    return strategy.run(fn, args=(part,))
 
 
 def step_in_run(strategy, model, optimizer, batch):

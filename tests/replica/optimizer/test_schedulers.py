@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import mirror
-from tests.oracle import assert_same, assert_same_training
+from tests.oracle import assert_same, assert_same_training, in_run
 
 SIZES = [7, 5, 2, 8, 6]
 S = lr_scheduler
@@ -89,11 +89,6 @@ def counts(scheduler):
         for name, value in scheduler.state_dict().items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     }
-
-
-def in_run(strategy, fn, batch):
-    (part,) = strategy.distribute_dataset([batch])
-    return strategy.run(fn, args=(part,))
 
 
 def test_every_scheduler_of_torch_is_here():

@@ -1,12 +1,14 @@
 """What is changed in an optimizer outside run holds on every replica."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
 
-from tests.oracle import assert_same
+from tests.ones import ONES, collect, mirrored_layer, ones_layer, sgd
+from tests.oracle import assert_same, in_run
 from tests.replica.copies.coherence import (
     N,
     Net,
@@ -186,3 +188,147 @@ def test_parameters_that_are_not_mirrored_train_along(n, make_strategy):
         temperatures.append(temperature)
     assert_same(temperatures[1], temperatures[0])
     assert_same(model.state_dict(), plain.state_dict())
+
+
+# Values and identity of parameters and buffers
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_state_written_in_run_is_kept_for_parameters_that_had_none(make_strategy, n):
+    # `optimizer.state[p]` inside run gave a dict of nobody, and what was written there was lost.
+    strategy = make_strategy(n)
+    layer = strategy.mirror(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(batch):
+        layer(batch).mean().backward()
+        optimizer.step()
+        state = optimizer.state[layer.weight]
+        state["steps"] = state.get("steps", 0) + 1
+        optimizer.state.setdefault(layer.bias, {})["sum"] = layer.bias.detach().clone()
+        return optimizer.state[layer.weight]["steps"]
+
+    for _ in range(3):
+        in_run(strategy, step, ONES)
+    strategy.check_replicas()
+    assert optimizer.state[layer.weight] == {"steps": 3}
+    assert_same(optimizer.state_dict()["state"][1]["sum"], layer.bias.detach())
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_sharpness_aware_step_in_run_restores_weights_of_its_own(make_strategy, n):
+    # SAM restores `p.data = state[p]["old"]`: replicas that shared it took N steps at once.
+    class SAM(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+            self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+            self.param_groups = self.base.param_groups
+
+        @torch.no_grad()
+        def climb(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad * 0.05)
+            self.zero_grad()
+
+        @torch.no_grad()
+        def descend(self):
+            for p in self.param_groups[0]["params"]:
+                p.data = self.state[p]["old"]
+            self.base.step()
+            self.zero_grad()
+
+    def train(layer, each):
+        optimizer = SAM(layer.parameters())
+
+        def step(batch):
+            layer(batch).pow(2).mean().backward()
+            optimizer.climb()
+            layer(batch).pow(2).mean().backward()
+            optimizer.descend()
+
+        for _ in range(2):
+            each(step, torch.arange(8.0).view(4, 2) / 4)
+
+    plain = ones_layer(2)
+    train(plain, lambda step, batch: step(batch))
+    strategy = make_strategy(n)
+    layer = mirrored_layer(strategy, 2)
+    train(layer, lambda step, batch: in_run(strategy, step, batch))
+    assert_same(layer.state_dict(), plain.state_dict())
+    strategy.check_replicas()
+
+
+# Optimizers
+
+
+def test_state_that_a_step_replaces_is_the_optimizers_state(make_strategy):
+    # Only new entries were noticed, so optimizer.state stayed that of the first step, and a look
+    # at state_dict() between steps set the training back to it.
+    class Growing(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                k = self.state[p].get("k", 0) + 1
+                self.state[p] = {"k": k}
+                p.sub_(k)
+
+    def train(layer):
+        optimizer = Growing(layer.parameters())
+        for _ in range(3):
+            layer(ONES).sum().backward()
+            optimizer.step()
+            state = optimizer.state_dict()["state"]
+        return state, layer.state_dict()
+
+    strategy = make_strategy(2)
+    assert_same(train(mirrored_layer(strategy)), train(ones_layer()))
+    strategy.check_replicas()
+
+
+# Optimizers and their state
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_replicas_on_one_device_keep_one_state(make_strategy, where):
+    # Outside run every step copied the state to all replicas, which nobody used.
+    strategy = make_strategy(3)
+    layer = mirrored_layer(strategy, in_features=37)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+
+    def step(batch):
+        layer(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        batch = torch.ones(3, 37)
+        step(batch) if where == "outside" else in_run(strategy, step, batch)
+    collect()
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+    assert sum(t.shape == (1, 37) for t in tensors) == 2  # the two moments
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+def test_state_changed_in_run_is_the_same_on_all_replicas(make_strategy, schedule):
+    # A replica's state was copied from the first one's when the replica looked at it: after the
+    # first one had changed its own, so that the others changed it twice.
+    strategy = make_strategy(3, schedule=schedule)
+    layer = mirrored_layer(strategy)
+    optimizer = sgd(layer, momentum=0.9)
+    layer(ONES).mean().backward()
+    optimizer.step()
+
+    def halve():
+        buffer = optimizer.state[layer.weight]["momentum_buffer"]
+        buffer.mul_(0.5)
+        return buffer.clone()
+
+    for expected in (0.5, 0.25):
+        halved = strategy.run(halve)
+        assert strategy.local_results(halved) == (expected,) * 3
+        strategy.check_replicas()
+        assert optimizer.state[layer.weight]["momentum_buffer"] == expected
