@@ -15,7 +15,8 @@ replica.gradients.buckets replica.gradients.deferred replica.gradients.gradient_
 replica.gradients.gradients replica.gradients.parallel_pass replica.gradients.passes
 replica.gradients.plain replica.gradients.seams replica.gradients.unusual
 replica.gradients.watch replica.group replica.joining.changes replica.joining.joiner
-replica.joining.scalar_outputs replica.joining.scalar_terms replica.layers.normalization
+replica.joining.outputs replica.joining.scalar_outputs replica.joining.scalar_terms
+replica.layers.normalization
 replica.modules.attributes replica.modules.conversions replica.modules.metric_calls
 replica.modules.module replica.modules.recompute replica.modules.split_call
 replica.modules.wrappers replica.optimizer.grad_scaler replica.optimizer.groups

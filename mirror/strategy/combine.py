@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mirror.errors import ShapeError
 from mirror.replica.collectives.nodes import not_differentiable
-from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed
+from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed, weighted_mean
 from mirror.replica.gradients.seams import sewn_values
 from mirror.replica.group import ReplicaGroup
 from mirror.strategy.arguments import check_parts
@@ -71,10 +71,10 @@ def _reduce(
         if total:  # a part that counts nothing may be NaN, the mean over no examples
             parts = [(tensor, weight) for tensor, weight in parts if weight]
             tensors = [tensor for tensor, _ in parts]
-        shares = [weight / total if total else 1.0 / len(parts) for _, weight in parts]
-        if len(set(shares)) == 1:
+        counts = [weight for _, weight in parts]
+        if not total or len(set(counts)) == 1:
             return summed(tensors, device) / len(tensors)
-        return summed([t * share for t, share in zip(tensors, shares, strict=True)], device)
+        return weighted_mean(tensors, counts)
     return _combined(op, tensors, device)
 
 

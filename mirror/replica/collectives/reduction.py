@@ -80,3 +80,10 @@ def summed(tensors: Sequence[Tensor], device: torch.device, op: str = "sum") -> 
     combine = _PAIRWISE[op]
     total: Tensor = reduce(combine, [tensor.to(device) for tensor in tensors])
     return total.coalesce() if total.is_sparse else total
+
+
+def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Returns the mean of tensors of one shape and device. Differentiable."""
+    total = sum(weights)
+    terms = [tensor * (weight / total) for tensor, weight in zip(tensors, weights, strict=True)]
+    return summed(terms, terms[0].device)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from mirror.concurrency.stack import warn_user
-from mirror.errors import StructureError
+from mirror.execution.runner import Runner
+from mirror.replica.collectives.reduction import weighted_mean
 from mirror.replica.gradients.seams import sewn
 from mirror.replica.joining.arguments import Part
 from mirror.replica.joining.contents import (
@@ -43,10 +44,7 @@ from mirror.replica.joining.contents import (
     shell_of,
 )
 from mirror.replica.joining.scalar_outputs import Undecided, Weights, joined_value, weights_of
-from mirror.values import ABSENT, PerReplica, is_number, map_structure, rebuild_node
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
+from mirror.values import ABSENT, PerReplica, is_number, rebuild_node
 
 _MISSING: Any = object()
 _warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
@@ -68,18 +66,18 @@ class Joiner:
 
     def __init__(
         self,
-        group: ReplicaGroup,
+        runner: Runner,
         sizes: Sequence[float],
         ids: Sequence[int],
         parts: Sequence[Part] = (),
         module: nn.Module | None = None,
     ) -> None:
-        self._group = group.runner
+        self._runner = runner
         self._sizes = sizes
         self._ids = ids
         self._parts = parts
         self._module = module
-        self._home = group.devices[0]
+        self._home = runner.replicas.devices[0]
         self._counts = [sizes[r] for r in ids]
         self._total = sum(self._counts)
         self._origins: list[dict[int, Any]] | None = None  # by id of a replica's copy
@@ -205,10 +203,10 @@ class Joiner:
 
     def _tensor(self, parts: Sequence[Tensor]) -> Tensor | None:
         if _are_batched(parts, self._counts):
-            here = [part.to(self._home) for part in sewn(self._group, self._ids, parts)]
+            here = [part.to(self._home) for part in sewn(self._runner, self._ids, parts)]
             return here[0] if len(here) == 1 else torch.cat(here)
         if self._total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
-            here = [part.to(self._home) for part in sewn(self._group, self._ids, parts)]
+            here = [part.to(self._home) for part in sewn(self._runner, self._ids, parts)]
             weights = self._weights_of(parts)
             if weights is None:
                 return weighted_mean(here, self._counts)
@@ -299,44 +297,6 @@ class Joiner:
             return default
         pairs = zip(self._origins, parts, strict=True)
         return first if all(o.get(id(p), _MISSING) is first for o, p in pairs) else default
-
-
-def join_outputs(
-    group: ReplicaGroup,
-    results: dict[int, Any],
-    sizes: Sequence[float],
-    parts: Sequence[Part] = (),
-    module: nn.Module | None = None,
-) -> Any:
-    """Joins the replicas' outputs into what one device would have returned.
-
-    Tensors whose first dimension is the replica's number of examples are concatenated, 0-d
-    floating ones become the example-weighted mean (or what their graphs tell, of a split call),
-    equal other leaves stay; the rest becomes PerReplica. Differentiable.
-
-    Args:
-        parts: what the replicas were handed, of a split call. Its arguments come out as
-            themselves, and objects that hold the batch are joined, too.
-        module: what the split call was of.
-
-    Raises:
-        StructureError: the replicas' outputs differ in structure.
-    """
-    joiner = Joiner(group, sizes, list(results), parts, module)
-    try:
-        return map_structure(joiner.output, *results.values())
-    except StructureError as error:
-        raise StructureError(
-            f"the replicas' outputs of a split call differ in structure: {error}; return the same "
-            "structure for every part of a batch"
-        ) from None
-
-
-def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Returns the mean of tensors of one shape and device. Differentiable."""
-    total = sum(weights)
-    terms = [part * (weight / total) for part, weight in zip(parts, weights, strict=True)]
-    return sum(terms[1:], start=terms[0])
 
 
 def _warn_once(kind: type[nn.Module], what: str) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirror.replica.collectives.reduction import summed
 from mirror.replica.joining.scalar_terms import (
     CHOICES,
     Term,
@@ -93,7 +94,7 @@ def joined_value(parts: Sequence[Tensor], weights: Weights) -> Tensor:
             terms.append(kept * weight.to(part.dtype))
         elif weight:
             terms.append(part * weight)
-    return sum(terms[1:], start=terms[0])
+    return summed(terms, terms[0].device)
 
 
 class _Column:
@@ -239,7 +240,7 @@ def _normal(weights: Sequence[Any], device: torch.device) -> Weights:
         total = sum(weights)
         return [weight / total if total else 1.0 for weight in weights]
     tensors = [torch.as_tensor(w, dtype=torch.float64).to(device) for w in weights]
-    total = sum(tensors[1:], start=tensors[0])
+    total = summed(tensors, device)
     return [tensor / total for tensor in tensors]
 
 

@@ -39,9 +39,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.compiler import forget_compiled, opaque
 from mirror.errors import StrategyError, StructureError
 from mirror.execution.current import current
+from mirror.replica.collectives.reduction import weighted_mean
 from mirror.replica.copies.parameters import ReplicaParameter
 from mirror.replica.gradients.seams import sewn
-from mirror.replica.joining.joiner import join_outputs, weighted_mean
+from mirror.replica.joining.outputs import join_outputs
 from mirror.replica.routing import group_of
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
@@ -197,7 +198,7 @@ class OwnValues:
             return _mean(here, [weights[r] for r in values])
         self._is_batched = False
         try:
-            joined = join_outputs(run.replicas.group, values, weights)
+            joined = join_outputs(run.replicas.group.runner, values, weights)
         except StructureError:
             every = [values.get(r, ABSENT) for r in range(run.replicas.num_replicas)]
             return PerReplica(every)

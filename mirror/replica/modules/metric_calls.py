@@ -32,7 +32,7 @@ from mirror.compiler import opaque
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-from mirror.replica.joining.joiner import weighted_mean
+from mirror.replica.collectives.reduction import weighted_mean
 from mirror.replica.routing import group_of
 from mirror.values import is_number, map_structure
 

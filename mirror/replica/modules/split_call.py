@@ -17,7 +17,8 @@ from mirror.execution.current import current
 from mirror.replica.joining.arguments import Part, Split, describe, must_move
 from mirror.replica.joining.changes import join_changes
 from mirror.replica.joining.contents import is_in, leaves_in
-from mirror.replica.joining.joiner import Joiner, join_outputs
+from mirror.replica.joining.joiner import Joiner
+from mirror.replica.joining.outputs import join_outputs
 from mirror.replica.modules.metric_calls import is_metric
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import PerReplica
@@ -87,7 +88,7 @@ def call_in_turn(
         with limits_for(group.num_replicas):
             run = group.run(call, split.active, weights=sizes)
         own = [parts[r] for r in run.results]
-        joined = join_outputs(group, run.results, sizes, own, module)
+        joined = join_outputs(group.runner, run.results, sizes, own, module)
         _take_changes(group, own, list(run.results), args, kwargs)
     except Exception as error:
         add_note(error, _told(module, split, args, kwargs))
@@ -125,7 +126,7 @@ def _take_changes(
 ) -> None:
     if not any(part.given or part.tensors or part.shared for part in parts):
         return
-    joiner = Joiner(group, parts[0].split.sizes, ids, parts)
+    joiner = Joiner(group.runner, parts[0].split.sizes, ids, parts)
     join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
 
 
