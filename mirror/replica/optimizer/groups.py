@@ -83,11 +83,6 @@ def mirrored_group(optimizer: Optimizer) -> ReplicaGroup | None:
     return group
 
 
-def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether the user's hooks would see one replica's step only."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def group_of_replica(options: dict[str, Any], replica_id: int) -> dict[str, Any]:
     """Returns one replica's copy of a parameter group: what it writes there is its own."""
     own = {**options, "params": of_replica(options["params"], replica_id)}

@@ -65,6 +65,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         mirror = _mirror_of(optimizer, group)
     group = mirror.group
     group.check_usable()
+    global_hooks.enclose()
     replica: Any = current.replica
     if replica is not None and replica.group is not group:
         refuse_within_another(group.replicas, "optimizer.step")

@@ -48,10 +48,10 @@ from torch.optim import Optimizer
 from mirror.compiler import Hold
 from mirror.devices import random_state, set_random_state, using
 from mirror.execution.current import current
+from mirror.replica.optimizer.global_hooks import has_hooks
 from mirror.replica.optimizer.groups import (
     Parameters,
     group_of_replica,
-    has_hooks,
     refuse_what_is_not_mirrored,
 )
 from mirror.replica.optimizer.kept import kept_by
