@@ -15,7 +15,8 @@ that is split, because other threads go on with it, nor may it look into the loc
     optimizer.step()                      the graph breaks, and the step runs uncompiled
 
 The compiler guards on the replica's index, so every replica compiles once; its one lock serialises
-them. The names used of torch._C are not public: without them calls of compiled modules raise.
+them. The names used of torch._C are not public: without them calls of compiled modules raise. Nor
+are those of torch._dynamo, which are looked up when they are used: mirror does not import it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from torch import nn
 
 from mirror.errors import StrategyError
-from mirror.torch_range import TORCH_RANGE
+from mirror.torch_private import TORCH_RANGE
 
 try:
     from torch._C._dynamo.eval_frame import (
@@ -124,6 +125,12 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile(module)`` returned."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def compiles_backward() -> bool:
+    """Whether what goes on in a backward pass is being compiled."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and bool(compiled.compiled_autograd_enabled)
 
 
 def refuse_unknown_compiler() -> None:

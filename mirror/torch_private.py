@@ -1,22 +1,71 @@
-"""Private names of torch that not every promised version has, and what stands in for them."""
+"""Every private name of torch that mirror uses, and what stands in where a torch lacks it.
+
+torch_names.txt has them all: what each gives, and what is lost without it. Other files take them
+from here; those of the compiler are used in compiler.py. Where torch lacks a name, something
+public stands in, or its use raises StrategyError; importing mirror works.
+
+Free to use everywhere is what is private in name alone: ``torch._foreach_*``, ``Tensor._version``,
+the dicts ``_parameters``, ``_buffers`` and ``_modules`` of modules, the base class ``_BatchNorm``,
+and ``_saved_*`` and ``_raw_saved_*`` of autograd's nodes.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import operator
+import platform
 import threading
-from collections.abc import Callable
+from ast import literal_eval
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import ClassMethodDescriptorType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 
-Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+from mirror.errors import StrategyError
+
 Function = Callable[..., Any]
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 _WRAPS = "_mirror_wraps"  # on what has been wrapped: owner, name and wrapper of each wrapping
 _wrapping = threading.RLock()
+
+# docs/torch-versions.md has the table; pyproject.toml promises the same range.
+OLDEST_TORCH, NEWEST_TORCH = (2, 7), (2, 15)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
+
+TORCH_RANGE = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
+PYTHON_RANGE = f"{OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} to {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]}"
+
+
+def range_warnings() -> tuple[str, ...]:
+    """Returns a sentence for each of torch and Python that is outside of what was seen."""
+    found = []
+    if not OLDEST_TORCH <= _minor(torch.__version__) <= NEWEST_TORCH:
+        found.append(_warning(f"torch {torch.__version__}", f"torch {TORCH_RANGE}"))
+    if not OLDEST_PYTHON <= _minor(platform.python_version()) <= NEWEST_PYTHON:
+        found.append(_warning(f"Python {platform.python_version()}", f"Python {PYTHON_RANGE}"))
+    return tuple(found)
+
+
+def _warning(what: str, seen: str) -> str:
+    return (
+        f"this is {what}, and mirror was seen to work with {seen} only; run tests/scripts/"
+        "smoke.py of the source here before you trust it, or install one of those"
+    )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """Returns (2, 7) for "2.7.0+cu126" and "2.7.0a0+git1234"."""
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
 
 
 def wrap_once(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> bool:
@@ -71,6 +120,115 @@ def _kind_and_function(owner: Any, name: str) -> tuple[type[Any] | None, Functio
     return classmethod, function
 
 
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """A private name of torch.
+
+    Attributes:
+        path: where it is; of objects, it has an expression that makes one.
+        gives: what mirror has from it.
+        lost: what does not work without it.
+        instead: what stands in for it; nothing, if empty.
+    """
+
+    path: str
+    gives: str
+    lost: str
+    instead: str
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether this torch does not have it. Imports what it is in."""
+        try:
+            _of_torch(self.path)
+        except AttributeError:
+            return True
+        return False
+
+
+@functools.cache
+def private_names() -> dict[str, PrivateName]:
+    """Returns the table, by path."""
+    text = Path(__file__).with_name("torch_names.txt").read_text("ascii")
+    names = {}
+    for paragraph in text.split("\n\n")[1:]:
+        path, *lines = paragraph.splitlines()
+        said = dict(line.strip().split(": ", 1) for line in lines)
+        names[path] = PrivateName(path, said["gives"], said["lost"], said.get("instead", ""))
+    return names
+
+
+def refuse_lacking(path: str) -> None:
+    """Raises StrategyError if this torch lacks a name."""
+    if private_names()[path].is_lacking:
+        _refuse(path)
+
+
+def _refuse(path: str) -> NoReturn:
+    lost = private_names()[path].lost
+    raise StrategyError(
+        f"torch {torch.__version__} lacks {path}, without which mirror cannot have {lost}; "
+        f"install one of torch {TORCH_RANGE}"
+    )
+
+
+def _of_torch(path: str) -> Any:
+    found: Any = torch
+    for i, part in enumerate(parts := path.split(".")[1:]):
+        name, bracket, arguments = part.partition("(")
+        if inspect.ismodule(found) and not hasattr(found, name):
+            with suppress(ImportError):
+                importlib.import_module(".".join(["torch", *parts[: i + 1]]))
+        found = getattr(found, name)
+        if bracket:
+            found = found(*literal_eval(f"({arguments[:-1]},)"))
+    return found
+
+
+def _find(path: str, instead: Any = None) -> Any:
+    """Returns what has a name, or what stands in for it, or what raises when it is used."""
+    try:
+        return _of_torch(path)
+    except AttributeError:
+        return _Lacking(path) if instead is None else instead
+
+
+class _Lacking:
+    """Raises StrategyError whenever it is used."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self._path)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(self._path)
+
+
+# What a thread is in
+
+current_graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id")
+current_autograd_node: Callable[[], Any] = _find("torch._C._current_autograd_node")
+queue_callback: Callable[[Callable[[], None]], None] = _find(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+num_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 1)
+num_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
+functions_interpreter: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack")
+set_grad_enabled: Callable[[bool], object] = _find(
+    "torch._C._set_grad_enabled", torch.set_grad_enabled
+)
+_jit: Any = torch.jit  # untyped
+is_tracing: Callable[[], bool] = _find("torch._C._is_tracing", _jit.is_tracing)
+tracing_state: Callable[[], object] = _find(
+    "torch._C._get_tracing_state", lambda: _jit.is_tracing() or None
+)
+compile_context: Callable[[], object] = _find("torch._guards.CompileContext.try_get")
+
+
 class _HookStack(threading.local):
     """What each thread pushed and did not pop yet, noted from the import of mirror on.
 
@@ -113,3 +271,61 @@ def _find_top() -> Callable[[], Hooks | None]:
 # Returns the calling thread's innermost ``saved_tensors_hooks``, ``None`` if there are none.
 # Torch has ``_top_saved_tensors_default_hooks`` since 2.8.
 top_saved_tensors_hooks = _find_top()
+
+# Autograd's graph
+
+BACKWARD = "_engine_run_backward"  # of torch.autograd; every backward pass goes through it
+ACCUMULATES = "AccumulateGrad"
+HIDES_ANOTHER = frozenset(("CopySlices", "CppFunction"))  # kinds of nodes
+forward_class: Callable[[Any], type] = operator.attrgetter("_forward_cls")
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+# Of nodes written in Python.
+set_sequence_number: Callable[[Any, int], None] = _find("torch._C._FunctionBase._set_sequence_nr")
+
+
+def arriving_shape(node: Any, number: int) -> tuple[int, ...]:
+    """Returns the shape of a gradient that arrives at a node."""
+    return tuple(node._input_metadata[number].shape)
+
+
+# Tensors
+
+WithoutSubclass: Any = _find("torch._C.DisableTorchFunctionSubclass")
+make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
+_use_count: Callable[[Any], int] = _find("torch._C._storage_Use_Count", lambda storage: 3)
+# What nn.Parameter(parameter) calls, as weight_norm does.
+NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
+
+
+def use_counts(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns how many hold each tensor's memory: the tensor, the handle counted by, others."""
+    return [_use_count(tensor.untyped_storage()._cdata) for tensor in tensors]
+
+
+def take_hooks(parameter: Any) -> Any:
+    """Takes a parameter's gradient hooks off it, and returns them."""
+    hooks, parameter._backward_hooks = parameter._backward_hooks, None
+    return hooks
+
+
+def has_post_accumulate_hooks(parameter: Any) -> bool:
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+# Modules
+
+SPLIT_CALL = "_compiled_call_impl"  # in a module's __dict__: what calling the module calls
+WHOLE_CALL = "_call_impl"
+CONVERT = "_apply"
+INFER = "_infer_parameters"
+WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
+Loss: Any = _find("torch.nn.modules.loss._Loss", nn.MSELoss.__base__)
+
+# Optimizers
+
+OptState: Any = _find("torch.amp.grad_scaler.OptState")
+put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

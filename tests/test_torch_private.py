@@ -1,143 +1,232 @@
-"""What mirror uses of torch that is not public."""
+"""The private names of torch: each is there, those that fail silently do what they are for."""
 
-import inspect
+import json
+import re
 import threading
-import types
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode
 
-from mirror.torch_private import wrap_once
+from mirror import cli, compiler, torch_private
+from mirror.concurrency import pace
+from mirror.errors import StrategyError
+from mirror.replica.copies.parameters import MirroredParameter
+from mirror.replica.gradients.passes import watch_passes_of
+from mirror.torch_private import private_names
+
+ROOT = Path(__file__).parents[1]
 
 
-class Base:
-    """What libraries have: methods of every kind."""
+@pytest.mark.parametrize("name", private_names().values(), ids=lambda name: name.path)
+def test_this_torch_has_the_name_or_something_stands_in(name):
+    assert not name.is_lacking or name.instead
 
-    @classmethod
-    def make(cls, value):
-        """Makes."""
-        return cls.__name__, value
+
+def test_the_table_has_every_name_that_is_used():
+    sources = Path(torch_private.__file__).read_text() + Path(compiler.__file__).read_text()
+    used = set(re.findall(r'_find\(\s*"(torch\.[^"]+)"', sources))
+    assert len(used) > 15
+    assert used <= set(private_names())
+    scaler = (ROOT / "mirror" / "replica" / "optimizer" / "grad_scaler.py").read_text()
+    for path in private_names():
+        last = path.rpartition(".")[2]
+        is_saved = last.startswith(("_saved_", "_raw_saved_"))
+        assert is_saved or re.search(rf"\b{last}\b", sources + scaler), path
+
+
+def test_the_table_tells_what_is_lost():
+    for name in private_names().values():
+        assert name.gives
+        assert name.lost
+        assert name.path.startswith("torch.")
+
+
+def test_what_is_lacking_raises_when_it_is_used_and_says_what_is_lost():
+    name = torch_private._Lacking("torch.amp.grad_scaler.OptState")
+    rule = (
+        r"lacks torch\.amp\.grad_scaler\.OptState, without .* mirror\.amp\.GradScaler inside run"
+    )
+    with pytest.raises(StrategyError, match=rule):
+        name()
+    with pytest.raises(StrategyError, match=rule):
+        _ = name.READY
+
+
+def test_what_stands_in_is_used_where_a_name_lacks():
+    assert torch_private._find("torch._C._no_such_name", len) is len
+    lacking = torch_private._find("torch._C._no_such_name")
+    assert isinstance(lacking, torch_private._Lacking)
+
+
+def test_the_doctor_tells_what_this_torch_lacks(monkeypatch, capsys):
+    assert cli.main(["doctor", "--devices", "cpu"]) == 0
+    assert f"has all {len(private_names())} private names" in capsys.readouterr().out
+    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
+    assert cli.main(["doctor", "--devices", "cpu"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "this torch lacks torch.autograd._engine_run_backward: lost is parallel" in text
+    assert cli.main(["doctor", "--json", "--devices", "cpu"]) == 0
+    (lacks,) = json.loads(capsys.readouterr().out)["torch_lacks"]
+    assert lacks["path"] == "torch.autograd._engine_run_backward"
+
+
+# What the names that would fail silently do
+
+
+def test_split_calls_split(make_strategy):
+    class Seen(nn.Linear):
+        def forward(self, x):
+            sizes.append(len(x))
+            return super().forward(x)
+
+    sizes: list[int] = []
+    make_strategy(2).mirror(Seen(3, 1))(torch.ones(4, 3))
+    assert sizes == [2, 2]
+
+
+def test_the_kinds_of_nodes_are_found_in_graphs():
+    parameter = nn.Parameter(torch.ones(2))
+    node = get_gradient_edge(parameter).node
+    assert type(node).__name__ == torch_private.ACCUMULATES
+    assert node.variable is parameter
+    base = parameter * 2
+    base[0] = 3.0
+    assert type(base.grad_fn).__name__ in torch_private.HIDES_ANOTHER
+
+
+def test_hooks_that_unpack_what_is_saved_are_found():
+    p = torch.ones(2, requires_grad=True)
+    assert (p * p).grad_fn._raw_saved_other.unpack_hook is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert (p * p).grad_fn._raw_saved_other.unpack_hook is not None
+
+
+class Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name, notes):
+        ctx.name, ctx.notes = name, notes
+        return x.clone()
 
     @staticmethod
-    def add(a, b):
-        """Adds."""
-        return a + b
-
-    def call(self, value):
-        """Calls."""
-        return type(self).__name__, value
+    def backward(ctx, grad):
+        ctx.notes.append((ctx.name, torch_private.current_graph_task_id()))
+        return grad, None, None
 
 
-def _noted(original):
-    def function(*args, **kwargs):
-        calls.append(original.__name__)
-        return original(*args, **kwargs)
-
-    return function
-
-
-def _also_noted(original):
-    return _noted(original)
-
-
-calls: list[str] = []
-
-
-@pytest.fixture(autouse=True)
-def _no_calls():
-    calls.clear()
-
-
-@pytest.fixture
-def kind():
-    return type("Kind", (Base,), dict(vars(Base)))
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_the_sequence_number_moves_the_order_of_a_backward_pass(is_moved):
+    notes: list[tuple[str, int]] = []
+    x = torch.ones((), requires_grad=True)
+    first, second = (Noting.apply(x, name, notes) for name in ("first", "second"))
+    assert torch_private.sequence_number(first.grad_fn) < torch_private.sequence_number(
+        second.grad_fn
+    )
+    if is_moved:
+        number = torch_private.sequence_number(second.grad_fn)
+        torch_private.set_sequence_number(first.grad_fn, number + 1)
+    (first + second).backward()
+    names, tasks = zip(*notes, strict=True)
+    assert names == (("first", "second") if is_moved else ("second", "first"))
+    # And whose pass it is.
+    assert len(set(tasks)) == 1
+    assert tasks[0] >= 0
+    assert torch_private.current_graph_task_id() == -1
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "result"),
-    [("make", (3,), ("Kind", 3)), ("add", (1, 2), 3), ("call", (3,), ("Kind", 3))],
-)
-def test_methods_of_every_kind_are_wrapped_once(kind, name, args, result):
-    before = inspect.getattr_static(kind, name)
-    assert [wrap_once(kind, name, _noted) for _ in range(3)] == [True, False, False]
-    assert getattr(kind(), name)(*args) == result
-    assert calls == [name]
-    after = inspect.getattr_static(kind, name)
-    assert type(after) is type(before)
-    assert getattr(kind, name).__doc__ == getattr(Base, name).__doc__
-    assert getattr(kind, name).__wrapped__ is getattr(before, "__func__", before)
+def test_hooks_that_cannot_be_taken_over_are_seen():
+    parameter = nn.Parameter(torch.ones(2))
+    assert not torch_private.has_post_accumulate_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert torch_private.has_post_accumulate_hooks(parameter)
+    assert not torch_private.take_hooks(parameter)
+    parameter.register_hook(lambda grad: None)
+    assert len(torch_private.take_hooks(parameter)) == 1
+    assert not torch_private.take_hooks(parameter)
 
 
-def test_class_methods_and_functions_in_c_are_wrapped():
-    kind = type("Kind", (dict,), {})
-    assert wrap_once(kind, "fromkeys", _noted)
-    assert not wrap_once(kind, "fromkeys", _noted)
-    assert kind.fromkeys("ab") == {"a": None, "b": None}
-    assert type(kind.fromkeys("ab")) is kind
-    assert wrap_once(kind, "__init__", _noted)
-    assert kind(a=1) == {"a": 1}
-    module = types.SimpleNamespace(length=len)
-    assert wrap_once(module, "length", _noted)
-    assert not wrap_once(module, "length", _noted)
-    assert module.length("ab") == 2
-    assert calls == ["fromkeys", "fromkeys", "__init__", "len"]
+class Watched(nn.Module):
+    """Notes the threads that gradients come in."""
+
+    def __init__(self):
+        super().__init__()
+        self.threads = []
+
+    def forward(self, x):
+        x.register_hook(lambda grad: self.threads.append(threading.get_ident()))
+        return x * 1
 
 
-def test_every_wrapper_has_its_own_turn(kind):
-    assert wrap_once(kind, "call", _noted)
-    assert wrap_once(kind, "call", _also_noted)
-    assert not wrap_once(kind, "call", _noted)
-    assert not wrap_once(kind, "call", _also_noted)
-    kind().call(1)
-    assert calls == ["call", "call"]
+def test_backward_passes_are_noticed(make_strategy, monkeypatch):
+    """They come apart, are in reports, and tell which of them reach a copy."""
+    monkeypatch.setattr(pace, "LONG_SECONDS", -1.0)
+    monkeypatch.setattr(pace, "LOOKS", 1)
+    strategy = make_strategy(2, schedule="staggered")
+    strategy.run(lambda: None)  # the first turn is looked at
+    model = strategy.mirror(nn.Sequential(nn.Linear(3, 3), Watched(), nn.Linear(3, 1)))
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    threads = set(model[1].threads)
+    assert len(threads) > 1
+    assert threading.get_ident() not in threads
+    assert strategy.report().backward > 0
+    assert watch_passes_of(model)
 
 
-def test_what_others_put_around_it_stays(kind):
-    wrap_once(kind, "call", _noted)
-    kind.call = _also_noted(kind.call)
-    others = kind.call
-    # As functools.wraps does; without its mark nothing tells what is inside.
-    vars(others).update(vars(others.__closure__[0].cell_contents))
-    assert not wrap_once(kind, "call", _noted)
-    assert kind.call is others
+def test_a_parameter_made_of_another_is_noticed(make_strategy):
+    model = make_strategy(2).mirror(nn.Linear(3, 1))
+    made = nn.Parameter(model.weight)
+    assert isinstance(made, MirroredParameter)
+    assert made._mirrored is not model.weight._mirrored
 
 
-def test_a_subclass_is_another_owner(kind):
-    child = type("Child", (kind,), {})
-    wrap_once(kind, "call", _noted)
-    assert wrap_once(child, "call", _noted)
-    assert "call" in vars(child)
-    child().call(1)
-    assert calls == ["call", "call"]
+def test_who_else_holds_a_gradient_is_counted():
+    alone, shared = torch.ones(2), torch.ones(2)
+    view = shared.view(1, 2)
+    assert torch_private.use_counts([alone, shared, view]) == [2, 3, 3]
 
 
-def test_marks_of_the_wrapper_stay(kind):
-    def marked(original):
-        function = _noted(original)
-        function.mark = "ours"
-        return function
-
-    kind.call.mark = "theirs"
-    kind.call.other = "theirs"
-    wrap_once(kind, "call", marked)
-    assert (kind.call.mark, kind.call.other) == ("ours", "theirs")
+def test_hooks_of_optimizers_are_seen():
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    assert not torch_private.has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *args: None)
+    assert torch_private.has_step_hooks(optimizer)
+    handle.remove()
+    optimizer.register_step_post_hook(lambda *args: None)
+    assert torch_private.has_step_hooks(optimizer)
 
 
-def test_threads_wrap_once_together(kind):
-    both = threading.Barrier(8)
-    done = []
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_what_follows_a_thread_is_seen():
+    def look(x):
+        seen.append(
+            (
+                torch_private.is_tracing(),
+                torch_private.tracing_state() is not None,
+                torch_private.functions_interpreter() is not None,
+                torch_private.num_dispatch_modes(),
+            )
+        )
+        return x * 1
 
-    def thread():
-        both.wait()
-        done.append(wrap_once(kind, "call", _noted))
-
-    threads = [threading.Thread(target=thread) for _ in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert sorted(done) == [False] * 7 + [True]
-
-
-def test_what_is_not_there_cannot_be_wrapped(kind):
-    with pytest.raises(AttributeError):
-        wrap_once(kind, "missing", _noted)
+    seen: list[tuple[bool, bool, bool, int]] = []
+    x = torch.ones(2)
+    look(x)
+    torch.jit.trace(look, (x,), check_trace=False)
+    torch.func.vmap(look)(x)
+    with FlopCounterMode(display=False):
+        look(x)
+    assert seen == [
+        (False, False, False, 0),
+        (True, True, False, 0),
+        (False, False, True, 0),
+        (False, False, False, 1),
+    ]
+    with torch.device("cpu"):
+        assert torch_private.num_function_modes() == 1
+    assert torch_private.num_function_modes() == 0

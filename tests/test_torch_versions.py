@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mirror import cli, torch_private
 from mirror.execution.current import current
-from mirror.torch_range import (
+from mirror.torch_private import (
     NEWEST_TORCH,
     OLDEST_TORCH,
     PYTHON_RANGE,

@@ -18,7 +18,7 @@ from mirror.comm import choose, self_test
 from mirror.comm.auto import Choice, Facts, facts_of, pick
 from mirror.comm.nccl import libnccl
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
-from mirror.torch_range import range_warnings
+from mirror.torch_private import PrivateName, private_names, range_warnings
 
 _SIMULATED = ("cpu",) * 4
 _LABEL = 12
@@ -49,6 +49,7 @@ class Diagnosis:
         nccl_reason: why libnccl cannot be used at all.
         auto: what ``backend="auto"`` means for the devices.
         warnings: what may be wrong here though every test passed.
+        lacking: the private names that this torch does not have.
     """
 
     num_gpus: int
@@ -59,6 +60,7 @@ class Diagnosis:
     backends: tuple[BackendReport, ...]
     auto: Choice
     warnings: tuple[str, ...] = ()
+    lacking: tuple[PrivateName, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -93,6 +95,7 @@ class Diagnosis:
             "auto": asdict(self.auto),
             "healthy": self.healthy,
             "warnings": list(self.warnings),
+            "torch_lacks": [asdict(name) for name in self.lacking],
         }
         return json.dumps(found, indent=1)
 
@@ -101,6 +104,7 @@ class Diagnosis:
         paragraphs: list[tuple[str, Iterable[str]]] = [
             ("versions", self._versions()),
             ("WARNING", self.warnings),
+            ("this torch", self._lacks()),
             ("devices", self._devices()),
             ("topology", self._topology()),
             ("libnccl", self._libnccl()),
@@ -122,6 +126,13 @@ class Diagnosis:
             f"mirror {_version()}, torch {torch.__version__}, CUDA {cuda}, Python "
             f"{platform.python_version()}, {sys.platform} {platform.machine()}"
         )
+
+    def _lacks(self) -> Iterator[str]:
+        if not self.lacking:
+            yield f"has all {len(private_names())} private names that mirror uses"
+        for name in self.lacking:
+            stands_in = f"; {name.instead} stands in" if name.instead else ""
+            yield f"lacks {name.path}: lost is {name.lost}{stands_in}"
 
     def _devices(self) -> Iterator[str]:
         if self.num_gpus == 0:
@@ -191,6 +202,7 @@ def diagnose(devices: Sequence[torch.device | str] | None = None) -> Diagnosis:
         backends=tuple(_report(name, resolved) for name in choose.names()),
         auto=pick(facts, lambda name: choose.unavailable_reason(name, resolved)),
         warnings=range_warnings(),
+        lacking=tuple(name for name in private_names().values() if name.is_lacking),
     )
 
 

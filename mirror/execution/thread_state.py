@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mirror.torch_private import top_saved_tensors_hooks
+from mirror.torch_private import num_function_modes, set_grad_enabled, top_saved_tensors_hooks
 
 _CPU = torch.device("cpu")
 
@@ -51,9 +51,7 @@ class ThreadState:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             # A default device is a function mode; torch's own look at them takes 10 us.
-            default_device=(
-                torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
-            ),
+            default_device=torch.get_default_device() if num_function_modes() else _CPU,
             saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=torch.get_num_threads(),
             sharers=sharers,
@@ -69,7 +67,7 @@ class ThreadState:
             torch.set_num_threads(num_threads)
             self._has_set_threads = True
         before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self.grad)
+        set_grad_enabled(self.grad)
         try:
             is_here = threading.get_ident() == self._caller  # where all holds already
             if not is_here and self._needs_contexts():
@@ -81,7 +79,7 @@ class ThreadState:
             with default_device:
                 return fn()
         finally:
-            torch._C._set_grad_enabled(before)
+            set_grad_enabled(before)
 
     def _needs_contexts(self) -> bool:
         """Whether anything holds but what threads begin with."""
@@ -91,7 +89,7 @@ class ThreadState:
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
-                torch._C._set_grad_enabled(self.grad)
+                set_grad_enabled(self.grad)
             for kind, dtype in self.autocast:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)

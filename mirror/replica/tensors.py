@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from mirror.torch_private import WithoutSubclass, tracing_state
 
 # Functions that act on the mirrored tensor as a whole; the modules that define the tensors add to
 # it. Compared with ==, as method wrappers are never identical.
@@ -78,7 +79,7 @@ class MirroredTensor(Tensor):
             return special(*args, **(kwargs or {}))
         if func in _RAW_STORAGE and isinstance(args[0], MirroredTensor):
             args[0]._hand_out(None)
-        if torch._C._get_tracing_state() is not None:  # the one of its like that compiles
+        if tracing_state() is not None:  # the one of its like that compiles
             return _traced(func, args, kwargs or {})
         resolved = [resolve(arg, func) for arg in args]
         named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}
@@ -108,7 +109,7 @@ def _traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     They share the storage of what they stand for, but do not require gradients.
     """
     resolve([*args, *kwargs.values()], func)  # brings buffers up to date
-    with torch._C.DisableTorchFunctionSubclass():
+    with WithoutSubclass():
         return func(*args, **kwargs)
 
 
@@ -140,5 +141,5 @@ def share_storage(a: Tensor, b: Tensor) -> bool:
 
 def raw_set_data(tensor: Tensor, data: Tensor) -> None:
     """Sets the data of the mirrored object itself, not of what it stands for."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with WithoutSubclass():
         DATA.__set__(tensor, data)

@@ -33,6 +33,7 @@ from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replica
 from mirror.replica.collectives.reduction import summed
 from mirror.replica.functions import without_replica
+from mirror.torch_private import current_graph_task_id, sequence_number, set_sequence_number
 
 
 class Order:
@@ -58,7 +59,7 @@ class Order:
             anchor = _anchor()
             while True:
                 node: Any = anchor.view_as(anchor).grad_fn
-                if node._sequence_nr() > self._latest:
+                if sequence_number(node) > self._latest:
                     return
 
 
@@ -115,7 +116,7 @@ class Joint:
         # The anchor makes nodes also where no input of this replica requires a gradient: the
         # others' backward passes wait for this one.
         passed = _exchange(self, list(outputs), _anchor(), *inputs)
-        passed[0].grad_fn._set_sequence_nr(self.common.number)
+        set_sequence_number(passed[0].grad_fn, self.common.number)
         arrived: Sequence[Tensor] = _arrival(self, *passed)
         return arrived
 
@@ -139,7 +140,7 @@ class Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         joint: Joint = ctx.joint
         if joint.current_replica() is None:
-            here = joint.common.arrived[torch._C._current_graph_task_id()]
+            here = joint.common.arrived[current_graph_task_id()]
             columns = [here[r] for r in joint.common.active if r in here]
             grads = tuple(
                 summed([column[i] for column in columns], grad.device)
@@ -167,7 +168,7 @@ class Arrival(torch.autograd.Function):
         replica = joint.current_replica()
         if replica is not None:
             return None, *joint.exchange(replica, grads)
-        tasks, task = joint.common.arrived, torch._C._current_graph_task_id()
+        tasks, task = joint.common.arrived, current_graph_task_id()
         for earlier in [known for known in tasks if known != task]:
             del tasks[earlier]
         tasks.setdefault(task, {})[joint.replica_id] = grads

@@ -1,0 +1,143 @@
+"""What is replaced in torch is replaced once, and stays what it was to others."""
+
+import inspect
+import threading
+import types
+
+import pytest
+
+from mirror.torch_private import wrap_once
+
+
+class Base:
+    """What libraries have: methods of every kind."""
+
+    @classmethod
+    def make(cls, value):
+        """Makes."""
+        return cls.__name__, value
+
+    @staticmethod
+    def add(a, b):
+        """Adds."""
+        return a + b
+
+    def call(self, value):
+        """Calls."""
+        return type(self).__name__, value
+
+
+def _noted(original):
+    def function(*args, **kwargs):
+        calls.append(original.__name__)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _also_noted(original):
+    return _noted(original)
+
+
+calls: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_calls():
+    calls.clear()
+
+
+@pytest.fixture
+def kind():
+    return type("Kind", (Base,), dict(vars(Base)))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "result"),
+    [("make", (3,), ("Kind", 3)), ("add", (1, 2), 3), ("call", (3,), ("Kind", 3))],
+)
+def test_methods_of_every_kind_are_wrapped_once(kind, name, args, result):
+    before = inspect.getattr_static(kind, name)
+    assert [wrap_once(kind, name, _noted) for _ in range(3)] == [True, False, False]
+    assert getattr(kind(), name)(*args) == result
+    assert calls == [name]
+    after = inspect.getattr_static(kind, name)
+    assert type(after) is type(before)
+    assert getattr(kind, name).__doc__ == getattr(Base, name).__doc__
+    assert getattr(kind, name).__wrapped__ is getattr(before, "__func__", before)
+
+
+def test_class_methods_and_functions_in_c_are_wrapped():
+    kind = type("Kind", (dict,), {})
+    assert wrap_once(kind, "fromkeys", _noted)
+    assert not wrap_once(kind, "fromkeys", _noted)
+    assert kind.fromkeys("ab") == {"a": None, "b": None}
+    assert type(kind.fromkeys("ab")) is kind
+    assert wrap_once(kind, "__init__", _noted)
+    assert kind(a=1) == {"a": 1}
+    module = types.SimpleNamespace(length=len)
+    assert wrap_once(module, "length", _noted)
+    assert not wrap_once(module, "length", _noted)
+    assert module.length("ab") == 2
+    assert calls == ["fromkeys", "fromkeys", "__init__", "len"]
+
+
+def test_every_wrapper_has_its_own_turn(kind):
+    assert wrap_once(kind, "call", _noted)
+    assert wrap_once(kind, "call", _also_noted)
+    assert not wrap_once(kind, "call", _noted)
+    assert not wrap_once(kind, "call", _also_noted)
+    kind().call(1)
+    assert calls == ["call", "call"]
+
+
+def test_what_others_put_around_it_stays(kind):
+    wrap_once(kind, "call", _noted)
+    kind.call = _also_noted(kind.call)
+    others = kind.call
+    # As functools.wraps does; without its mark nothing tells what is inside.
+    vars(others).update(vars(others.__closure__[0].cell_contents))
+    assert not wrap_once(kind, "call", _noted)
+    assert kind.call is others
+
+
+def test_a_subclass_is_another_owner(kind):
+    child = type("Child", (kind,), {})
+    wrap_once(kind, "call", _noted)
+    assert wrap_once(child, "call", _noted)
+    assert "call" in vars(child)
+    child().call(1)
+    assert calls == ["call", "call"]
+
+
+def test_marks_of_the_wrapper_stay(kind):
+    def marked(original):
+        function = _noted(original)
+        function.mark = "ours"
+        return function
+
+    kind.call.mark = "theirs"
+    kind.call.other = "theirs"
+    wrap_once(kind, "call", marked)
+    assert (kind.call.mark, kind.call.other) == ("ours", "theirs")
+
+
+def test_threads_wrap_once_together(kind):
+    both = threading.Barrier(8)
+    done = []
+
+    def thread():
+        both.wait()
+        done.append(wrap_once(kind, "call", _noted))
+
+    threads = [threading.Thread(target=thread) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert sorted(done) == [False] * 7 + [True]
+
+
+def test_what_is_not_there_cannot_be_wrapped(kind):
+    with pytest.raises(AttributeError):
+        wrap_once(kind, "missing", _noted)
