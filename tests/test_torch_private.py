@@ -83,7 +83,7 @@ def test_split_calls_split(make_strategy):
             sizes.append(len(x))
             return super().forward(x)
 
-    sizes: list[int] = []
+    sizes = []
     make_strategy(2).mirror(Seen(3, 1))(torch.ones(4, 3))
     assert sizes == [2, 2]
 
@@ -119,7 +119,7 @@ class Noting(torch.autograd.Function):
 
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_the_sequence_number_moves_the_order_of_a_backward_pass(is_moved):
-    notes: list[tuple[str, int]] = []
+    notes = []
     x = torch.ones((), requires_grad=True)
     first, second = (Noting.apply(x, name, notes) for name in ("first", "second"))
     assert torch_private.sequence_number(first.grad_fn) < torch_private.sequence_number(
@@ -214,7 +214,7 @@ def test_what_follows_a_thread_is_seen():
         )
         return x * 1
 
-    seen: list[tuple[bool, bool, bool, int]] = []
+    seen = []
     x = torch.ones(2)
     look(x)
     torch.jit.trace(look, (x,), check_trace=False)

@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from mirror.accelerator.streams import CopyStreams
 from mirror.data.join import examples_of, join_batches
 from mirror.data.options import InputOptions
 from mirror.data.reuse import Reuse
 from mirror.data.source import Pass, Source
 from mirror.data.split import batch_size, split_batch, split_sizes
-from mirror.devices import CopyStreams, is_simulated
+from mirror.devices import is_simulated
 
 
 @dataclass(frozen=True, slots=True)

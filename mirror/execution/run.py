@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from mirror.accelerator.stopwatch import Stopwatch
 from mirror.compiler import let_go, take_hold
 from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.merge_point import MergePoint
 from mirror.concurrency.no_merges import NoMerges
-from mirror.devices import Stopwatch
 from mirror.errors import StrategyError
 from mirror.execution.current import check_current, current, enter, leave
 from mirror.execution.random_streams import RandomStreams

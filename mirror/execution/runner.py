@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from mirror.accelerator.stopwatch import Stopwatch
 from mirror.concurrency.lockstep import Lockstep, Tasks
 from mirror.devices import (
-    Stopwatch,
     backward_in_calling_thread,
     generators_of,
     is_simulated,

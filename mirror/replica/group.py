@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
+from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_memory
 from mirror.comm.base import Communicator
 from mirror.devices import is_simulated
 from mirror.execution.current import current
@@ -19,7 +20,6 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.execution.saved_draws import watch_saved_draws
-from mirror.host_memory import give_back_freed_memory, keep_freed_memory
 from mirror.replica.collectives.nodes import order
 from mirror.replica.copies.assigned import refuse_unlike_flags, refuse_unlike_values
 from mirror.replica.copies.buffers import Buffer

@@ -71,7 +71,7 @@ def test_where_nothing_is_known_nothing_moves():
 def clocked(monkeypatch):
     """A clock that only work moves on."""
     clock = [0.0]
-    monkeypatch.setattr("mirror.devices.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("mirror.accelerator.stopwatch.perf_counter", lambda: clock[0])
     return clock
 
 

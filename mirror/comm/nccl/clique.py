@@ -27,6 +27,7 @@ from time import monotonic, sleep
 
 import torch
 
+from mirror.accelerator.events import Event, record_event, stream_address
 from mirror.comm.nccl.libnccl import (
     IN_PROGRESS,
     SUCCESS,
@@ -35,7 +36,7 @@ from mirror.comm.nccl.libnccl import (
     non_blocking,
     version_name,
 )
-from mirror.devices import Event, record_event, stream_address, using
+from mirror.devices import using
 from mirror.errors import BackendError, CollectiveTimeoutError, MirrorError
 
 Call = tuple[int, str, tuple[int, ...]]

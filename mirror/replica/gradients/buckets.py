@@ -4,7 +4,7 @@
 The order in which gradients arrive is learnt from the first pass, cut into buckets, and kept; it
 is learnt anew when another one has come twice in a row. On every replica the last parameter of a
 bucket has a hook. When it fires and all replicas' gradients of the bucket have arrived, in the
-order learnt, the bucket is reduced on the side (``devices.Side``): whoever comes last launches it.
+order learnt, the bucket is reduced on the side (``streams.Side``): whoever comes last launches it.
 Buckets are launched in one fixed order, and the last one not at all: nothing is left to hide it
 behind. So a model of less than a bucket pays nothing.
 
@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mirror.accelerator.streams import Side
 from mirror.comm.packing import plan_packs
 from mirror.compiler import opaque
-from mirror.devices import Side
 from mirror.execution.current import current
 from mirror.replica.gradients.arrivals import (
     Arrivals,

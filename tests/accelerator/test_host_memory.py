@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = str(Path(__file__).parents[1])
+ROOT = str(Path(__file__).parents[2])
 STEPS, BLOCKS, BYTES = 5, 4, 24 * 2**20
 PROGRAM = f"""
 import resource, torch, mirror

@@ -1,0 +1,1 @@
+"""What GPUs and the CPU do differently, beside their names: streams, events, clocks, memory."""

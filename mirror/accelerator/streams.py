@@ -1,0 +1,119 @@
+"""Streams beside those of the computation: for reductions, and for batches on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from mirror.devices import is_simulated
+
+
+class Side:
+    """Where work goes that is done beside what the devices do: streams, or a thread.
+
+    Args:
+        devices: those of the work; on GPUs it is enqueued on a stream of each one's own, on CPU
+            devices a thread does it.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(dict.fromkeys(devices))
+        self._streams: list[torch.cuda.Stream] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._is_closed = False
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Starts work after what is enqueued now; returns what waits for it.
+
+        On GPUs that makes the calling thread's current streams wait, not the host. What the work
+        writes must be kept until then. Work is done in the order in which it is started.
+        """
+        if self._is_closed:
+            work()
+            return lambda: None
+        if is_simulated(self._devices):
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror side")
+            done = self._thread.submit(work)
+            return lambda: done.result()
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(device) for device in self._devices]
+        with ExitStack() as stack:
+            for device, stream in zip(self._devices, self._streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream(device))
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            work()
+        events = [stream.record_event() for stream in self._streams]
+
+        def wait() -> None:
+            for device, event in zip(self._devices, events, strict=True):
+                torch.cuda.current_stream(device).wait_event(event)
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the thread, if there is one, after which work is done at once; idempotent."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+
+class CopyStreams:
+    """Side streams, one per GPU, on which batches travel while the replicas compute.
+
+    CPU devices have none: there a copy is the tensor itself, and nothing has to be waited for.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._streams: dict[torch.device, Any] = {
+            device: torch.cuda.Stream(device)
+            for device in dict.fromkeys(devices)
+            if device.type == "cuda"
+        }
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the tensor on the device; for a GPU through pinned memory, without waiting.
+
+        What waits for ``departed`` by ``receive`` may use it. ``tensor`` may be freed at once:
+        the allocators keep pinned memory until the copies from it are done.
+        """
+        stream = self._streams.get(device)
+        if stream is None:
+            return tensor.to(device)
+        if tensor.device.type == "cuda":
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        elif not tensor.requires_grad and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        with torch.cuda.stream(stream):
+            return tensor.to(device, non_blocking=True)
+
+    def departed(self) -> tuple[Any, ...]:
+        """Returns events that happen when the copies enqueued so far are done, one per GPU."""
+        return tuple(stream.record_event() for stream in self._streams.values())
+
+    def receive(self, events: Sequence[Any], tensors: Iterable[torch.Tensor]) -> None:
+        """Makes the streams of computation wait for the events, and keeps the tensors for them.
+
+        Those are the calling thread's current stream of each GPU, and the default one, on which
+        replicas in threads of their own compute. The host does not wait.
+        """
+        consumers = {device: _streams_of_computation(device) for device in self._streams}
+        for device, event in zip(self._streams, events, strict=True):
+            for stream in consumers[device]:
+                stream.wait_event(event)
+        if not consumers:
+            return
+        for tensor in tensors:
+            for stream in consumers.get(tensor.device, ()):
+                # Its memory must not be used again while work enqueued there reads it.
+                tensor.record_stream(stream)
+
+
+def _streams_of_computation(device: torch.device) -> set[Any]:
+    return {torch.cuda.current_stream(device), torch.cuda.default_stream(device)}
