@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
 from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_memory
@@ -21,13 +21,16 @@ from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.execution.saved_draws import watch_saved_draws
 from mirror.replica.collectives.nodes import order
-from mirror.replica.copies.assigned import refuse_unlike_flags, refuse_unlike_values
-from mirror.replica.copies.buffers import Buffer
+from mirror.replica.collectives.reducer import Reducer
+from mirror.replica.copies.assigned import assigned_part
+from mirror.replica.copies.buffers import Buffers
 from mirror.replica.copies.recorded import Recorded, is_unmade
-from mirror.replica.copies.variables import Variable
+from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.variables import Variables
+from mirror.replica.gradients.access import Access
 from mirror.replica.gradients.gradients import Gradients
 from mirror.replica.gradients.passes import watch_passes
-from mirror.replica.gradients.plain import PlainVariables, note_use, tell_of_plain
+from mirror.replica.gradients.plain import PlainVariables
 from mirror.replica.modules.attributes import OwnValues
 from mirror.replica.modules.module import ReplicaDict, mirror_module, route_call
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
@@ -42,12 +45,7 @@ def all_groups() -> tuple[ReplicaGroup, ...]:
 
 
 class ReplicaGroup:
-    """N replicas: index r lives on ``devices[r]``; an index is never inferred from a device.
-
-    Attributes:
-        variables, buffers: the records of what is mirrored, by ``id``; entries go with the tensor.
-        handed_out_grads: gradients that the cross-replica context has seen, so may have changed.
-    """
+    """N replicas: index r lives on ``devices[r]``; an index is never inferred from a device."""
 
     def __init__(
         self,
@@ -84,23 +82,22 @@ class ReplicaGroup:
             self.runner.check_usable,
             self.runner.check_between_runs,
         )
-        self.variables: dict[int, Variable] = {}
-        self.buffers: dict[int, Buffer] = {}
-        self.handed_out_grads: dict[Variable, Tensor] = {}
-        self.gradients = Gradients(self)
+        self.registry = Registry()
+        self.recorded = Recorded()
+        reducer = Reducer(self.replicas, bytes_per_pack, wire_dtype)
+        self.gradients = Gradients(self.replicas, self.runner, reducer)
+        self.access = Access(self.replicas, self.runner, self.gradients)
+        self.variables = Variables(self.replicas, self.registry, self.access)
+        self.buffers = Buffers(self.replicas, self.registry)
+        self.plain = PlainVariables(self.replicas, self.registry, self.recorded)
+        self.owns, self.parameters = self.registry.owns, self.registry.parameters
         self.optimizers: weakref.WeakSet[OptimizerMirror] = weakref.WeakSet()
         self.lazy_lock = threading.Lock()
-        self.last_active: tuple[int, ...] = tuple(range(self.num_replicas))
         # A single simulated device needs neither moving of arguments nor splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
-        self.bytes_per_pack = bytes_per_pack
-        self._wire_dtype = wire_dtype
-        self.recorded = Recorded()
         self.lent: set[OptimizerMirror] = set()  # to a step
-        self.plain = PlainVariables()
         self.attributes: dict[Run, list[OwnValues]] = {}
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
-        self._owned: dict[int, weakref.ref[Tensor]] = {}
         _groups.add(self)
         watch_passes()
         watch_optimizer_steps(are_mirrored=self.num_replicas > 1)
@@ -127,16 +124,6 @@ class ReplicaGroup:
         if self.num_replicas == 1:
             return (Part(name="modules", prepare=self.mirror_recorded),)
 
-        def finish_gradients() -> None:
-            self.gradients.finish(self.gradients.equal_shares)
-            self._carry_handed_out()
-
-        def take_assigned(run: Run) -> None:
-            if run.assigned:
-                assigned, run.assigned = run.assigned, {}
-                refuse_unlike_flags(assigned, run)
-                refuse_unlike_values(assigned, run)
-
         return (
             Part(
                 name="modules",
@@ -145,16 +132,8 @@ class ReplicaGroup:
                 recover=self._drop_swaps,
             ),
             Part(name="attributes", finish=self._join, recover=self.attributes.clear),
-            Part(
-                name="assigned",
-                merging=lambda run: refuse_unlike_flags(run.assigned, run),
-                finish=take_assigned,
-            ),
-            Part(
-                name="plain",
-                prepare=lambda: note_use(self),
-                finish=lambda run: tell_of_plain(self, run),
-            ),
+            assigned_part(),
+            self.plain.part(),
             Part(
                 name="optimizers",
                 finish=_check_options,
@@ -162,42 +141,13 @@ class ReplicaGroup:
                 bring_along=self._bring_along_optimizers,
                 recover=self._give_back_optimizers,
             ),
-            Part(
-                name="gradients",
-                prepare=finish_gradients,
-                finish=lambda run: self.gradients.finish(run.shares),
-                recover=self.gradients.discard,
-            ),
+            self.access.part(self.variables),
             Part(name="collectives", finish=lambda run: order.lift_this_thread()),
-            Part(
-                name="variables",
-                prepare=self._carry_variables,
-                bring_along=self._bring_along_variables,
-                settle=self.settle,
-                recover=self._carry_all,
-            ),
-            Part(
-                name="buffers",
-                prepare=self._prepare_buffers,
-                ran=self.note_run,
-                bring_along=self._bring_along_buffers,
-            ),
+            self.variables.part(),
+            self.buffers.part(),
         )
 
     # What is mirrored
-
-    def own(self, tensor: Tensor, record: Variable | Buffer) -> None:
-        """Registers a mirrored tensor for as long as it lives."""
-        self._own_plain(tensor)
-        if isinstance(record, Variable):
-            self.variables[id(tensor)] = record
-        else:
-            self.buffers[id(tensor)] = record
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor is mirrored by this group."""
-        owned = self._owned.get(id(tensor))
-        return owned is not None and owned() is tensor
 
     def record(self, module: nn.Module) -> None:
         """Notes a module to be mirrored at the next use."""
@@ -225,22 +175,7 @@ class ReplicaGroup:
             if not (self.owns(tensor) or is_unmade(tensor)):
                 if tensor.device != self.devices[0]:
                     tensor.data = tensor.data.to(self.devices[0])
-                self._own_plain(tensor)
-
-    def _own_plain(self, tensor: Tensor) -> None:
-        key, group, self.plain.has_mirrored = id(tensor), weakref.ref(self), True
-
-        def disown(reference: object) -> None:
-            alive = group()
-            if alive is not None and alive._owned.get(key) is reference:
-                del alive._owned[key]
-                alive.buffers.pop(key, None)
-                variable = alive.variables.pop(key, None)
-                if variable is not None:
-                    alive.handed_out_grads.pop(variable, None)
-                    alive.gradients.forget(variable)
-
-        self._owned[key] = weakref.ref(tensor, disown)
+                self.registry.own(tensor)
 
     # Coherence
 
@@ -269,56 +204,6 @@ class ReplicaGroup:
     def _bring_along_optimizers(self, source: int, idle: Iterable[int]) -> None:
         for optimizer in self.optimizers:
             optimizer.states.take_over(source, idle)
-
-    def _carry_handed_out(self) -> None:
-        for variable, grad in list(self.handed_out_grads.items()):
-            if variable.targets[0].grad is grad:
-                variable.carry_grad()
-            else:
-                del self.handed_out_grads[variable]
-
-    def _carry_variables(self) -> None:
-        for variable in self.variables.values():
-            if variable.changed():
-                variable.carry()
-
-    def _carry_all(self) -> None:
-        for variable in self.variables.values():
-            variable.follow_first()
-
-    def _bring_along_variables(self, source: int, idle: Iterable[int]) -> None:
-        for variable in self.variables.values():
-            variable.bring_along(source, idle)
-
-    def settle(self) -> None:
-        """Takes the variables as equal on all replicas, as after a step on each."""
-        for variable in self.variables.values():
-            variable.version = variable.copies[0]._version
-
-    def _prepare_buffers(self) -> None:
-        for buffer in self.buffers.values():
-            buffer.prepare()
-
-    def note_run(self, active: tuple[int, ...]) -> None:
-        """Notes that replicas have run, so that their buffers may have changed."""
-        self.last_active = active
-        for buffer in self.buffers.values():
-            buffer.note_run()
-
-    def _bring_along_buffers(self, source: int, idle: Sequence[int]) -> None:
-        for buffer in self.buffers.values():
-            buffer.bring_along(list(idle))
-
-    def all_reduce_lists(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
-        """Sums lists of tensors over the replicas, in place, through the communicator."""
-        self.communicator.all_reduce_checked(
-            lists, "sum", scale, self.bytes_per_pack, self._wire_dtype
-        )
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters it owns, mirrored or the only replica's."""
-        tensors = (reference() for reference in self._owned.values())
-        return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent."""

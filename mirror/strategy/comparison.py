@@ -21,7 +21,7 @@ def compare_replicas(group: ReplicaGroup) -> int:
     """
     group.prepare()
     with torch.inference_mode(False), torch.no_grad():
-        for variable in group.variables.values():
+        for variable in group.variables:
             first = variable.targets[0]
             for r, target in enumerate(variable.targets):
                 if not same_bits(first, target):

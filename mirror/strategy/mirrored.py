@@ -329,15 +329,8 @@ class MirroredStrategy(Uncopied):
         Every backward pass is weighted as it happens.
         """
         self._check_cross("no_sync")
-        gradients = self._group.gradients
-        outer = gradients.deferring
-        gradients.flush()
-        gradients.deferring = True
-        try:
+        with self._group.gradients.deferred_within():
             yield
-            gradients.finish(gradients.equal_shares)
-        finally:
-            gradients.deferring = outer
 
     def check_replicas(self) -> int:
         """Compares parameters and optimizer state of all replicas, bit for bit.

@@ -8,7 +8,6 @@ from types import TracebackType
 
 from mirror.errors import StrategyError
 from mirror.execution.current import current, entered
-from mirror.replica.gradients.plain import note_use
 from mirror.replica.group import ReplicaGroup
 from mirror.replica.modules.recording import recording
 
@@ -48,7 +47,7 @@ class Scope(ContextDecorator):
             if kind is None:
                 self._group.mirror_recorded()
         if kind is None:
-            note_use(self._group)
+            self._group.plain.note_use()
 
     def _recreate_cm(self) -> Scope:
         self._is_used = True  # it decorates a function

@@ -15,16 +15,28 @@ Writes in place are not noted: ``check_replicas`` finds them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from mirror.errors import StrategyError
+from mirror.execution.part import Part
+from mirror.execution.run import Run
 from mirror.replica.bits import same_bits
-from mirror.replica.copies.variables import Variable
-
-if TYPE_CHECKING:
-    from mirror.execution.run import Run
+from mirror.replica.copies.variable import Variable
 
 Assigned = Mapping[Variable, bool]  # and whether it was given values
+
+
+def assigned_part() -> Part:
+    """Returns what looks at the assignments of a run. See [Note: Assigned]."""
+    return Part(
+        name="assigned", merging=lambda run: refuse_unlike_flags(run.assigned, run), finish=_finish
+    )
+
+
+def _finish(run: Run) -> None:
+    if run.assigned:
+        assigned, run.assigned = run.assigned, {}
+        refuse_unlike_flags(assigned, run)
+        refuse_unlike_values(assigned, run)
 
 
 def refuse_unlike_flags(assigned: Assigned, run: Run) -> None:

@@ -1,285 +1,81 @@
-"""Mirrored buffers: every replica's own value while a step runs, combined when read outside.
-
-[Note: Combined buffers]
-A mirrored buffer holds the combined value; ``copies[r]`` is replica r's own. Reading in the
-cross-replica context combines what the replicas changed since, and leaves their copies alone.
-Writing there changes the combined value, which is given to the replicas before they next run.
-A module in eval mode starts its run from the combined value, so that evaluation does not depend
-on which replica an example falls to.
-
-    aggregation   reading                                    writing x gives
-    mean          mean over the replicas of the last step    x to all
-    first         the first replica's                        x to all
-    sum           the sum over all replicas, exactly         x to the first, zero to the rest
-    none          an error                                   x to all
-"""
+"""Buffers: all mirrored buffers of a strategy, which its replicas start their runs with."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from mirror.compiler import opaque
 from mirror.errors import StrategyError
-from mirror.execution.current import current
-from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
-
-AGGREGATIONS = ("mean", "sum", "first", "none")
-
-# What may touch a buffer of aggregation "none" outside run: saving, loading, and questions about
-# its type. They see the first replica's copy.
-_ALWAYS_READABLE = frozenset(
-    {Tensor.detach, Tensor.copy_, Tensor.size, Tensor.dim, Tensor.is_floating_point,
-     Tensor.is_complex, Tensor.numel, Tensor.__len__}
-)  # fmt: skip
+from mirror.execution.part import Part
+from mirror.execution.replicas import Replicas
+from mirror.replica.copies.buffer import AGGREGATIONS as AGGREGATIONS
+from mirror.replica.copies.buffer import Buffer
+from mirror.replica.copies.buffer import MirroredBuffer as MirroredBuffer
+from mirror.replica.copies.registry import Registry
 
 
-class CombinedBuffer(Tensor):
-    """The combined value, as operations in the cross-replica context see it."""
+class Buffers:
+    """The mirrored buffers of a strategy. See [Note: Combined buffers]."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    def __init__(self, replicas: Replicas, registry: Registry) -> None:
+        self._replicas, self._registry = replicas, registry
+        self._by_id: dict[int, Buffer] = {}
 
-
-class Buffer:
-    """The copies of one mirrored buffer.
-
-    Attributes:
-        aggregation: how the copies combine, one of ``AGGREGATIONS``.
-        combined: the combined value, on the first replica's device.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_aggregation",
-        "_apart",
-        "_combined_version",
-        "_copy_versions",
-        "_handles",
-        "_module",
-        "_stale",
-        "combined",
-        "copies",
-        "group",
-        "name",
-        "owner",
-    )  # fmt: skip
-
-    def __init__(self, buffer: Tensor, group: ReplicaGroup, name: str, module: nn.Module) -> None:
-        self.group = group
-        self.name = name
-        self.owner: Callable[[], Tensor | None] = weakref.ref(buffer)
-        self._module = weakref.ref(module)
-        averaged = buffer.is_floating_point() or buffer.is_complex()
-        self._aggregation = "mean" if averaged else "first"
-        self.combined: CombinedBuffer = Tensor._make_subclass(CombinedBuffer, buffer.detach())
-        self.copies = [buffer.detach().to(d, copy=True) for d in group.devices]
-        self._handles: list[Callable[[], object]] = []
-        self._combined_version = self.combined._version
-        self._copy_versions = self._versions()
-        self._stale = False  # whether the copies may have changed since they were combined
-        self._apart = False  # whether they may differ from the combined value
-
-    @property
-    def aggregation(self) -> str:
-        return self._aggregation
-
-    @aggregation.setter
-    def aggregation(self, how: str) -> None:
-        self.combine()
-        self._aggregation = how
-        self._distribute()
-
-    @opaque
-    def read(self) -> Tensor:
-        """Returns the value in the cross-replica context, brought up to date."""
-        if self._aggregation == "none":
-            return self.copies[0]
-        self.combine()
-        return self.combined
-
-    def assign(self, replica_id: int, value: Tensor) -> None:
-        """``module.buffer = value`` inside ``run``: this replica's copy from now on."""
-        value = resolve(value)  # the buffer itself, as conversions assign
-        others = (copy for r, copy in enumerate(self.copies) if r != replica_id)
-        # Replicas that are given one tensor must not share it.
-        shared = any(share_storage(value, copy) for copy in others)
-        self.copies[replica_id] = value.clone() if shared else value
-        self._stale = self._apart = True
-
-    def set_data(self, replica_id: int, data: Tensor) -> None:
-        """``module.buffer.data = data`` inside ``run``, which no version counter tells."""
-        self.copies[replica_id].data = data
-        self._stale = self._apart = True
-
-    def note_run(self) -> None:
-        """Notes that the replicas have run."""
-        module = self._module()
-        # In training batch_norm writes its statistics without a new version.
-        if module is None or module.training or self._versions() != self._copy_versions:
-            self._stale = self._apart = True
-        if self._aggregation == "none":
-            self._combined_version = self.copies[0]._version
-
-    @torch.no_grad()
-    def combine(self) -> bool:
-        """Brings the combined value up to date; returns whether the replicas had changed it."""
-        if not self._stale or self._aggregation == "none":
-            return False
-        self._stale = False
-        self._set_combined(self._aggregate())
-        self._copy_versions = self._versions()
-        return True
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Gives the replicas, before they run, what the cross-replica context wrote."""
-        written = self._truth()._version != self._combined_version or bool(self._handles)
-        if written or (self._apart and self._evaluates()):
-            self.combine()
-            self._distribute()
-
-    def _evaluates(self) -> bool:
-        module = self._module()
-        return module is not None and not module.training and self._aggregation != "none"
-
-    @torch.no_grad()
-    def bring_along(self, idle: list[int]) -> None:
-        """Gives replicas that sat the step out the value of those that ran."""
-        if self._aggregation in ("sum", "none") or not self._stale:
-            return
-        value = self._aggregate()
-        for r in idle:
-            self.copies[r] = value.to(self.group.devices[r], copy=True)
-
-    def hand_out(self, handle: Tensor | None) -> None:
-        self._handles = [known for known in self._handles if known() is not None]
-        self._handles.append((lambda: None) if handle is None else weakref.ref(handle))
-
-    def _truth(self) -> Tensor:
-        return self.copies[0] if self._aggregation == "none" else self.combined
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(copy._version for copy in self.copies)
-
-    def _aggregate(self) -> Tensor:
-        ran = self.group.last_active
-        if self._aggregation == "first":
-            return self.copies[ran[0]]
-        home = self.copies[0].device
-        values = [copy.to(home) for copy in self.copies]
-        if self._aggregation == "sum":
-            return sum(values[1:], start=values[0])
-        values = [values[r] for r in ran]
-        # A mean of equal values is that value: 3 * (x / 3) may differ from x in the last bit.
-        if all(torch.equal(value, values[0]) for value in values[1:]):
-            return values[0]
-        if not values[0].is_floating_point() and not values[0].is_complex():
-            return values[0]
-        small = values[0].is_floating_point() and values[0].element_size() < 4
-        wide = [value.float() for value in values] if small else values  # half types overflow
-        total: Tensor = sum(wide[1:], start=wide[0])
-        return (total / len(values)).to(values[0].dtype)
-
-    def _set_combined(self, value: Tensor) -> None:
-        if value.shape != self.combined.shape or value.dtype != self.combined.dtype:
-            fresh = value.detach().clone()
-            owner = self.owner()
-            if owner is not None:
-                raw_set_data(owner, fresh)
-            self.combined.data = fresh
-        else:
-            self.combined.data.copy_(value)
-
-    def _distribute(self) -> None:
-        value = self._truth().detach()
-        for r, copy in enumerate(self.copies):
-            mine = torch.zeros_like(value) if self._aggregation == "sum" and r else value
-            if copy is value:
-                continue
-            if copy.shape != mine.shape or copy.dtype != mine.dtype or copy.is_inference():
-                self.copies[r] = mine.to(self.group.devices[r], copy=True)
-            else:
-                copy.data.copy_(mine)
-        self._handles = [handle for handle in self._handles if handle() is not None]
-        self._settle()
-
-    def _settle(self) -> None:
-        self._combined_version = self._truth()._version
-        self._copy_versions = self._versions()
-        self._stale = self._apart = False
-
-
-class MirroredBuffer(MirroredTensor):
-    """A buffer that stands for the current replica's copy, or for the combined value."""
-
-    _mirrored: Buffer
-
-    def _here(self) -> int | None:
-        """Returns the current replica of this buffer's group, ``None`` outside."""
-        replica = current.replica
-        if replica is None or replica.group is not self._mirrored.group:
-            return None
-        return replica.replica_id
-
-    def _resolve(self, func: object = None) -> Tensor:
-        buffer = self._mirrored
-        here = self._here()
-        if here is not None:
-            return buffer.copies[here]
-        if buffer.aggregation == "none":
-            if func not in _ALWAYS_READABLE and getattr(func, "__name__", "") != "__get__":
-                raise StrategyError(
-                    f"buffer {buffer.name!r} has aggregation 'none': its replicas' values have no "
-                    "common one to read outside strategy.run; read it inside run, or choose "
-                    "another aggregation with mirror.set_aggregation"
-                )
-        return buffer.read()
-
-    def _hand_out(self, handle: Tensor | None) -> None:
-        if self._here() is None:
-            self._mirrored.hand_out(handle)
-
-    def _set_data(self, data: Tensor) -> None:
-        here = self._here()
-        if here is not None:
-            self._mirrored.set_data(here, data)
-        else:
-            self._mirrored._set_combined(data)
-            self._mirrored.hand_out(data)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            value = self._resolve(Tensor.detach).detach()
-            memo[id(self)] = value.as_subclass(Tensor).clone()
-        copied: Tensor = memo[id(self)]
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._resolve(Tensor.detach).detach().as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def mirror_buffer(buffer: Tensor, group: ReplicaGroup, name: str, module: nn.Module) -> Buffer:
-    """Turns a buffer into a mirrored one, in place.
-
-    Raises:
-        StrategyError: its class cannot be swapped.
-    """
-    if type(buffer) not in (Tensor, nn.Parameter):
-        raise StrategyError(
-            f"buffer {name!r} is a {type(buffer).__name__}, a tensor subclass with operations of "
-            "its own; mirror takes plain tensors"
+    def part(self) -> Part:
+        """Returns what gives replicas the combined values, and knows when these are stale."""
+        return Part(
+            name="buffers", prepare=self._give, ran=self._note_run, bring_along=self._bring_along
         )
-    if buffer.device != group.devices[0]:
-        buffer.data = buffer.data.to(group.devices[0])
-    record = Buffer(buffer, group, name, module)
-    group.own(buffer, record)
-    buffer._mirrored = record  # type: ignore[attr-defined]
-    buffer.__class__ = MirroredBuffer
-    return record
+
+    def mirror(self, buffer: Tensor, name: str, module: nn.Module) -> Buffer:
+        """Turns a buffer into a mirrored one, in place.
+
+        Args:
+            name: where it was found, for messages.
+            module: the one that holds it: in eval mode its replicas are given what is combined.
+
+        Raises:
+            StrategyError: its class cannot be swapped.
+        """
+        if type(buffer) not in (Tensor, nn.Parameter):
+            raise StrategyError(
+                f"buffer {name!r} is a {type(buffer).__name__}, a tensor subclass with operations "
+                "of its own; mirror takes plain tensors"
+            )
+        if buffer.device != self._replicas.devices[0]:
+            buffer.data = buffer.data.to(self._replicas.devices[0])
+        record = self._by_id[id(buffer)] = Buffer(buffer, name, module, self._replicas)
+        self._registry.own(buffer, self._forgetting())
+        buffer._mirrored = record  # type: ignore[attr-defined]
+        buffer.__class__ = MirroredBuffer
+        return record
+
+    def _forgetting(self) -> Callable[[int], None]:
+        alive = weakref.ref(self)
+
+        def forget(key: int) -> None:
+            buffers = alive()
+            if buffers is not None:
+                buffers._by_id.pop(key, None)
+
+        return forget
+
+    def _give(self) -> None:
+        # A copy: a garbage collection may take some away.
+        given = [buffer for buffer in tuple(self._by_id.values()) if buffer.must_be_given()]
+        if given:
+            with torch.no_grad():
+                for buffer in given:
+                    buffer.give()
+
+    def _note_run(self, active: tuple[int, ...]) -> None:
+        for buffer in tuple(self._by_id.values()):
+            buffer.note_run(active)
+
+    def _bring_along(self, source: int, idle: Sequence[int]) -> None:
+        with torch.no_grad():
+            for buffer in tuple(self._by_id.values()):
+                buffer.bring_along(idle)

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
+from mirror.execution.current import current
 
 _Parameter = TypeVar("_Parameter", bound=nn.Parameter)
 
@@ -56,3 +59,35 @@ def attributes_of(parameter: Tensor) -> dict[str, Any]:
     """Returns what others have set on a parameter that is not mirrored, or on a target."""
     own = parameter.__dict__
     return {k: v for k, v in own.items() if k not in (_OF_RUN, "variable")} if own else own
+
+
+def copied_once(
+    key: Tensor, plain: Callable[[], nn.Parameter], memo: dict[int, Any]
+) -> nn.Parameter:
+    """Returns the ordinary copy that ``copy.deepcopy`` makes of a mirrored parameter.
+
+    Args:
+        key: what is copied, one of the objects that stand for the parameter.
+        plain: gives what that would be if it were not mirrored.
+    """
+    if id(key) not in memo:
+        memo[id(key)] = deepcopy(plain(), memo)
+        if current.replica is not None:
+            setattr(memo[id(key)], _OF_RUN, True)
+    copied: nn.Parameter = memo[id(key)]
+    return copied
+
+
+def set_to(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """Does what ``parameter.set_(source)`` means; torch passes it to no __torch_function__.
+
+    Raises:
+        StrategyError: the source is a bare storage, which belongs to one replica.
+    """
+    if not isinstance(source, Tensor) or args or kwargs:
+        raise StrategyError(
+            "set_ of a mirrored parameter takes a tensor, not a storage, which belongs to one "
+            "replica; assign p.data, or use p.copy_"
+        )
+    parameter.data = source
+    return parameter

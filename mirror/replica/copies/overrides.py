@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from mirror.replica.copies.kinds import parameter_like
-from mirror.replica.copies.parameters import MirroredParameter
-from mirror.replica.copies.variables import mirror_parameter
-from mirror.replica.gradients.gradient_hooks import (
+from mirror.replica.collectives.reduction import summed
+from mirror.replica.copies.hooks import (
     refuse_own_hook,
     refuse_post_accumulate_hook,
     through_hooks,
 )
+from mirror.replica.copies.kinds import parameter_like
+from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, resolve, special
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
@@ -62,7 +62,7 @@ def _another(parameter: MirroredParameter) -> Tensor:
     another: nn.Parameter = parameter_like(
         target, type(target), target.detach().clone(), requires_grad=True
     )
-    mirror_parameter(another, variable.group, variable.name)
+    variable.mirror(another, variable.name)
     return another
 
 
@@ -84,7 +84,8 @@ def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
         return self._resolve().register_hook(hook)
     if self._mirrored.here() is not None:
         refuse_own_hook()
-    return self._mirrored.add_hook(hook)
+    variable = self._mirrored
+    return variable.gradients.add_hook(variable, hook)
 
 
 @special(Tensor.register_post_accumulate_grad_hook)
@@ -164,9 +165,9 @@ def _autograd_grad(
     for captured, copies in zip(inputs, spread, strict=True):
         parts = [next(remaining) for _ in copies]
         used = [part.to(copies[0].device) for part in parts if part is not None]
-        total = sum(used[1:], start=used[0]) if used else None
+        total = summed(used, used[0].device) if used else None
         if total is not None and isinstance(captured, MirroredParameter):
-            total = through_hooks(captured._mirrored, total, is_batched=is_batched)
+            total = through_hooks(captured._mirrored.hooks, total, is_batched=is_batched)
         totals.append(total)
         if not used and materialize_grads:
             totals[-1] = torch.zeros_like(copies[0])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.tensors import GRAD
 from mirror.values import are_identical
-
-if TYPE_CHECKING:
-    from mirror.replica.copies.parameters import ReplicaParameter
 
 Column = list[Any]  # one replica's local gradients, None where it has none
 
@@ -144,7 +142,7 @@ def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
     if not (known.requires_grad or grad.requires_grad or (known.is_sparse and not grad.is_sparse)):
         known += grad
         return
-    target.grad = plus(known, grad)
-    handed_out = target.variable.group.handed_out_grads  # type: ignore[attr-defined]
-    if handed_out.get(target.variable) is known:  # type: ignore[attr-defined]
-        handed_out[target.variable] = target.grad  # type: ignore[attr-defined]
+    total = target.grad = plus(known, grad)
+    assert total is not None
+    variable: Variable = target.variable  # type: ignore[attr-defined]
+    variable.gradients.replaced(variable, known, total)

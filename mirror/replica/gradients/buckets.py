@@ -22,13 +22,12 @@ is in its second: autograd may be adding to the very slots that the bucket would
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,10 @@ from mirror.accelerator.streams import Side
 from mirror.comm.packing import plan_packs
 from mirror.compiler import opaque
 from mirror.execution.current import current
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
+from mirror.replica.collectives.reducer import Reducer
+from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.gradients.arrivals import (
     Arrivals,
     accumulate,
@@ -49,11 +52,6 @@ from mirror.replica.gradients.arrivals import (
 )
 from mirror.replica.gradients.watch import Watch
 from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
-
-if TYPE_CHECKING:
-    from mirror.replica.copies.parameters import ReplicaParameter
-    from mirror.replica.copies.variables import Variable
-    from mirror.replica.group import ReplicaGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +75,28 @@ class _Reduction:
 
 
 class Buckets:
-    """The buckets of a group, and those on their way.
+    """The buckets that gradients are reduced in, and those on their way.
+
+    Args:
+        may_launch: whether gradients are to be reduced now, and not kept back.
 
     Attributes:
         on_their_way: the reductions launched and not collected.
         is_disordered: whether gradients have come in another order than that learnt.
     """
 
-    def __init__(self, group: ReplicaGroup, watch: Watch) -> None:
-        self._group = weakref.ref(group)
+    def __init__(
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        reducer: Reducer,
+        watch: Watch,
+        may_launch: Callable[[], bool],
+    ) -> None:
+        self._replicas, self._runner, self._reducer = replicas, runner, reducer
         self._watch = watch
-        self._side = Side(group.devices)
+        self._are_wanted = may_launch
+        self._side = Side(replicas.devices)
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
         self.on_their_way: list[_Reduction] = []
@@ -109,7 +118,7 @@ class Buckets:
         if plan is None or again:
             self.forget_order()
             sizes = [variable.targets[0].nbytes for variable in arrivals.variables]
-            ends = bucket_ends(sizes, self._the_group().bytes_per_pack)[:-1]
+            ends = bucket_ends(sizes, self._reducer.bytes_per_pack)[:-1]
             self._plan = plan = _Plan(arrivals, ends)
             for index, end in enumerate(ends):
                 for copies in arrivals.copies:
@@ -163,7 +172,7 @@ class Buckets:
 
     def collect(self) -> None:
         """Waits for what is on its way, and accumulates it."""
-        timeline = self._the_group().timeline
+        timeline = self._replicas.timeline
         for reduction in self._take():
             timeline.begin(CROSS, EXPOSED)
             reduction.wait()
@@ -198,15 +207,15 @@ class Buckets:
                     self._launch(plan.order, part)
 
     def _may_launch(self) -> bool:
-        group = self._the_group()
-        if group.gradients.deferring or group.gradients.deferred:
+        if not self._are_wanted():
             return False
-        is_alone = group.running is None or group.running.lockstep.takes_turns
+        running = self._runner.running
+        is_alone = running is None or running.lockstep.takes_turns
         return is_alone or not self._watch.may_be_in_second_pass()
 
     @torch.no_grad()
     def _launch(self, order: Arrivals, part: slice) -> None:
-        group, shares = self._the_group(), self._shares()
+        shares = self._shares()
         variables = order.variables[part]
         if shares is None or any(variable.hooks for variable in variables) or order.is_complex:
             return
@@ -225,10 +234,10 @@ class Buckets:
         name = f"bucket {len(self.on_their_way) + 1}: {len(variables)} parameters"
 
         def reduce() -> None:
-            group.timeline.begin(BESIDE, REDUCTION, name)
+            self._replicas.timeline.begin(BESIDE, REDUCTION, name)
             with torch.no_grad():
-                group.all_reduce_lists(columns, scale)
-            group.timeline.end(BESIDE, REDUCTION)
+                self._reducer.all_reduce(columns, scale)
+            self._replicas.timeline.end(BESIDE, REDUCTION)
 
         targets = [mine[part] for mine in order.targets]
         if not self.on_their_way:
@@ -240,19 +249,14 @@ class Buckets:
 
     def _shares(self) -> dict[int, float] | None:
         """Returns what each replica's gradient counts for; ``None`` where not all count."""
-        group, replica = self._the_group(), current.replica
+        replica, running = current.replica, self._runner.running
+        num_replicas = self._replicas.num_replicas
         if replica is None:
-            every = dict.fromkeys(range(group.num_replicas), 1.0)
-            return every if group.running is None else None
-        if replica.group is not group or group.running is None:
+            return dict.fromkeys(range(num_replicas), 1.0) if running is None else None
+        if replica.replicas is not self._replicas or running is None:
             return None
-        shares = group.running.shares()
-        return shares if len(shares) == group.num_replicas and all(shares.values()) else None
-
-    def _the_group(self) -> ReplicaGroup:
-        group = self._group()
-        assert group is not None
-        return group
+        shares = running.shares()
+        return shares if len(shares) == num_replicas and all(shares.values()) else None
 
 
 def bucket_ends(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[int]:

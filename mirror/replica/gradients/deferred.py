@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from mirror.replica.copies.variable import Variable
 from mirror.replica.gradients.arrivals import Column, plus
 
-if TYPE_CHECKING:
-    from mirror.replica.copies.variables import Variable
 
-
-class Deferred(dict["Variable", list["Tensor | None"]]):
+class Deferred(dict[Variable, list["Tensor | None"]]):
     """Per variable the replicas' summands, weighted by the shares of their passes."""
 
     def add(self, variables: Sequence[Variable], columns: Sequence[Column]) -> None:

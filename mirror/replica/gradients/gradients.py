@@ -26,20 +26,19 @@ applied when it ends, and the summands are kept in ``deferred`` until the next r
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
-from mirror.execution.current import current
-from mirror.execution.replicas import Replica
-from mirror.replica.copies.parameters import ReplicaParameter
-from mirror.replica.copies.variables import Variable
+from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.runner import Runner
+from mirror.replica.collectives.reducer import Reducer
+from mirror.replica.copies.variable import Variable
 from mirror.replica.gradients.arrivals import (
     Arrivals,
     Column,
@@ -54,19 +53,15 @@ from mirror.replica.gradients.arrivals import (
 )
 from mirror.replica.gradients.buckets import Buckets
 from mirror.replica.gradients.deferred import Deferred
-from mirror.replica.gradients.gradient_hooks import run_hooks
+from mirror.replica.gradients.hooks import run_hooks
 from mirror.replica.gradients.passes import watch_passes_of
 from mirror.replica.gradients.unusual import are_unusual, or_zeros, reduce_unusual
 from mirror.replica.gradients.watch import Watch
 from mirror.timeline import CROSS, REDUCTION
 
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
-    from mirror.replica.optimizer.groups import Parameters
-
 
 class Gradients:
-    """The gradients of all mirrored parameters of a group.
+    """The gradients of all mirrored parameters of a strategy: those that are not reduced yet.
 
     Attributes:
         watch: sees local gradients arrive.
@@ -76,36 +71,19 @@ class Gradients:
         deferring: whether a ``no_sync`` is open.
     """
 
-    def __init__(self, group: ReplicaGroup) -> None:
-        self._group = weakref.ref(group)
-        self.watch = Watch(group.num_replicas)
+    def __init__(self, replicas: Replicas, runner: Runner, reducer: Reducer) -> None:
+        self._replicas, self._reducer = replicas, reducer
+        self.watch = Watch(replicas)
         self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
         self._noted = (*self.pending, *self.unsettled)
         self.deferred = Deferred()
         self.deferring = False
-        self.buckets = Buckets(group, self.watch)
+        self.buckets = Buckets(
+            replicas, runner, reducer, self.watch, lambda: not (self.deferring or self.deferred)
+        )
         self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
-        self._may_be_silent = group.num_replicas > 1 and watch_passes_of(self.watch)
+        self._may_be_silent = replicas.num_replicas > 1 and watch_passes_of(self.watch)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
-
-    def watch_closely(self, copy: ReplicaParameter) -> None:
-        """Has gradients reduced at the end of every backward pass that reaches ``copy``."""
-        if "_watched_closely" not in copy.__dict__ and copy.requires_grad:
-            copy.__dict__["_watched_closely"] = copy.watch(self._reduce_after_backward)
-
-    def _reduce_after_backward(self, copy: Tensor) -> None:
-        if copy.variable.hooks:  # type: ignore[attr-defined]
-            # Called several times in a pass; the first call leaves nothing to do for the others.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        replica: Any = current.replica
-        is_mine = replica is not None and replica.group is self._the_group()
-        self.watch.find(replica.replica_id if is_mine else None)
-        if not is_mine:
-            self.flush()
-        elif self.awaited(replica.replica_id):
-            self.observe(replica.replica_id)
 
     def awaited(self, replica_id: int) -> bool:
         """Whether a replica that looks at a gradient must wait for a reduction first."""
@@ -117,22 +95,23 @@ class Gradients:
             self.watch.look_here(replica_id)
         return bool(self.pending[replica_id] or self.buckets.on_their_way)
 
-    def _have_arrived(self) -> bool:
+    def have_arrived(self) -> bool:
+        """Whether backward passes have brought any replica what is not reduced."""
         if not (self.watch.may_have_arrived or any(self._noted)):
             return False
         self.watch.look()
         return any(self.pending) or bool(self.buckets.on_their_way)
 
-    def observe(self, replica_id: int) -> None:
+    def observe(self, replica: Replica) -> None:
         """Merges the replicas of the current run and reduces what is pending."""
-        replica: Any = current.replica  # in a pass outside run it may be a custom function's
         run = replica.run
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
             self.settle(run.shares())
             return payloads
 
-        run.merge(replica_id, MergePoint("the first look at the gradients", (), None, action))
+        point = MergePoint("the first look at the gradients", (), None, action)
+        run.merge(replica.replica_id, point)
 
     def close_with_weight(self, replica: Replica) -> None:
         """Reduces what passes have brought before a replica's weight changes, by the old one."""
@@ -148,8 +127,20 @@ class Gradients:
 
     def flush(self) -> None:
         """Reduces what backward passes in the cross-replica context left pending."""
-        if self._have_arrived() or self.deferred:
+        if self.have_arrived() or self.deferred:
             self.reduce(self.equal_shares())
+
+    @contextmanager
+    def deferred_within(self) -> Iterator[None]:
+        """Keeps gradients back; the first reduction after it reduces their sum."""
+        outer = self.deferring
+        self.flush()
+        self.deferring = True
+        try:
+            yield
+            self.finish(self.equal_shares)
+        finally:
+            self.deferring = outer
 
     def equal_shares(self) -> dict[int, float]:
         """Returns the shares of backward passes in the cross-replica context."""
@@ -157,7 +148,7 @@ class Gradients:
 
     def settle(self, shares: Mapping[int, float]) -> None:
         """Reduces all there is: pending gradients by ``shares``, and deferred ones."""
-        if self._have_arrived() or self.deferred:
+        if self.have_arrived() or self.deferred:
             self.reduce(shares)
 
     def finish(self, shares: Callable[[], Mapping[int, float]]) -> None:
@@ -170,7 +161,7 @@ class Gradients:
                 "a gradient was changed in place under no_sync, where .grad is the sum of several "
                 "parts; change gradients after no_sync, or set .grad"
             )
-        if self._have_arrived():
+        if self.have_arrived():
             if self.deferring:
                 self._defer(shares())
             else:
@@ -184,30 +175,6 @@ class Gradients:
             for copy in copies:
                 set_local_grad(copy, None)
         self.watch.clear()
-
-    def clear(self, parameters: Parameters) -> bool:
-        """Drops reduced gradients, if nothing is pending or deferred; returns whether it did.
-
-        Those of the current replica; of all in the cross-replica context.
-        """
-        group, replica = self._the_group(), current.replica
-        if replica is not None and replica.group is group:
-            here = replica.replica_id
-            if self.awaited(here):
-                return False
-            cleared = [parameters.targets[here]]
-        else:
-            group.check_between_runs("a gradient")
-            if self._have_arrived() or self.deferred:
-                return False
-            cleared = parameters.targets
-            if group.handed_out_grads:
-                for variable in parameters.variables:
-                    group.handed_out_grads.pop(variable, None)
-        for targets in cleared:
-            for target in targets:
-                target.grad = None
-        return True
 
     def forget(self, variable: Variable) -> None:
         """Drops what is pending of a variable that is gone."""
@@ -244,7 +211,6 @@ class Gradients:
         A variable that only some replicas used counts zero for the others; one that none used
         keeps its gradient, or none.
         """
-        group = self._the_group()
         arrivals, columns = self._take()
         self.buckets.collect()
         variables, targets = arrivals.variables, arrivals.targets
@@ -256,9 +222,11 @@ class Gradients:
             variables, columns = self._without_unusual(variables, columns, scale)
             targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
         if variables:
-            group.timeline.begin(CROSS, REDUCTION, f"gradients of {len(variables)} parameters")
-            group.all_reduce_lists(columns, scale)
-            group.timeline.end(CROSS, REDUCTION)
+            self._replicas.timeline.begin(
+                CROSS, REDUCTION, f"gradients of {len(variables)} parameters"
+            )
+            self._reducer.all_reduce(columns, scale)
+            self._replicas.timeline.end(CROSS, REDUCTION)
             run_hooks(variables, columns)
         for mine, reduced in zip(targets, columns, strict=True):
             accumulate(mine, reduced)
@@ -307,8 +275,3 @@ class Gradients:
         self.buckets.collect()
         weigh(columns, shares)
         self.deferred.add(arrivals.variables, columns)
-
-    def _the_group(self) -> ReplicaGroup:
-        group = self._group()
-        assert group is not None
-        return group

@@ -18,15 +18,16 @@ import torch
 
 from mirror.compiler import opaque
 from mirror.execution.current import current
-from mirror.replica.gradients.gradient_hooks import refuse_hooks_of
+from mirror.replica.gradients.hooks import refuse_hooks_of
 from mirror.replica.gradients.parallel_pass import backward_at_once
 from mirror.replica.gradients.plain import note_pass
+from mirror.replica.gradients.watch import Watch
 from mirror.timeline import BACKWARD, CROSS, Timeline, latest
 
 _START = "_engine_run_backward"
 _lock = threading.Lock()
 _is_watching = False
-_watches: tuple[weakref.ref[Any], ...] = ()  # what wants to know of backward passes
+_watches: tuple[weakref.ref[Watch], ...] = ()  # what wants to know of backward passes
 
 
 def watch_passes() -> None:
@@ -39,7 +40,7 @@ def watch_passes() -> None:
             setattr(torch.autograd, _START, _noting(run))
 
 
-def watch_passes_of(watch: Any) -> bool:
+def watch_passes_of(watch: Watch) -> bool:
     """Has ``watch`` told where backward passes begin and end; whether that is possible."""
     global _watches
     with _lock:
@@ -57,10 +58,10 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
             timeline.begin(lane, BACKWARD)
         if lane != CROSS:
             args = _with_own_gradients(*args)
-            if kwargs.get("accumulate_grad", True):
-                replica: Any = current.replica
+            replica = current.replica
+            if replica is not None and kwargs.get("accumulate_grad", True):
                 note_pass(replica.run, lane, args)
-            else:
+            elif replica is not None:
                 refuse_hooks_of(args[4])
         told = _tell_watches() if kwargs.get("accumulate_grad", True) else ()
         try:
@@ -82,16 +83,17 @@ def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]
     return outputs, tuple(own), *rest
 
 
-def _tell_watches() -> list[tuple[Any, object, int | None]]:
+def _tell_watches() -> list[tuple[Watch, object, int | None]]:
     """Tells that a pass begins: the watch of the current replica, whose it is, and all others."""
-    replica: Any = current.replica
-    mine = None if replica is None else replica.group.gradients.watch
+    replica = current.replica
     within = torch._C._current_graph_task_id() != -1
-    told: list[tuple[Any, object, int | None]] = []
+    told: list[tuple[Watch, object, int | None]] = []
     for known in _watches:
         watch = known()
         if watch is not None:
-            replica_id = replica.replica_id if watch is mine else None
+            replica_id = None
+            if replica is not None and watch.replicas is replica.replicas:
+                replica_id = replica.replica_id
             told.append((watch, watch.begin_pass(replica_id, within=within), replica_id))
     return told
 

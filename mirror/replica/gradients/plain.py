@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -29,46 +29,112 @@ from torch.optim import Optimizer
 from mirror.concurrency.stack import warn_user
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.execution.part import Part
+from mirror.execution.replicas import Replicas, Together
+from mirror.execution.run import Run
+from mirror.execution.runner import runner_of
+from mirror.replica.copies.recorded import Recorded
+from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.tensors import MirroredTensor
-
-if TYPE_CHECKING:
-    from mirror.execution.run import Run
-    from mirror.replica.group import ReplicaGroup
 
 _PASSES = 3  # of a replica from one place in the code that are looked at
 _PLACES = 1000  # in the code that are looked at
 _NODES = 20_000  # of one graph
 
-_used: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()  # when they had nothing mirrored
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class PlainVariables:
-    """What a group keeps to notice plain variables.
+    """Notices the plain variables that a strategy's replicas train, or that are trained beside it.
 
     Attributes:
-        passes: the backward passes that were looked at, by place in the code and replica.
-        is_noted: whether its first use has been noted.
-        has_mirrored: whether anything has been mirrored.
+        replicas: those of the strategy.
         leaves: what the replicas of a run have trained of them.
-        has_told: whether the user has been told of models made inside ``run``.
     """
 
-    def __init__(self) -> None:
-        self.passes: dict[tuple[CodeType, int, int], int] = {}
-        self.leaves: weakref.WeakKeyDictionary[Run, PlainLeaves] = weakref.WeakKeyDictionary()
-        self.is_noted = self.has_mirrored = self.has_told = False
+    def __init__(self, replicas: Replicas, registry: Registry, recorded: Recorded) -> None:
+        self.replicas = replicas
+        self._registry, self._recorded = registry, recorded
+        self._passes: dict[tuple[CodeType, int, int], int] = {}  # looked at; by place, replica
+        self.leaves: weakref.WeakKeyDictionary[Together, PlainLeaves] = weakref.WeakKeyDictionary()
+        self._is_noted = self._has_told = False
+        _by_replicas[replicas] = weakref.ref(self)
+
+    def part(self) -> Part:
+        """Returns what notes that the strategy is used, and tells of models made in a run."""
+        return Part(name="plain", prepare=self.note_use, finish=self._tell)
+
+    def note_use(self) -> None:
+        """Notes the first use of a strategy, if it has mirrored nothing yet."""
+        if self._is_noted:
+            return
+        self._is_noted = True
+        if self.replicas.num_replicas > 1 and not self._registry.has_owned:
+            _used.add(self)
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether there is a strategy, and nothing that it mirrors or is about to."""
+        # What was made in its scope is mirrored at the next use.
+        return not (self._registry.has_owned or self._recorded)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this strategy is none that has been forgotten."""
+        return runner_of(self.replicas).is_closed or self._registry.has_owned
+
+    def looks_at(self, place: tuple[CodeType, int, int]) -> bool:
+        """Whether a pass from a place in the code is one of those to be looked at."""
+        seen = self._passes.get(place, 0)
+        if seen >= _PASSES or len(self._passes) >= _PLACES:
+            return False
+        self._passes[place] = seen + 1
+        return True
+
+    def leaves_in(self, run: Together) -> PlainLeaves:
+        """Returns what the replicas of a run have trained."""
+        return self.leaves.setdefault(run, PlainLeaves())
+
+    def _tell(self, run: Run) -> None:
+        """Warns, once per strategy, of a model that a replica of the run has made and trained."""
+        if not self.leaves or self._has_told:
+            return
+        leaves = self.leaves.get(run)
+        if leaves is not None and leaves.has_stepped:
+            self._has_told = True
+            warn_user(
+                "a model made inside strategy.run was trained there: every replica has one of its "
+                "own, with its own gradients, which nothing reduces or keeps equal; make the "
+                "model before, inside `with strategy.scope():`, or with strategy.mirror(model)"
+            )
+
+
+_used: weakref.WeakSet[PlainVariables] = weakref.WeakSet()  # when there was nothing mirrored
+# Weakly on both sides: they hold their replicas.
+_by_replicas: weakref.WeakKeyDictionary[Replicas, weakref.ref[PlainVariables]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _plain_of(replicas: Replicas) -> PlainVariables:
+    plain = _by_replicas[replicas]()
+    assert plain is not None
+    return plain
 
 
 class PlainLeaves:
-    """The plain leaves that the replicas of one run have trained, and which replica that was."""
+    """The plain leaves that the replicas of one run have trained, and which replica that was.
 
-    __slots__ = ("_owners", "_stepped")
+    Attributes:
+        has_stepped: whether an optimizer has stepped parameters that are the replica's own.
+    """
+
+    __slots__ = ("_owners", "has_stepped")
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[Tensor, int]] = {}  # with the leaf: an id may be used again
-        self._stepped = False
+        self.has_stepped = False
 
     def claim(self, leaves: Iterable[Tensor], replica_id: int, what: str) -> None:
         """Notes that a replica trains the leaves.
@@ -95,56 +161,28 @@ class PlainLeaves:
         """
         parameters = [p for options in optimizer.param_groups for p in options["params"]]
         self.claim(parameters, replica_id, "they would be stepped once per replica")
-        self._stepped |= any(
+        self.has_stepped |= any(
             isinstance(p, nn.Parameter) and not hasattr(p, "_copied_in_run") for p in parameters
         )
 
-    def tell(self, group: ReplicaGroup) -> None:
-        """Warns, once per strategy, of parameters that a replica has made and trained itself."""
-        if self._stepped and not group.plain.has_told:
-            group.plain.has_told = True
-            warn_user(
-                "a model made inside strategy.run was trained there: every replica has one of its "
-                "own, with its own gradients, which nothing reduces or keeps equal; make the "
-                "model before, inside `with strategy.scope():`, or with strategy.mirror(model)"
-            )
 
-
-def tell_of_plain(group: ReplicaGroup, run: Run) -> None:
-    """Warns, once per strategy, of a model that a replica of the run has made and trained."""
-    if group.plain.leaves:
-        leaves = group.plain.leaves.get(run)
-        if leaves is not None:
-            leaves.tell(group)
-
-
-def _leaves_in(run: Run) -> PlainLeaves:
-    known = run.replicas.group.plain.leaves
-    leaves: PlainLeaves = known.setdefault(run, PlainLeaves())
-    return leaves
-
-
-def note_pass(run: Run, replica_id: int, args: Sequence[Any]) -> None:
+def note_pass(run: Together, replica_id: int, args: Sequence[Any]) -> None:
     """Looks at what a backward pass of a replica will accumulate into.
 
     Raises:
         StrategyError: into a plain leaf that another replica trains, too.
     """
-    group = run.replicas.group
-    if len(run.active) < 2 or not group.weighted:
+    if len(run.active) < 2 or not run.replicas.weighted:
         return
+    plain = _plain_of(run.replicas)
     caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper
-    place = (caller.f_code, caller.f_lasti, replica_id)
-    passes = group.plain.passes
-    seen = passes.get(place, 0)
-    if seen >= _PASSES or len(passes) >= _PLACES:
+    if not plain.looks_at((caller.f_code, caller.f_lasti, replica_id)):
         return
-    passes[place] = seen + 1
     inputs = args[4] if len(args) > 4 else ()
     leaves = [leaf for leaf in inputs if isinstance(leaf, Tensor)] or _leaves_of(args[0])
     leaves = [leaf for leaf in leaves if not isinstance(leaf, (ReplicaParameter, MirroredTensor))]
     if leaves:
-        _leaves_in(run).claim(
+        plain.leaves_in(run).claim(
             leaves, replica_id, "their gradients would be added up, not averaged"
         )
 
@@ -155,10 +193,11 @@ def note_step(optimizer: Optimizer) -> None:
     Raises:
         StrategyError: inside ``run``, of what another replica has stepped, too.
     """
-    replica: Any = current.replica
+    replica = current.replica
     if replica is not None:
         if len(replica.run.active) > 1:
-            _leaves_in(replica.run).claim_step(optimizer, replica.replica_id)
+            leaves = _plain_of(replica.replicas).leaves_in(replica.run)
+            leaves.claim_step(optimizer, replica.replica_id)
     elif (_used or current.strategy is not None) and optimizer not in _told:
         idle = _idle_strategy()
         if idle is not None and _trains_parameters(optimizer):
@@ -170,26 +209,18 @@ def note_step(optimizer: Optimizer) -> None:
             )
 
 
-def note_use(group: ReplicaGroup) -> None:
-    """Notes the first use of a strategy, if it has mirrored nothing yet."""
-    if group.plain.is_noted:
-        return
-    group.plain.is_noted = True
-    if group.num_replicas > 1 and not group.plain.has_mirrored:
-        _used.add(group)
-
-
 def _idle_strategy() -> object:
     """Returns a strategy that is meant to train, and has nothing to."""
-    if current.strategy is not None and current.strategy.num_replicas_in_sync > 1:
-        strategy: Any = current.strategy
-        group = strategy._group
-        return None if group.plain.has_mirrored or group.recorded else strategy
-    for group in list(_used):
-        if group.is_closed or group.plain.has_mirrored:
-            _used.discard(group)
-        elif not group.recorded:  # else what was made in its scope is mirrored at the next use
-            return group.strategy
+    strategy = current.strategy
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        for plain in [known() for known in list(_by_replicas.values())]:
+            if plain is not None and plain.replicas.strategy is strategy:
+                return strategy if plain.has_nothing else None
+    for plain in list(_used):
+        if plain.is_over:
+            _used.discard(plain)
+        elif plain.has_nothing:
+            return plain.replicas.strategy
     return None
 
 

@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mirror.execution.runner import Runner
-from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.tensors import MirroredTensor
 from mirror.timeline import CROSS
 from mirror.values import PerReplica, map_structure
@@ -204,7 +204,7 @@ def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
     leaf = node.variable
     if isinstance(leaf, ReplicaParameter):
         variable = leaf.variable
-        is_own = variable.group.runner is runner and leaf.replica_id == replica_id
+        is_own = variable.replicas is runner.replicas and leaf.replica_id == replica_id
         return is_own and not variable.hooks
     return not isinstance(leaf, MirroredTensor)
 

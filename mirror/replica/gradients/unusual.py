@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mirror.replica.collectives.reduction import summed
+from mirror.replica.copies.hooks import through_hooks
+from mirror.replica.copies.variable import Variable
 from mirror.replica.gradients.arrivals import accumulate_one
-
-if TYPE_CHECKING:
-    from mirror.replica.copies.variables import Variable
 
 
 def or_zeros(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor:
@@ -32,16 +31,11 @@ def reduce_unusual(variable: Variable, grads: Sequence[Tensor | None], scale: fl
     if not all(grad.is_sparse for grad in present):
         present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
     with torch.set_grad_enabled(any(grad.requires_grad for grad in present)):
-        total = present[0].to(variable.targets[0].device)
-        for grad in present[1:]:
-            total = total + grad.to(total.device)
+        total = summed(present, variable.targets[0].device)
         if scale != 1.0:
             total = total * scale
-        if total.is_sparse:
-            total = total.coalesce()
-        for hook in tuple(variable.hooks.values()):
-            replaced = hook(total)
-            total = total if replaced is None else replaced
+            total = total.coalesce() if total.is_sparse else total
+        total = through_hooks(variable.hooks, total)
         for r, target in enumerate(variable.targets):
             mine = total if r == 0 else total.clone().to(target.device)
             accumulate_one(target, mine)

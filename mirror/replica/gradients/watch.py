@@ -18,20 +18,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
 
-from mirror.replica.copies.parameters import ReplicaParameter
+from torch.utils.hooks import RemovableHandle
+
+from mirror.execution.replicas import Replicas
+from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.gradients.arrivals import Arrivals, local_grad
 from mirror.values import are_identical
-
-if TYPE_CHECKING:
-    from mirror.replica.copies.variables import Variable
 
 
 class Watch:
     """Sees local gradients arrive.
 
     Attributes:
+        replicas: whose gradients they are.
         pending: per replica, the copies with a local gradient, in the order of arrival, less those
             in buckets on their way.
         unsettled: per replica, the backward passes that go on and the buckets that have some of
@@ -40,20 +40,24 @@ class Watch:
         lock: held while ``pending`` loses or changes entries that others may want, too.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in range(num_replicas))
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas = replicas
+        self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
         self._passes: tuple[list[object], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
         self.lock = threading.Lock()
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self._silent_order: Arrivals | None = None  # in which the last ones came that lost hooks
-        self._num_passes = [0] * num_replicas  # inside run, since the last reduction
+        self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
+        # By id of the copy: its hook, or whether it does without one now.
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._are_silent: set[int] = set()
 
     def add(self, copy: ReplicaParameter) -> None:
         """Has the arrival of every local gradient of ``copy`` noted, once it requires any."""
-        if "_watched" not in copy.__dict__ and copy.requires_grad:
-            copy.__dict__["_watched"] = copy.watch(self.pending[copy.replica_id].append)
+        if id(copy) not in self._hooks and copy.requires_grad:
+            self._hooks[id(copy)] = copy.watch(self.pending[copy.replica_id].append)
 
     # Passes
 
@@ -112,13 +116,13 @@ class Watch:
                 with self.lock:
                     found = [copy for copy in silent if local_grad(copy) is not None]
                     if found or pending:
-                        others = [copy for copy in pending if "_is_silent" not in copy.__dict__]
+                        others = [copy for copy in pending if id(copy) not in self._are_silent]
                         pending[:] = [*found, *others]
 
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these have arrived first on every replica; the slots tell of silent ones."""
         return all(
-            "_is_silent" in copies[-1].__dict__ or are_identical(pending[: len(copies)], copies)
+            id(copies[-1]) in self._are_silent or are_identical(pending[: len(copies)], copies)
             for pending, copies in zip(self.pending, order, strict=True)
         )
 
@@ -150,6 +154,9 @@ class Watch:
             for i in reversed(range(len(copies))):  # others may append meanwhile
                 if copies[i].variable is variable:
                     del copies[i]
+        for copy in variable.copies:
+            self._hooks.pop(id(copy), None)
+            self._are_silent.discard(id(copy))
 
     # Hooks
 
@@ -160,9 +167,8 @@ class Watch:
         self._silent_order = arrivals
         for r, copies in enumerate(arrivals.copies):
             for copy in copies:
-                watch: Any = copy.__dict__["_watched"]
-                watch.remove()
-                copy.__dict__["_is_silent"] = True
+                self._hooks[id(copy)].remove()
+                self._are_silent.add(id(copy))
             older = [copy for copy in self._silent[r] if copy.variable not in arrivals.variables]
             self._silent[r] = [*copies, *older]
 
@@ -171,7 +177,8 @@ class Watch:
         silent, self._silent = self._silent, [[] for _ in self._silent]
         self._silent_order = None
         for copy in chain(*silent):
-            del copy.__dict__["_is_silent"], copy.__dict__["_watched"]
+            self._are_silent.discard(id(copy))
+            self._hooks.pop(id(copy), None)
             self.add(copy)  # one that is frozen now has it back when it is not any more
 
 

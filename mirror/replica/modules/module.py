@@ -39,10 +39,9 @@ from mirror.errors import StrategyError
 from mirror.execution.current import current, entered
 from mirror.execution.nesting import refuse_within_another
 from mirror.execution.run import recomputing
-from mirror.replica.copies.buffers import MirroredBuffer, mirror_buffer
+from mirror.replica.copies.buffers import MirroredBuffer
 from mirror.replica.copies.parameters import MirroredParameter, ReplicaParameter
 from mirror.replica.copies.recorded import is_unmade
-from mirror.replica.copies.variables import mirror_parameter
 from mirror.replica.functions import watch_functions
 from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.layers.normalization import watch_torchs_own
@@ -107,7 +106,7 @@ class ReplicaDict(WatchedDict):
         if replica is None or not isinstance(value, MirroredTensor):
             return value
         record = value._mirrored  # type: ignore[attr-defined]
-        if replica.group is not record.group:
+        if replica.replicas is not record.replicas:
             return value
         if self.swapped and (replica.replica_id, name) in self.swapped:
             return self.swapped[replica.replica_id, name]
@@ -279,17 +278,17 @@ def mirror_own(module: nn.Module, group: ReplicaGroup, path: str) -> None:
     for name, parameter in parameters.items():
         # What is no Parameter is put there for one call, by torch.func.functional_call.
         if isinstance(parameter, nn.Parameter) and _is_new(parameter, group, name):
-            mirror_parameter(parameter, group, f"{path}.{name}".lstrip("."))
+            group.variables.mirror(parameter, f"{path}.{name}".lstrip("."))
     for name, buffer in buffers.items():
         if _is_new(buffer, group, name):
-            record = mirror_buffer(buffer, group, f"{path}.{name}".lstrip("."), module)
+            record = group.buffers.mirror(buffer, f"{path}.{name}".lstrip("."), module)
             if isinstance(buffers, ReplicaDict) and name in buffers.aggregations:
                 record.aggregation = buffers.aggregations[name]
     states = {} if is_metric(module) else attributes  # see [Note: Metrics]
     for name, value in states.items():
         is_state = _is_plain_state(value, group) and not is_own(module, name)
         if is_state and _is_new(value, group, name):
-            mirror_buffer(value, group, f"{path}.{name}".lstrip("."), module)
+            group.buffers.mirror(value, f"{path}.{name}".lstrip("."), module)
     if isinstance(module, nn.SyncBatchNorm):
         watch_torchs_own()
     if group.num_replicas > 1:
@@ -337,7 +336,7 @@ def _is_new(tensor: Any, group: ReplicaGroup, name: str) -> bool:
     if tensor is None or is_lazy(tensor) or is_unmade(tensor):
         return False
     if isinstance(tensor, MirroredTensor):
-        if tensor._mirrored.group is not group:  # type: ignore[attr-defined]
+        if tensor._mirrored.replicas is not group.replicas:  # type: ignore[attr-defined]
             raise StrategyError(
                 f"{name!r} is mirrored by another strategy; a variable belongs to one strategy: "
                 "mirror a copy.deepcopy of the module"

@@ -31,7 +31,7 @@ def replica_of_backward(group: ReplicaGroup) -> int | None:
     while nodes:
         node = nodes.popleft()
         variable = getattr(node, "variable", None)
-        if isinstance(variable, ReplicaParameter) and variable.variable.group is group:
+        if isinstance(variable, ReplicaParameter) and variable.variable.replicas is group.replicas:
             return variable.replica_id
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

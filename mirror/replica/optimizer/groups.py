@@ -57,7 +57,7 @@ class Parameters:
         if 0 not in active:
             for variable in self.variables:
                 variable.carry(active[0], (0,))
-                variable.carry_grad(active[0], (0,))
+                variable.replicas.group.access.carry(variable, active[0], (0,))
 
 
 def mirrored_group(optimizer: Optimizer) -> ReplicaGroup | None:
@@ -70,11 +70,11 @@ def mirrored_group(optimizer: Optimizer) -> ReplicaGroup | None:
     for options in optimizer.param_groups:
         for parameter in options["params"]:
             if isinstance(parameter, MirroredParameter):
-                if group is not None and parameter._mirrored.group is not group:
+                if group is not None and parameter._mirrored.replicas.group is not group:
                     raise StrategyError(
                         "an optimizer holds parameters of two strategies; make one for each"
                     )
-                group = parameter._mirrored.group
+                group = parameter._mirrored.replicas.group
             elif isinstance(parameter, ReplicaParameter):
                 raise StrategyError(
                     "an optimizer made inside strategy.run holds one replica's "

@@ -167,7 +167,7 @@ class OptimizerMirror:
     def _take_over(self, leader: int, others: Sequence[int]) -> None:
         for variable in self.parameters.variables:
             variable.carry(leader, others)
-            variable.carry_grad(leader, others)
+            self.group.access.carry(variable, leader, others)
         self.states.take_over(leader, others)
 
     def _steps_once(self, optimizer: Optimizer) -> bool:
@@ -311,7 +311,7 @@ class OptimizerMirror:
         optimizer = self._optimizer()
         if optimizer is None or not self.parameters.are_in(optimizer.param_groups):
             return False
-        return self.group.gradients.clear(self.parameters)
+        return self.group.access.clear(self.parameters.variables, self.parameters.targets)
 
     def is_within_step(self, frame: FrameType) -> bool:
         """Whether ``frame`` was called by the step in progress."""

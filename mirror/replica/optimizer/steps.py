@@ -101,7 +101,8 @@ def group_in(optimizer: Optimizer) -> ReplicaGroup | None:
     for options in getattr(optimizer, "param_groups", ()):
         for parameter in options["params"]:
             if isinstance(parameter, MirroredParameter):
-                return parameter._mirrored.group
+                mine: ReplicaGroup = parameter._mirrored.replicas.group
+                return mine
     for value in vars(optimizer).values():
         for inner in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(inner, Optimizer) and inner is not optimizer:

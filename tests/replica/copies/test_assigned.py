@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.execution.runner import runner_of
 from tests.ones import ONES, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same, in_run
 
@@ -153,8 +154,8 @@ def test_data_assigned_by_some_replicas_is_refused_and_by_all_is_kept(ids, kind,
 def test_replicas_that_sit_out_take_over_what_the_others_were_assigned(active, kind, strategy):
     expected, model = net()[0].weight, strategy.mirror(net())
     given = torch.tensor([[1.0, 2.0]] * 3)
-    group = model[0].weight._mirrored.group
-    group.run(lambda replica_id: kind(model[0].weight, given), active)
+    runner = runner_of(model[0].weight._mirrored.replicas)
+    runner.run(lambda replica_id: kind(model[0].weight, given), active)
     kind(expected, given.clone())
     strategy.check_replicas()
     assert_same(model[0].weight, expected)

@@ -1,4 +1,4 @@
-"""Hooks of gradients, ``p.register_hook``: what they get, and where nothing is there for them.
+"""Gradient hooks, ``p.register_hook``: what they get, and where nothing is there for them.
 
 [Note: Gradient hooks]
 A hook of a parameter must see what it would see on one device: the gradient of one backward pass
@@ -14,30 +14,20 @@ over the whole batch, once; it may clamp it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.replica.gradients.arrivals import Column
 
-if TYPE_CHECKING:
-    from mirror.replica.copies.variables import Variable
+GradientHook = Callable[[Tensor], "Tensor | None"]
 
 
-def run_hooks(variables: list[Variable], columns: list[Column]) -> None:
-    """Has the hooks of variables see, and replace, the reduced gradients: a list per replica."""
-    for i, variable in enumerate(variables):
-        if variable.hooks:
-            grad = through_hooks(variable, columns[0][i])
-            columns[0][i] = grad
-            for column in columns[1:]:
-                column[i] = grad.to(column[i].device, copy=True)
-
-
-def through_hooks(variable: Variable, grad: Tensor, *, is_batched: bool = False) -> Tensor:
+def through_hooks(
+    hooks: Mapping[int, GradientHook], grad: Tensor, *, is_batched: bool = False
+) -> Tensor:
     """Returns what a variable's hooks make of a gradient.
 
     Args:
@@ -45,30 +35,14 @@ def through_hooks(variable: Variable, grad: Tensor, *, is_batched: bool = False)
     """
 
     def through(grad: Tensor) -> Tensor:
-        for hook in tuple(variable.hooks.values()):
+        for hook in tuple(hooks.values()):
             replaced = hook(grad)
             grad = grad if replaced is None else replaced
         return grad
 
-    if not variable.hooks:
+    if not hooks:
         return grad
     return torch.func.vmap(through)(grad) if is_batched else through(grad)
-
-
-def refuse_hooks_of(inputs: Iterable[Any]) -> None:
-    """Raises if ``torch.autograd.grad`` inside ``run`` captures what a hook should see whole.
-
-    Args:
-        inputs: whose gradients are captured.
-    """
-    for captured in inputs:
-        variable: Variable | None = getattr(captured, "variable", None)  # of a replica's copy
-        if variable is not None and variable.hooks and len(variable.copies) > 1:
-            raise StrategyError(
-                f"torch.autograd.grad inside strategy.run gives each replica its own gradient, "
-                f"but a hook of parameter {variable.name!r} has to see that of the whole batch; "
-                "call it outside run, use backward(), or remove the hook"
-            )
 
 
 def refuse_own_hook() -> NoReturn:

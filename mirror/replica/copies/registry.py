@@ -1,0 +1,48 @@
+"""Registry: which tensors a strategy has mirrored, for as long as they live."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+
+class Registry:
+    """The tensors that a strategy owns.
+
+    Attributes:
+        has_owned: whether there has been any.
+    """
+
+    def __init__(self) -> None:
+        self._owned: dict[int, weakref.ref[Tensor]] = {}
+        self.has_owned = False
+
+    def own(self, tensor: Tensor, on_gone: Callable[[int], object] | None = None) -> None:
+        """Registers a tensor.
+
+        Args:
+            on_gone: called with its ``id`` when it is gone. A garbage collection may do that at
+                any time: it takes no lock.
+        """
+        key, owned = id(tensor), self._owned
+        self.has_owned = True
+
+        def disown(reference: object) -> None:
+            if owned.get(key) is reference:
+                del owned[key]
+                if on_gone is not None:
+                    on_gone(key)
+
+        owned[key] = weakref.ref(tensor, disown)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of them."""
+        owned = self._owned.get(id(tensor))
+        return owned is not None and owned() is tensor
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters, mirrored or the only replica's."""
+        tensors = (reference() for reference in list(self._owned.values()))
+        return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]

@@ -1,0 +1,335 @@
+"""Variable: one mirrored parameter's copies, and what is known of their coherence.
+
+[Note: Three tensors, one storage]
+A parameter ``p`` of N replicas is, per replica r:
+
+    copies[r]    a ReplicaParameter: what the forward pass uses. Autograd accumulates this
+                 replica's own gradient, not yet reduced, in its C++ slot.
+    targets[r]   an ordinary parameter on the same storage: what optimizers update. Its
+                 ``.grad`` is the reduced gradient, which is what users see as ``p.grad``.
+
+and ``p`` itself shares the storage of replica 0. So the local gradient is always apart from the
+reduced one: a second backward pass never mixes a reduced gradient with a local one, and an
+optimizer steps over plain parameters. ``copies[r].grad`` is a property that waits for the
+reduction, wherever it is read. See [Note: Lazy gradients].
+
+[Note: Coherence]
+In the cross-replica context the first replica's copy is the truth. What changed there is seen by
+its version counter, which all tensors of one storage share, or noted when raw storage is handed
+out (``p.data``; as long as that tensor lives), and is carried to the other replicas before they
+next run. A gradient that was handed out is carried before the next run or optimizer step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sized
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from mirror.compiler import opaque
+from mirror.execution.current import current
+from mirror.execution.replicas import Replicas
+from mirror.replica.copies.handles import Handles
+from mirror.replica.copies.hooks import (
+    GradientHook,
+    refuse_own_hook,
+    refuse_post_accumulate_hook,
+)
+from mirror.replica.copies.kinds import copied_once, derived, parameter_like, set_to
+from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
+
+
+class ReplicaParameter(nn.Parameter):
+    """One replica's copy of a mirrored parameter, as its forward pass sees it."""
+
+    variable: Variable
+    replica_id: int
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient; waits for the reduction."""
+        return self.variable.gradients.read(self.variable, self.replica_id)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.variable.gradients.write(self.variable, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.variable.gradients.write(self.variable, None)
+
+    @property
+    def data(self) -> Tensor:
+        """The copy's data; setting it moves the target along."""
+        data: Tensor = DATA.__get__(self)
+        return data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.variable.set_data(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the copy, and its target, require a gradient."""
+        required: bool = REQUIRES_GRAD.__get__(self)
+        return required
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.variable.set_requires_grad(value)
+
+    def watch(self, arrived: Callable[[Any], object]) -> RemovableHandle:
+        """Has ``arrived`` called when autograd has added to the local gradient."""
+        register: Callable[..., RemovableHandle] = super().register_post_accumulate_grad_hook
+        return register(arrived)
+
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refused: it would see the local gradient."""
+        refuse_own_hook()
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refused: it would run before the gradient is reduced."""
+        refuse_post_accumulate_hook()
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """``copy.data = source``."""
+        return set_to(self, source, *args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
+        """Sets ``requires_grad``."""
+        self.variable.set_requires_grad(requires_grad)
+        return self
+
+    def plain(self) -> nn.Parameter:
+        """Returns what the copy would be if it were not mirrored, on its storage."""
+        target = self.variable.targets[self.replica_id]
+        plain: nn.Parameter = parameter_like(target, type(target), self, self.requires_grad)
+        return plain
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return copied_once(self, self.plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+class Unreduced(Protocol):
+    """Where local gradients are that are not reduced yet; read as plain attributes, for speed.
+
+    Attributes:
+        pending: per replica, the copies that have one.
+        unsettled: per replica, what goes on by which there may be more than ``pending`` tells.
+        deferred: those kept back under ``no_sync``.
+        deferring: whether a ``no_sync`` is open.
+    """
+
+    pending: tuple[list[ReplicaParameter], ...]
+    unsettled: tuple[list[object], ...]
+    deferring: bool
+
+    @property
+    def deferred(self) -> Sized:
+        """Those kept back, by variable."""
+
+
+class GradientAccess(Protocol):
+    """What mirrored parameters ask of those who keep their gradients."""
+
+    @property
+    def unreduced(self) -> Unreduced:
+        """Where local gradients are that are not reduced yet."""
+
+    def read(self, variable: Variable, replica_id: int | None) -> Tensor | None:
+        """Returns the gradient that one replica's code, or the cross-replica context, sees."""
+
+    def write(self, variable: Variable, value: Tensor | None) -> None:
+        """Sets the gradient of the current replica; of all in the cross-replica context."""
+
+    def watch(self, copy: ReplicaParameter) -> None:
+        """Has the arrival of local gradients noted, once the copy requires any."""
+
+    def receive(self, variable: Variable, parameter: Tensor) -> None:
+        """Takes what arrives at the parameter object itself. See [Note: Past resolution]."""
+
+    def add_hook(self, variable: Variable, hook: GradientHook) -> RemovableHandle:
+        """Has ``hook`` called with the reduced gradient of every backward pass from now on."""
+
+    def replaced(self, variable: Variable, known: Tensor, grad: Tensor) -> None:
+        """Notes that a reduced gradient has been replaced by another object."""
+
+    def forget(self, variable: Variable) -> None:
+        """Drops what there is of a variable that is gone; takes no lock."""
+
+
+class Variable:
+    """The copies of one mirrored parameter and what is known of their coherence.
+
+    Args:
+        parameter: becomes the mirrored one; it is on the first replica's device.
+        name: where it was found, for messages.
+        mirror: mirrors another parameter as this one is.
+
+    Attributes:
+        owner: returns the mirrored parameter, ``None`` once it is gone.
+        version: of the first copy when all copies were last known to be equal.
+        hooks: gradient hooks by handle id. See [Note: Gradient hooks].
+        handles: the tensors through which raw storage left in the cross-replica context.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "copies",
+        "gradients",
+        "handles",
+        "hooks",
+        "mirror",
+        "name",
+        "owner",
+        "replicas",
+        "targets",
+        "version",
+    )
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        replicas: Replicas,
+        gradients: GradientAccess,
+        mirror: Callable[[nn.Parameter, str], Variable],
+    ) -> None:
+        self.replicas, self.gradients, self.mirror = replicas, gradients, mirror
+        self.name = name
+        self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
+        self.handles = Handles()
+        self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle wants the class
+        requires_grad = parameter.requires_grad
+        first, others = parameter.detach(), replicas.devices[1:]
+        values = [first, *(_value_on(first, device) for device in others)]
+        kind = type(parameter)
+        made = [parameter_like(parameter, kind, value, requires_grad) for value in values]
+        self.targets: tuple[nn.Parameter, ...] = tuple(made)
+        for target in self.targets:
+            target.variable = self  # type: ignore[attr-defined]
+        self.copies = tuple(self._copy(r, value, requires_grad) for r, value in enumerate(values))
+        self.version = self.copies[0]._version
+
+    def _copy(self, replica_id: int, value: Tensor, requires_grad: bool) -> ReplicaParameter:
+        target = self.targets[replica_id]
+        kind = derived(ReplicaParameter, type(target))
+        copy: ReplicaParameter = parameter_like(target, kind, value, requires_grad)
+        copy.variable, copy.replica_id = self, replica_id
+        self.gradients.watch(copy)
+        return copy
+
+    def here(self) -> int | None:
+        """Returns the current replica, if it is one of this variable's; ``None`` outside."""
+        replica = current.replica
+        if replica is not None and replica.replicas is self.replicas:
+            return replica.replica_id
+        return None
+
+    @opaque
+    def first(self) -> ReplicaParameter:
+        """Returns what stands for the parameter in the cross-replica context.
+
+        A compiler that follows a call of a mirrored module ends here, and the call is split.
+        """
+        return self.copies[0]
+
+    # Values
+
+    def changed(self) -> bool:
+        """Whether the first copy may differ from the others by a change in the cross context."""
+        return bool(self.handles) or self.copies[0]._version != self.version
+
+    def carry(self, source: int = 0, others: Iterable[int] | None = None) -> None:
+        """Gives one replica's values to others: the first one's to all."""
+        value = self.targets[source].data
+        for r in range(1, len(self.targets)) if others is None else others:
+            # Through .data: the other replicas' version counters stay, because a change that
+            # may not be one (a look at p.data) must not spoil their saved tensors.
+            if alike(self.targets[r], value):
+                self.targets[r].data.copy_(value)
+            else:  # some were given data of another shape or kind
+                self._give(r, value)
+        self.version = self.copies[0]._version
+        self.handles.strike_dead()
+
+    def set_data(self, data: Tensor) -> None:
+        """``p.data = data``: of the current replica; of all in the cross-replica context."""
+        replica, here = current.replica, self.here()
+        for r in range(len(self.copies)) if here is None else (here,):
+            self._give(r, data)
+        if here is None:
+            self.version = self.copies[0]._version
+            self.handles.add(data)
+        elif replica is not None:
+            replica.run.assigned[self] = True
+
+    def _give(self, replica_id: int, data: Tensor) -> None:
+        """Gives a replica data in place of what it has."""
+        device = self.replicas.devices[replica_id]
+        value = data.to(device)
+        others = (target for r, target in enumerate(self.targets) if r != replica_id)
+        # Replicas that are given one tensor must not share it.
+        if any(share_storage(value, target) for target in others):
+            value = _value_on(data, device)
+        self.targets[replica_id].data = value
+        DATA.__set__(self.copies[replica_id], value)
+        owner = self.owner()
+        if replica_id == 0 and owner is not None:
+            raw_set_data(owner, value)
+
+    # Whether it is trained
+
+    def set_requires_grad(self, requires_grad: bool) -> None:
+        """Sets it for the current replica; for all in the cross-replica context."""
+        replica, here = current.replica, self.here()
+        if here is not None and replica is not None:
+            if self.copies[here].requires_grad != requires_grad:
+                replica.run.assigned.setdefault(self, False)
+        for r in range(len(self.copies)) if here is None else (here,):
+            self.require_grad_of(r, requires_grad)
+        owner = self.owner()
+        if owner is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                REQUIRES_GRAD.__set__(owner, requires_grad)
+            if requires_grad:
+                self.gradients.receive(self, owner)
+
+    def require_grad_of(self, replica_id: int, requires_grad: bool) -> None:
+        """Sets it for one replica."""
+        copy = self.copies[replica_id]
+        REQUIRES_GRAD.__set__(copy, requires_grad)
+        self.targets[replica_id].requires_grad_(requires_grad)
+        self.gradients.watch(copy)
+
+
+def settle(variables: Iterable[Variable]) -> None:
+    """Takes variables as equal on all replicas, as after a step on each."""
+    for variable in variables:
+        variable.version = variable.copies[0]._version
+
+
+def _value_on(value: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy of ``value`` in memory of its own, with its strides."""
+    return value.detach().to(device, copy=True)
+
+
+def alike(a: Tensor | None, b: Tensor) -> bool:
+    """Whether ``b`` can be copied into ``a``."""
+    return (
+        a is not None
+        and a.layout is b.layout is torch.strided
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+    )

@@ -1,0 +1,262 @@
+"""Access: reading, setting and carrying the gradients that users see, ``p.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch._guards import CompileContext
+from torch.utils.hooks import RemovableHandle
+
+from mirror.compiler import opaque
+from mirror.execution.current import replica_of
+from mirror.execution.part import Part
+from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.runner import Runner
+from mirror.replica.copies.hooks import GradientHook
+from mirror.replica.copies.variable import ReplicaParameter, Variable, alike
+from mirror.replica.copies.variables import Variables
+from mirror.replica.gradients.arrivals import local_grad, plus, set_local_grad
+from mirror.replica.gradients.gradients import Gradients
+from mirror.replica.tensors import share_storage
+
+
+class Access:
+    """The reduced gradients of mirrored parameters, which are reduced when they are looked at.
+
+    Attributes:
+        unreduced: the gradients that are not reduced yet.
+        handed_out: gradients that the cross-replica context has seen, so may have changed.
+    """
+
+    def __init__(self, replicas: Replicas, runner: Runner, gradients: Gradients) -> None:
+        self._replicas, self._runner = replicas, runner
+        self.unreduced = gradients
+        self.handed_out: dict[Variable, Tensor] = {}
+        self._watched_closely: set[int] = set()  # copies, by id
+        self._received: set[int] = set()  # parameter objects, by id
+
+    def part(self, variables: Variables) -> Part:
+        """Returns what reduces gradients, and keeps the reduced ones of ``variables`` equal."""
+        gradients = self.unreduced
+
+        def prepare() -> None:
+            gradients.finish(gradients.equal_shares)
+            self._carry_handed_out()
+
+        def bring_along(source: int, idle: Sequence[int]) -> None:
+            for variable in variables:
+                self.carry(variable, source, idle)
+
+        def recover() -> None:
+            gradients.discard()
+            for variable in variables:
+                self.carry(variable)
+
+        return Part(
+            name="gradients",
+            prepare=prepare,
+            finish=lambda run: gradients.finish(run.shares),
+            bring_along=bring_along,
+            recover=recover,
+        )
+
+    # Reading and setting
+
+    @opaque
+    def read(self, variable: Variable, replica_id: int | None) -> Tensor | None:
+        """Returns the gradient that one replica's code, or the cross-replica context, sees."""
+        here, gradients = replica_of(self._replicas), self.unreduced
+        if here is None or replica_id is None:
+            return self._read_outside(variable)
+        if gradients.deferring:
+            return gradients.local(variable, replica_id)
+        # A compiler that traces a replica's code looks at .grad with its lock held, for which the
+        # others would wait: it must not wait for them.
+        if gradients.awaited(here.replica_id) and CompileContext.try_get() is None:
+            gradients.observe(here)
+        return variable.targets[replica_id].grad
+
+    def _read_outside(self, variable: Variable) -> Tensor | None:
+        """Returns the reduced gradient in the cross-replica context, and notes that it left."""
+        self._runner.check_between_runs("a gradient")
+        self.unreduced.flush()
+        grad = variable.targets[0].grad
+        if grad is not None:
+            self.handed_out[variable] = grad
+        return grad
+
+    @opaque
+    def write(self, variable: Variable, value: Tensor | None) -> None:
+        """Sets the gradient of the current replica; of all in the cross-replica context."""
+        replica = replica_of(self._replicas)
+        if replica is None:
+            self._write_outside(variable, value)
+            return
+        here, gradients = replica.replica_id, self.unreduced
+        if value is not None:
+            value = _own(variable, value, here)
+        waits = gradients.pending[here] or gradients.unsettled[here] or gradients.deferred
+        if not waits:  # in every zero_grad
+            variable.targets[here].grad = value
+            set_local_grad(variable.copies[here], None)
+            return
+        self._put(variable, value, here, _followers(replica))
+
+    def _write_outside(self, variable: Variable, value: Tensor | None) -> None:
+        if self._runner.parallel_pass is not None:
+            self._runner.parallel_pass.go_alone()
+        self._put(variable, value, 0, range(len(variable.copies)))
+        self.handed_out.pop(variable, None)
+        if value is not None:
+            self.handed_out[variable] = value
+
+    def _put(
+        self, variable: Variable, value: Tensor | None, home: int, replicas: Sequence[int]
+    ) -> None:
+        """Gives a replica ``value``, others copies of it, and drops what is not reduced."""
+        for r in replicas:
+            target = variable.targets[r]
+            target.grad = value if value is None or r == home else _copy_for(value, target)
+            set_local_grad(variable.copies[r], None)
+        self.unreduced.drop(variable, replicas)
+
+    def clear(
+        self, variables: Sequence[Variable], targets: Sequence[Sequence[nn.Parameter]]
+    ) -> bool:
+        """Drops reduced gradients, if nothing is pending or deferred; returns whether it did.
+
+        Those of the current replica; of all in the cross-replica context.
+
+        Args:
+            targets: per replica, the ordinary parameters of ``variables``.
+        """
+        replica, gradients = replica_of(self._replicas), self.unreduced
+        if replica is not None:
+            if gradients.awaited(replica.replica_id):
+                return False
+            targets = [targets[replica.replica_id]]
+        else:
+            self._runner.check_between_runs("a gradient")
+            if gradients.have_arrived() or gradients.deferred:
+                return False
+            if self.handed_out:
+                for variable in variables:
+                    self.handed_out.pop(variable, None)
+        for mine in targets:
+            for target in mine:
+                target.grad = None
+        return True
+
+    # Keeping them equal
+
+    def carry(
+        self, variable: Variable, source: int = 0, others: Iterable[int] | None = None
+    ) -> None:
+        """Gives one replica's gradient to others: the first one's to all."""
+        grad = variable.targets[source].grad
+        for r in range(1, len(variable.targets)) if others is None else others:
+            target = variable.targets[r]
+            if grad is None:
+                target.grad = None
+            elif target.grad is None or not alike(target.grad, grad):
+                target.grad = _copy_for(grad, target)
+            else:
+                target.grad.data.copy_(grad.data)
+
+    def _carry_handed_out(self) -> None:
+        for variable, grad in list(self.handed_out.items()):
+            if variable.targets[0].grad is grad:
+                self.carry(variable)
+            else:
+                del self.handed_out[variable]
+
+    def replaced(self, variable: Variable, known: Tensor, grad: Tensor) -> None:
+        """Notes that a reduced gradient has been replaced by another object."""
+        if self.handed_out.get(variable) is known:
+            self.handed_out[variable] = grad
+
+    def forget(self, variable: Variable) -> None:
+        """Drops what there is of a variable that is gone; takes no lock."""
+        self.handed_out.pop(variable, None)
+        for copy in variable.copies:
+            self._watched_closely.discard(id(copy))
+        self.unreduced.forget(variable)
+
+    # Seeing them arrive
+
+    def watch(self, copy: ReplicaParameter) -> None:
+        """Has the arrival of local gradients noted, once the copy requires any."""
+        if not copy.requires_grad:
+            return
+        self.unreduced.watch.add(copy)
+        if copy.variable.hooks and id(copy) not in self._watched_closely:
+            self._watched_closely.add(id(copy))
+            copy.watch(self._reduce_after_backward)
+
+    def add_hook(self, variable: Variable, hook: GradientHook) -> RemovableHandle:
+        """Has ``hook`` called with the reduced gradient of every backward pass from now on."""
+        self.unreduced.flush()
+        handle = RemovableHandle(variable.hooks)
+        variable.hooks[handle.id] = hook
+        for copy in variable.copies:
+            self.watch(copy)
+        return handle
+
+    def _reduce_after_backward(self, copy: ReplicaParameter) -> None:
+        """Has gradients reduced at the end of a backward pass that a hook waits for."""
+        if copy.variable.hooks:
+            # Called several times in a pass; the first call leaves nothing to do for the others.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        replica, gradients = replica_of(self._replicas), self.unreduced
+        gradients.watch.find(None if replica is None else replica.replica_id)
+        if replica is None:
+            gradients.flush()
+        elif gradients.awaited(replica.replica_id):
+            gradients.observe(replica)
+
+    def receive(self, variable: Variable, parameter: Tensor) -> None:
+        """Takes what arrives at the parameter object itself. See [Note: Past resolution]."""
+        if "_is_received" in parameter.__dict__:
+            return
+        parameter.__dict__["_is_received"] = True
+
+        def arrived(parameter: Tensor) -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = local_grad(parameter)
+                set_local_grad(parameter, None)
+            here = variable.here() or 0
+            copy = variable.copies[here]
+            set_local_grad(copy, plus(local_grad(copy), grad))
+            self.unreduced.pending[here].append(copy)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def _followers(replica: Replica) -> tuple[int, ...]:
+    """Returns a replica and those that sit its run out, if it is the one they will follow."""
+    here, active = replica.replica_id, replica.run.active
+    if here != active[0]:
+        return (here,)
+    return (here, *(r for r in range(replica.replicas.num_replicas) if r not in active))
+
+
+def _own(variable: Variable, value: Tensor, here: int) -> Tensor:
+    """Returns a gradient that no other replica has: one given to all must be N tensors."""
+    others = (target.grad for r, target in enumerate(variable.targets) if r != here)
+    return value.clone() if any(_are_one(value, grad) for grad in others) else value
+
+
+def _copy_for(grad: Tensor, target: nn.Parameter) -> Tensor:
+    return grad.detach().clone().to(target.device)
+
+
+def _are_one(a: Tensor, b: Tensor | None) -> bool:
+    """Whether a change of one gradient changes another."""
+    if b is None or a is b:
+        return a is b
+    return a.layout is b.layout is torch.strided and share_storage(a, b)
