@@ -28,15 +28,14 @@ from time import monotonic, sleep
 import torch
 
 from mirror.accelerator.events import Event, record_event, stream_address
+from mirror.comm.nccl.communicators import Communicators
 from mirror.comm.nccl.libnccl import (
     IN_PROGRESS,
     SUCCESS,
     NcclLibrary,
     UniqueId,
-    non_blocking,
     version_name,
 )
-from mirror.devices import using
 from mirror.errors import BackendError, CollectiveTimeoutError, MirrorError
 
 Call = tuple[int, str, tuple[int, ...]]
@@ -83,7 +82,7 @@ class Clique:
         self._library = library
         self._devices = tuple(devices)
         self._timeout_seconds = timeout_seconds
-        self._handles = self._no_handles()
+        self._communicators = Communicators(library, self._devices)
         self._turn = threading.Lock()
         self._mutex = threading.Lock()
         self._failure: MirrorError | None = None
@@ -102,7 +101,7 @@ class Clique:
             self._closed = True
             self._end_watching()
             # Those that a call left behind that came back only when the others were aborted.
-            self._end("ncclCommAbort", self._handles, _ABORT_SECONDS)
+            self._communicators.end("ncclCommAbort", _ABORT_SECONDS)
             raise
 
     def run(self, what: str, calls: Iterable[Call]) -> None:
@@ -117,7 +116,7 @@ class Clique:
 
             def enqueue() -> None:
                 for replica_id, function, arguments in calls:
-                    handle, stream = self._handles[replica_id], streams[replica_id]
+                    handle, stream = self._communicators[replica_id], streams[replica_id]
                     self._call(function, *arguments, handle, stream)
 
             self._group(enqueue)
@@ -168,29 +167,9 @@ class Clique:
                 self._calling = None
 
     def _make(self) -> None:
-        unique_id, config = UniqueId(), non_blocking()
+        unique_id = UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(unique_id))
-
-        def make_one(rank: int, device: torch.device) -> None:
-            handle = ctypes.c_void_p()
-            try:
-                with using(device):  # the only function that cares for the current device
-                    self._call(
-                        "ncclCommInitRankConfig",
-                        ctypes.byref(handle),
-                        len(self._devices),
-                        unique_id,
-                        rank,
-                        ctypes.byref(config),
-                    )
-            finally:
-                self._handles[rank] = handle.value
-
-        def make_all() -> None:
-            for rank, device in enumerate(self._devices):
-                make_one(rank, device)
-
-        self._group(make_all)
+        self._group(lambda: self._communicators.make(unique_id, self._call))
 
     def _group(self, make_calls: Callable[[], None]) -> None:
         """Makes the calls as one, and waits until NCCL has enqueued everything."""
@@ -226,7 +205,8 @@ class Clique:
             _Refused: what was started has failed.
         """
         state = ctypes.c_int(SUCCESS)
-        self._call("ncclCommGetAsyncError", self._handles[replica_id], ctypes.byref(state))
+        handle = self._communicators[replica_id]
+        self._call("ncclCommGetAsyncError", handle, ctypes.byref(state))
         if state.value not in (SUCCESS, IN_PROGRESS):
             what = self._library.explain(state.value)
             raise _Refused(f"replica {replica_id} came to {what}")
@@ -257,18 +237,18 @@ class Clique:
             self._raise_failure()
 
     def _finalize(self) -> None:
-        for handle in self._handles:
-            self._call("ncclCommFinalize", handle)
+        for replica_id in range(len(self._devices)):
+            self._call("ncclCommFinalize", self._communicators[replica_id])
 
     def _destroy(self, operation: _Operation) -> None:
-        handles, self._handles = self._handles, self._no_handles()
-        failed = self._end("ncclCommDestroy", handles, operation.deadline - monotonic())
+        seconds = operation.deadline - monotonic()
+        failed = self._communicators.end("ncclCommDestroy", seconds)
         if failed is None:
             self._time_out(operation, "ncclCommDestroy does not return")
             raise _Refused
         if failed:
             # It does not fail once it has begun, so these still are there.
-            self._end("ncclCommAbort", failed, _ABORT_SECONDS)
+            self._communicators.end_each("ncclCommAbort", failed, _ABORT_SECONDS)
             raise _Refused(
                 f"ncclCommDestroy returned {self._library.explain(failed.popitem()[1])}"
             )
@@ -330,33 +310,10 @@ class Clique:
         try:
             if self._failure is None:
                 self._failure = failure
-                handles, self._handles = self._handles, self._no_handles()
-                self._end("ncclCommAbort", handles, _ABORT_SECONDS)
+                self._communicators.end("ncclCommAbort", _ABORT_SECONDS)
         finally:
             if locked:
                 self._mutex.release()
-
-    def _end(
-        self, function: str, handles: Iterable[int | None], seconds: float
-    ) -> dict[int, int] | None:
-        """Calls a function on communicators, in a thread of its own, for it may not return.
-
-        Returns:
-            What came of those for which it failed; ``None`` if that is not known in time.
-        """
-        failed: dict[int, int] = {}
-
-        def end() -> None:
-            # One after the other: NCCL does the work of all at the last.
-            for handle in filter(None, handles):
-                result = self._library.call(function, handle)
-                if result not in (SUCCESS, IN_PROGRESS):
-                    failed[handle] = result
-
-        thread = threading.Thread(target=end, name=f"mirror-{function}", daemon=True)
-        thread.start()
-        thread.join(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
-        return None if thread.is_alive() else failed
 
     def _end_watching(self) -> None:
         self._stop.set()
@@ -366,9 +323,6 @@ class Clique:
         if self._failure is not None:
             self._failure_was_raised = True
             raise type(self._failure)(str(self._failure)) from None
-
-    def _no_handles(self) -> ctypes.Array[ctypes.c_void_p]:
-        return (ctypes.c_void_p * len(self._devices))()
 
     def _where(self) -> str:
         return ", ".join(map(str, self._devices))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,11 +18,9 @@ from mirror.data.tfrecord.compressed import check_compression
 from mirror.data.tfrecord.example import parse_example
 from mirror.data.tfrecord.features import FixedLenFeature, VarLenFeature
 from mirror.data.tfrecord.index import Numbering, load_or_scan, scan
-from mirror.data.tfrecord.tfrecord import RecordReader, read_record
+from mirror.data.tfrecord.open_files import OpenFiles
+from mirror.data.tfrecord.tfrecord import RecordReader
 from mirror.errors import RecordError
-
-# More files than this are opened for each access by number.
-MAX_OPEN_FILES = 128
 
 
 class _Part(NamedTuple):
@@ -124,8 +121,7 @@ class TFRecordDataset(Dataset[Any]):
         self._skips_damage = on_damage == "skip"
         self._saves_index = save_index
         self._numbering: Numbering | None = None
-        self._open_files: dict[int, int] = {}
-        weakref.finalize(self, _close_files, self._open_files)
+        self._open_files = OpenFiles(self.paths)
         self._become_shard(1, 0)
 
     def _become_shard(self, num_shards: int, index: int) -> None:
@@ -135,13 +131,6 @@ class TFRecordDataset(Dataset[Any]):
         self._resumed: dict[str, int] | None = None
         self._last_part: _Part | None = None
         self._damage: dict[tuple[str | None, int | None], RecordError] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open_files": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        weakref.finalize(self, _close_files, self._open_files)
 
     # --- by number -------------------------------------------------------------------------
 
@@ -168,7 +157,7 @@ class TFRecordDataset(Dataset[Any]):
         except IndexError:
             raise IndexError(f"there are {len(numbers)} records; got index {index}") from None
         file, record, offset = numbering.locate(number)
-        return self._convert(self._read(file, record, offset), file, record, offset)
+        return self._convert(self._open_files.read(file, record, offset), file, record, offset)
 
     def _numbered(self) -> tuple[Numbering, NDArray[np.int64]]:
         """Returns the numbering of all records, and the numbers of this shard's intact ones."""
@@ -181,21 +170,6 @@ class TFRecordDataset(Dataset[Any]):
                 self._note(error)
             self._numbers = self._numbering.intact(*self._shard)
         return self._numbering, self._numbers
-
-    def _read(self, file: int, record: int, offset: int) -> bytes:
-        path = self.paths[file]
-        descriptor = self._open_files.get(file)
-        if descriptor is None:
-            opened = os.open(path, os.O_RDONLY)
-            if len(self._open_files) >= MAX_OPEN_FILES:
-                try:
-                    return read_record(opened, path, record, offset)
-                finally:
-                    os.close(opened)
-            descriptor = self._open_files.setdefault(file, opened)
-            if descriptor != opened:  # another thread was faster
-                os.close(opened)
-        return read_record(descriptor, path, record, offset)
 
     # --- in order --------------------------------------------------------------------------
 
@@ -372,8 +346,3 @@ def _as_features(features: object) -> dict[str, FixedLenFeature | VarLenFeature]
     raise TypeError(
         f"features are a FixedLenFeature or VarLenFeature for each name; got {features!r}"
     )
-
-
-def _close_files(open_files: dict[int, int]) -> None:
-    while open_files:
-        os.close(open_files.popitem()[1])

@@ -75,7 +75,7 @@ def test_files_without_records_have_no_length(tmp_path):
 
 
 def test_more_files_than_stay_open_are_read(paths, monkeypatch):
-    monkeypatch.setattr("mirror.data.tfrecord.dataset.MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("mirror.data.tfrecord.open_files.MAX_OPEN_FILES", 2)
     dataset = TFRecordDataset(paths)
     before = len(os.listdir("/proc/self/fd"))
     assert [dataset[i] for i in range(13)] == ALL
