@@ -8,21 +8,9 @@ PACKAGE = Path(__file__).parent.parent / "mirror"
 CIRCLE = {
     f"mirror.{name}"
     for name in """
-replica.modules.recording
-replica.copies.assigned replica.copies.buffers replica.copies.overrides
-replica.copies.parameters replica.copies.variables replica.gradients.arrivals
-replica.gradients.buckets replica.gradients.deferred replica.gradients.gradient_hooks
-replica.gradients.gradients replica.gradients.parallel_pass replica.gradients.passes
-replica.gradients.plain replica.gradients.seams replica.gradients.unusual
-replica.gradients.watch replica.group replica.joining.changes replica.joining.joiner
-replica.joining.outputs replica.joining.scalar_outputs replica.joining.scalar_terms
-replica.layers.normalization
-replica.modules.attributes replica.modules.conversions replica.modules.metric_calls
-replica.modules.module replica.modules.recompute replica.modules.split_call
-replica.modules.wrappers replica.optimizer.grad_scaler replica.optimizer.groups
-replica.optimizer.hooks replica.optimizer.making replica.optimizer.once
-replica.optimizer.optimizer replica.optimizer.schedulers replica.optimizer.state
-replica.optimizer.steps replica.routing
+replica.group replica.layers.normalization replica.modules.attributes
+replica.modules.conversions replica.modules.metric_calls replica.modules.module
+replica.modules.recompute replica.modules.split_call replica.modules.wrappers replica.routing
 """.split()
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from mirror.replica.gradients.plain import PlainVariables
 from mirror.replica.modules.attributes import OwnValues
 from mirror.replica.modules.module import ReplicaDict, mirror_module, route_call
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
-from mirror.replica.optimizer.optimizer import OptimizerMirror
+from mirror.replica.optimizer.optimizers import Optimizers
 
 _groups: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 
@@ -91,11 +91,10 @@ class ReplicaGroup:
         self.buffers = Buffers(self.replicas, self.registry)
         self.plain = PlainVariables(self.replicas, self.registry, self.recorded)
         self.owns, self.parameters = self.registry.owns, self.registry.parameters
-        self.optimizers: weakref.WeakSet[OptimizerMirror] = weakref.WeakSet()
+        self.optimizers = Optimizers(self.replicas, self.runner, self.access)
         self.lazy_lock = threading.Lock()
         # A single simulated device needs neither moving of arguments nor splitting.
         self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
-        self.lent: set[OptimizerMirror] = set()  # to a step
         self.attributes: dict[Run, list[OwnValues]] = {}
         self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
         _groups.add(self)
@@ -134,13 +133,7 @@ class ReplicaGroup:
             Part(name="attributes", finish=self._join, recover=self.attributes.clear),
             assigned_part(),
             self.plain.part(),
-            Part(
-                name="optimizers",
-                finish=_check_options,
-                prepare=self._recover_optimizers,
-                bring_along=self._bring_along_optimizers,
-                recover=self._give_back_optimizers,
-            ),
+            self.optimizers.part(),
             self.access.part(self.variables),
             Part(name="collectives", finish=lambda run: order.lift_this_thread()),
             self.variables.part(),
@@ -192,19 +185,6 @@ class ReplicaGroup:
         while own:
             own.pop().join(run)
 
-    def _recover_optimizers(self) -> None:
-        if self.lent and self.running is None:
-            self.recover()  # a step in the cross-replica context has raised
-
-    def _give_back_optimizers(self) -> None:
-        for optimizer in list(self.optimizers):
-            optimizer.give_back()
-            optimizer.states.follow_first()
-
-    def _bring_along_optimizers(self, source: int, idle: Iterable[int]) -> None:
-        for optimizer in self.optimizers:
-            optimizer.states.take_over(source, idle)
-
     def close(self) -> None:
         """Ends threads and the communicator; idempotent."""
         self.runner.close()
@@ -212,9 +192,3 @@ class ReplicaGroup:
         self.communicator.close()
         if self._simulates:
             give_back_freed_memory()
-
-
-def _check_options(run: Run) -> None:
-    while run.stepped:
-        optimizer, left = run.stepped.popitem()
-        optimizer.check_left(left)

@@ -30,6 +30,5 @@ def compare_replicas(group: ReplicaGroup) -> int:
                         f"{group.names[0]}; replicas must hold the same bits: look for a write "
                         "inside run that is not the same on all replicas"
                     )
-        for optimizer in group.optimizers:
-            optimizer.check(group.names)
+        group.optimizers.check()
     return len(group.parameters())

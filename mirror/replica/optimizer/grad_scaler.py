@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-from mirror.replica.optimizer.steps import group_in
+from mirror.replica.optimizer.groups import replicas_reached
 
 _lock = threading.Lock()  # not held by a scaler: scalers are copied and pickled
 
@@ -132,9 +132,12 @@ def _refusing(method: Any) -> Any:
     def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         is_torchs = self._enabled and not isinstance(self, GradScaler)
-        if replica is not None and is_torchs and replica.group.num_replicas > 1:
+        if replica is not None and is_torchs and replica.replicas.num_replicas > 1:
             optimizer = args[0] if args else kwargs.get("optimizer")
-            own = isinstance(optimizer, torch.optim.Optimizer) and group_in(optimizer) is None
+            own = (
+                isinstance(optimizer, torch.optim.Optimizer)
+                and replicas_reached(optimizer) is None
+            )
             if not own:
                 raise StrategyError(
                     f"{type(self).__name__}.{method.__name__} of torch was called inside "

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
+from mirror.execution.replicas import Replicas
 from mirror.replica.copies.parameters import MirroredParameter, ReplicaParameter
+from mirror.replica.copies.variables import Variable
 from mirror.values import are_identical
-
-if TYPE_CHECKING:
-    from mirror.replica.copies.variables import Variable
-    from mirror.replica.group import ReplicaGroup
 
 
 class Parameters:
@@ -27,10 +24,11 @@ class Parameters:
         are_mirrored: whether there are no other parameters.
     """
 
-    __slots__ = ("_lists", "are_mirrored", "targets", "variables")
+    __slots__ = ("_lists", "_of_replicas", "are_mirrored", "targets", "variables")
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._lists = [tuple(options["params"]) for options in groups]
+        self._of_replicas: dict[int, list[list[Tensor]]] = {}
         held = [parameter for parameters in self._lists for parameter in parameters]
         mirrored = [p for p in held if isinstance(p, MirroredParameter)]
         self.variables: list[Variable] = [parameter._mirrored for parameter in mirrored]
@@ -48,57 +46,75 @@ class Parameters:
             )
         )
 
-    @torch.no_grad()
-    def bring_first_along(self, active: tuple[int, ...]) -> None:
-        """Gives the first replica, if it sits the run out, what the others have now.
+    def groups_of(self, replica_id: int, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns one replica's copies of these groups: what it writes there is its own.
 
-        Its gradients would be those of an earlier step: nobody has cleared them.
+        What is not mirrored goes with the first replica.
         """
-        if 0 not in active:
-            for variable in self.variables:
-                variable.carry(active[0], (0,))
-                variable.replicas.group.access.carry(variable, active[0], (0,))
+        lists = self._of_replicas.get(replica_id)
+        if lists is None:
+            lists = [_of_replica(parameters, replica_id) for parameters in self._lists]
+            self._of_replicas[replica_id] = lists
+        return [
+            _own_options(options, replica_id) | {"params": [*mine]}
+            for options, mine in zip(groups, lists, strict=True)
+        ]
 
 
-def mirrored_group(optimizer: Optimizer) -> ReplicaGroup | None:
-    """Returns the group whose parameters an optimizer holds; ``None`` if none is mirrored.
-
-    Raises:
-        StrategyError: its parameters are of two strategies, or one replica's own.
-    """
-    group: ReplicaGroup | None = None
-    for options in optimizer.param_groups:
-        for parameter in options["params"]:
-            if isinstance(parameter, MirroredParameter):
-                if group is not None and parameter._mirrored.replicas.group is not group:
-                    raise StrategyError(
-                        "an optimizer holds parameters of two strategies; make one for each"
-                    )
-                group = parameter._mirrored.replicas.group
-            elif isinstance(parameter, ReplicaParameter):
-                raise StrategyError(
-                    "an optimizer made inside strategy.run holds one replica's "
-                    "own parameters; make optimizers outside run"
-                )
-    return group
-
-
-def group_of_replica(options: dict[str, Any], replica_id: int) -> dict[str, Any]:
-    """Returns one replica's copy of a parameter group: what it writes there is its own."""
-    own = {**options, "params": of_replica(options["params"], replica_id)}
-    for name, value in options.items():
-        if replica_id and isinstance(value, Tensor):
-            own[name] = value.clone()
-    return own
-
-
-def of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
-    """Returns one replica's ordinary parameters; what is not mirrored goes with the first."""
+def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
     return [
         p._mirrored.targets[replica_id] if isinstance(p, MirroredParameter) else p
         for p in parameters
         if replica_id == 0 or isinstance(p, MirroredParameter)
     ]
+
+
+def _own_options(options: dict[str, Any], replica_id: int) -> dict[str, Any]:
+    if replica_id == 0:
+        return options
+    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in options.items()}
+
+
+def replicas_in(optimizer: Optimizer) -> Replicas | None:
+    """Returns whose parameters an optimizer holds; ``None`` if none is mirrored.
+
+    Raises:
+        StrategyError: its parameters are of two strategies, or one replica's own.
+    """
+    replicas: Replicas | None = None
+    for options in optimizer.param_groups:
+        for parameter in options["params"]:
+            if isinstance(parameter, MirroredParameter):
+                theirs = parameter._mirrored.replicas
+                if replicas is not None and theirs is not replicas:
+                    raise StrategyError(
+                        "an optimizer holds parameters of two strategies; make one for each"
+                    )
+                replicas = theirs
+            elif isinstance(parameter, ReplicaParameter):
+                raise StrategyError(
+                    "an optimizer made inside strategy.run holds one replica's "
+                    "own parameters; make optimizers outside run"
+                )
+    return replicas
+
+
+def replicas_reached(optimizer: Optimizer) -> Replicas | None:
+    """Returns whose first parameters an optimizer holds, or one that it wraps; ``None``: plain.
+
+    Every call of a scheduler or a step inside ``run`` asks: it looks no further than needed.
+    """
+    for options in getattr(optimizer, "param_groups", ()):
+        for parameter in options["params"]:
+            if isinstance(parameter, MirroredParameter):
+                return parameter._mirrored.replicas
+    for value in vars(optimizer).values():
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(inner, Optimizer) and inner is not optimizer:
+                replicas = replicas_reached(inner)
+                if replicas is not None:
+                    return replicas
+    return None
 
 
 def refuse_what_is_not_mirrored(optimizer: Optimizer) -> None:

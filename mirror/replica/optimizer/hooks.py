@@ -5,29 +5,27 @@ from __future__ import annotations
 import sys
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from mirror.compiler import let_go, letting_go, not_compiled, take_hold
-from mirror.execution.current import current
+from mirror.execution.current import current, replica_of
 from mirror.execution.nesting import refuse_within_another
+from mirror.execution.replicas import Replica, Replicas
 from mirror.replica.gradients.passes import lane_here
 from mirror.replica.gradients.plain import note_step
 from mirror.replica.optimizer.global_hooks import global_hooks
 from mirror.replica.optimizer.grad_scaler import watch_torchs_scaler
-from mirror.replica.optimizer.groups import Once, Parameters, mirrored_group
+from mirror.replica.optimizer.groups import Once, Parameters, replicas_in
 from mirror.replica.optimizer.making import watch_making
 from mirror.replica.optimizer.optimizer import OptimizerMirror
+from mirror.replica.optimizer.optimizers import optimizers_of
 from mirror.replica.optimizer.schedulers import watch_schedulers
 from mirror.replica.optimizer.steps import watch_steps
 from mirror.replica.optimizer.zero_grad import watch_zero_grad
 from mirror.timeline import OPTIMIZER
-
-if TYPE_CHECKING:
-    from mirror.execution.replicas import Replica
-    from mirror.replica.group import ReplicaGroup
 
 _watching = threading.Lock()
 
@@ -54,24 +52,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     step = sys._getframe(1)
     if mirror is not None:
-        if mirror.is_within_step(step):
+        if mirror.loan.is_within_step(step):
             return None  # a subclass's step has called its base's
-        mirror.reclaim()
-    if mirror is None or not mirror.parameters.are_in(optimizer.param_groups):
-        group = mirrored_group(optimizer)
-        if group is None:
+        mirror.recover()
+    if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
+        replicas = replicas_in(optimizer)
+        if replicas is None:
             note_step(optimizer)
             return None
-        mirror = _mirror_of(optimizer, group)
-    group = mirror.group
-    group.check_usable()
+        mirror = _mirror_of(optimizer, replicas)
+    mirror.runner.check_usable()
     global_hooks.enclose()
-    replica: Any = current.replica
-    if replica is not None and replica.group is not group:
-        refuse_within_another(group.replicas, "optimizer.step")
+    replica = replica_of(mirror.replicas)
+    if replica is None and current.replica is not None:
+        refuse_within_another(mirror.replicas, "optimizer.step")
     mirror.holds[threading.get_ident()] = let_go()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if replica is None or replica.group is not group:
+    if replica is None:
         mirror.step_everywhere(step, args, kwargs, closure)
         return None
     if closure is not None:
@@ -84,25 +81,26 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _step_by_turns(step: Any, optimizer: Optimizer, context: Replica) -> Any:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
-    if mirror is None or not mirror.parameters.are_in(optimizer.param_groups):
-        mirror = _mirror_of(optimizer, context.group)
+    if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
+        mirror = _mirror_of(optimizer, context.replicas)
     return mirror.step_by_turns(step, context)
 
 
-def _mirror_of(optimizer: Optimizer, group: ReplicaGroup) -> OptimizerMirror:
+def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> OptimizerMirror:
     with _watching:  # replicas that run at once come here at once
         mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
-        if mirror is None or mirror.group is not group:
+        if mirror is None or mirror.replicas is not replicas:
             # There it goes with the optimizer; its copies and pickles leave it out.
-            mirror = optimizer.__dict__["_mirror"] = OptimizerMirror(optimizer, group)
-        mirror.parameters = Parameters(optimizer.param_groups)
+            mirror = OptimizerMirror(optimizer, optimizers_of(replicas))
+            optimizer.__dict__["_mirror"] = mirror
+        mirror.loan.parameters = Parameters(optimizer.param_groups)
         return mirror
 
 
 @letting_go
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
-    if mirror is not None and mirror.step is sys._getframe(1):
+    if mirror is not None and mirror.loan.step is sys._getframe(1):
         try:
             mirror.end_step()
         finally:

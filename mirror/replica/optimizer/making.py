@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,13 +18,11 @@ from torch.optim import Optimizer
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.current import current
+from mirror.execution.replicas import Replica
 from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.optimizer.groups import replicas_reached
 from mirror.replica.optimizer.once import call_once, watched, wrap_in_subclasses
-from mirror.replica.optimizer.steps import group_in
 from mirror.values import map_structure
-
-if TYPE_CHECKING:
-    from mirror.execution.replicas import Replica
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
 
@@ -78,7 +76,7 @@ def _add_in_run(
     add: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     is_being_made = not vars(optimizer).get(_MADE, True)
-    if is_being_made or group_in(optimizer) is not context.group:
+    if is_being_made or replicas_reached(optimizer) is not context.replicas:
         return add(optimizer, *args, **kwargs)
     args = tuple(map(_of_all, args))
     kwargs = {name: _of_all(value) for name, value in kwargs.items()}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,14 +25,14 @@ from mirror.compiler import let_go, letting_go, take_hold
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.current import current
+from mirror.execution.replicas import Replica, Together
+from mirror.execution.run import Run
+from mirror.execution.runner import runner_of
 from mirror.replica.bits import same_bits
 from mirror.replica.collectives.reduction import summed
 from mirror.replica.gradients.seams import sewn
 from mirror.values import map_structure
 from mirror.wording import in_words
-
-if TYPE_CHECKING:
-    from mirror.execution.replicas import Replica, Together
 
 Method = Callable[..., Any]
 
@@ -70,8 +70,8 @@ def watched(method: Method, in_run: Callable[..., Any]) -> Method:
     @letting_go
     @functools.wraps(method)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        replica: Any = current.replica
-        if replica is None or replica.group.num_replicas == 1:
+        replica = current.replica
+        if replica is None or replica.replicas.num_replicas == 1:
             return method(self, *args, **kwargs)
         hold = let_go()
         try:
@@ -105,6 +105,7 @@ def call_once(
 
     def action(payloads: dict[int, Any]) -> dict[int, Any]:
         run = context.run
+        assert isinstance(run, Run)
         if any(payload[0] is not target for payload in payloads.values()):
             raise StrategyError(
                 f"every replica has called {what} of a {kind} of its own, over parameters that "
@@ -118,7 +119,7 @@ def call_once(
             one_args, one_kwargs = map_structure(joined, *trees)
             return method(target, *one_args, **one_kwargs)
 
-        result = run.replicas.group.runner.call_outside(run, call)
+        result = runner_of(run.replicas).call_outside(run, call)
         has_called = any(closure.losses is not None for closure in closures)
         for closure in closures:
             if closure.losses is not None and closure.loss is result:
@@ -140,7 +141,7 @@ class _Closure:
 
     def __call__(self) -> Any:
         run = self._run
-        inner = run.replicas.group.run(
+        inner = runner_of(run.replicas).run(
             lambda replica_id: self._closures[replica_id](), run.active, weights=run.all_weights()
         )
         self.losses = inner.results
@@ -181,7 +182,7 @@ def _mean(run: Together, *leaves: Any) -> Any:
     shares = [run.shares()[r] for r in run.active]
     if isinstance(first, float):
         return sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
-    parts = sewn(run.replicas.group.runner, run.active, leaves)
+    parts = sewn(runner_of(run.replicas), run.active, leaves)
     home = run.replicas.devices[0]
     scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
     return summed(scaled, home)

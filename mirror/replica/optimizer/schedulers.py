@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from mirror.execution.replicas import Replica
+from mirror.replica.optimizer.groups import replicas_reached
 from mirror.replica.optimizer.once import call_once, watched, wrap_in_subclasses
-from mirror.replica.optimizer.steps import group_in
-
-if TYPE_CHECKING:
-    from mirror.execution.replicas import Replica
 
 
 def watch_schedulers() -> None:
@@ -23,7 +21,7 @@ def _step_in_run(
     step: Callable[..., Any], scheduler: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     optimizer = getattr(scheduler, "optimizer", None)
-    if optimizer is None or group_in(optimizer) is not context.group:
+    if optimizer is None or replicas_reached(optimizer) is not context.replicas:
         return step(scheduler, *args, **kwargs)
     result, _ = call_once(context, step, scheduler, args, kwargs)
     return result

@@ -9,19 +9,17 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.errors import ReplicaMismatchError
-from mirror.execution.current import current
+from mirror.execution.current import replica_of
+from mirror.execution.replicas import Replicas
 from mirror.replica.bits import same_values
 from mirror.replica.copies.variables import Variable, variable_of
 from mirror.values import are_identical, map_structure
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
 
 # A replica's state, the key in it, and the key in the shared state if that is to see new entries.
 Here = tuple[dict[Any, Any], Any, Any]
@@ -122,10 +120,10 @@ class ReplicaStates:
     be behind: they are copied when somebody uses them, see [Note: One device, one step].
     """
 
-    def __init__(self, group: ReplicaGroup) -> None:
-        self.group = group
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
         self.shared = SharedState(self, {})  # what optimizer.state is between steps
-        self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in group.devices]
+        self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
         self._are_behind = False
         self._copying = threading.Lock()
         self._published: list[Any] = []  # entries of the first one's that the shared state has
@@ -141,7 +139,7 @@ class ReplicaStates:
         if self._are_behind:
             with self._copying:
                 if self._are_behind:
-                    self._copy(0, range(1, self.group.num_replicas))
+                    self._copy(0, range(1, self._replicas.num_replicas))
                     self._are_behind = False
 
     def read(self, optimizer: Optimizer, *, is_whole: bool = False) -> None:
@@ -172,7 +170,7 @@ class ReplicaStates:
         """Makes the first replica's state that of all."""
         self._are_behind = True
 
-    def take_over(self, source: int, others: Iterable[int]) -> None:
+    def bring_along(self, source: int, others: Iterable[int]) -> None:
         """Gives one replica's state to others."""
         if not self._are_behind:  # else those who look get the first one's
             self._copy(source, others)
@@ -187,13 +185,13 @@ class ReplicaStates:
             variable = variable_of(key)
             self.shared.put(key if variable is None else variable.owner(), value)
 
-    def check(self, variables: Sequence[Variable], names: tuple[str, ...]) -> None:
+    def check(self, variables: Sequence[Variable], names: Sequence[str]) -> None:
         """Raises ReplicaMismatchError for state tensors that differ between replicas."""
         if self._are_behind:
             return
         for variable in variables:
             first = self._by_replica[0].get(variable.targets[0], {})
-            for r in range(1, self.group.num_replicas):
+            for r in range(1, self._replicas.num_replicas):
                 other = self._by_replica[r].get(variable.targets[r], {})
                 for key in first.keys() | other.keys():
                     if not same_values(first.get(key), other.get(key)):
@@ -204,8 +202,8 @@ class ReplicaStates:
 
     def find_here(self, key: Any) -> Here | None:
         """Returns where code inside ``run`` finds a state entry; ``None`` outside."""
-        replica: Any = current.replica
-        if replica is None or replica.group is not self.group:
+        replica = replica_of(self._replicas)
+        if replica is None:
             return None
         variable = variable_of(key)
         if variable is None:
@@ -228,7 +226,7 @@ class ReplicaStates:
                 self.publish_first()
 
     def _copied(self, value: Any, source: int, destination: int) -> Any:
-        home, device = self.group.devices[source], self.group.devices[destination]
+        home, device = self._replicas.devices[source], self._replicas.devices[destination]
 
         def copied(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):

@@ -7,7 +7,7 @@ not. So:
 
     class of the optimizer            inside run                       outside
     torch.optim's own                 every replica's, or one for      the same; with closures or
-                                      all on one device                hooks, or drawing: once
+                                      all on one device                hooks: once
     a subclass of these that keeps    the first one's, then the        once
     only numbers, names and lists     others', unless it has changed
                                       what it keeps: then once
@@ -23,21 +23,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from mirror.devices import random_state
 from mirror.errors import StrategyError
-from mirror.replica.copies.parameters import MirroredParameter
-from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored
+from mirror.execution.replicas import Replica
+from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored, replicas_reached
 from mirror.replica.optimizer.kept import kept_by
 from mirror.replica.optimizer.once import call_once, is_watched, watched, wrap_in_subclasses
-
-if TYPE_CHECKING:
-    from mirror.execution.replicas import Replica
-    from mirror.replica.group import ReplicaGroup
 
 _TORCHS = "torch.optim."
 _DECORATORS = 4  # that may stand between a step and the one that it calls
@@ -96,34 +92,20 @@ def raw_step(kind: type) -> Callable[..., Any]:
     return raw
 
 
-def group_in(optimizer: Optimizer) -> ReplicaGroup | None:
-    """Returns the group whose parameters an optimizer has, or what it wraps; ``None``: plain."""
-    for options in getattr(optimizer, "param_groups", ()):
-        for parameter in options["params"]:
-            if isinstance(parameter, MirroredParameter):
-                mine: ReplicaGroup = parameter._mirrored.replicas.group
-                return mine
-    for value in vars(optimizer).values():
-        for inner in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(inner, Optimizer) and inner is not optimizer:
-                group = group_in(inner)
-                if group is not None:
-                    return group
-    return None
-
-
 def _step_in_run(
     step: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     kind = type(optimizer)
     _refuse_wrappers(optimizer)
-    if is_torchs_own(kind) or group_in(optimizer) is not context.group:
+    if is_torchs_own(kind) or replicas_reached(optimizer) is not context.replicas:
         return step(optimizer, *args, **kwargs)
     if any(lent.is_within_step(sys._getframe()) for lent in context.lent):
         return step(optimizer, *args, **kwargs)  # a subclass's step has called its base's
     if _may_step_by_turns(optimizer) and not (args or kwargs):
         return _by_turns[0](step, optimizer, context)
-    result, _ = call_once(context, _without_draws(step), optimizer, args, kwargs)
+    result, _ = call_once(
+        context, _once(step, context.replicas.devices[0]), optimizer, args, kwargs
+    )
     return result
 
 
@@ -160,27 +142,30 @@ def _may_step_by_turns(optimizer: Optimizer) -> bool:
     )
 
 
-def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step over mirrored parameters that refuses to draw random numbers."""
+def _once(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Returns a step over mirrored parameters, in the cross-replica context."""
 
     def once(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_what_is_not_mirrored(optimizer)
-        group = group_in(optimizer)
-        assert group is not None
-        evaluates = any(map(callable, (*args, *kwargs.values())))  # forward may draw
-        before = None if evaluates else random_state(group.devices[0])
-        result = step(optimizer, *args, **kwargs)
-        if before is not None and not torch.equal(before, random_state(group.devices[0])):
-            refuse_draws()
-        return result
+        if any(map(callable, (*args, *kwargs.values()))):
+            return step(optimizer, *args, **kwargs)  # forward may draw
+        return refusing_draws(lambda: step(optimizer, *args, **kwargs), device)
 
     once.__name__ = "step"
     return once
 
 
-def refuse_draws() -> None:
-    """Raises for a step inside ``run`` that draws random numbers."""
-    raise StrategyError(
-        "this optimizer's step draws random numbers, which inside strategy.run come from streams "
-        "that every replica has of its own; call step outside strategy.run"
-    )
+def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
+    """Calls a step inside ``run``.
+
+    Raises:
+        StrategyError: it has drawn random numbers. Torch's own optimizers draw none.
+    """
+    before = random_state(device)
+    result = step()
+    if not torch.equal(before, random_state(device)):
+        raise StrategyError(
+            "this optimizer's step draws random numbers, which inside strategy.run come from "
+            "streams that every replica has of its own; call step outside strategy.run"
+        )
+    return result

@@ -145,3 +145,15 @@ def test_every_state_dict_moves_between_mirrored_and_plain_training(info, way, m
             train_loop(model, optimizer, chunk, loss)
         weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     assert_same_training(model, optimizer, plain, reference)
+
+
+@pytest.mark.parametrize("info", NO_CLOSURE, ids=lambda info: info.name)
+def test_no_optimizer_of_torchs_draws_random_numbers(info):
+    """So those whose steps change nothing but parameters and state are not asked."""
+    for kwargs in hyperparameters(info):
+        model, batches, loss = problem(info)
+        optimizers = pair_of_optimizers(info, kwargs, model, model)
+        if optimizers is not None:
+            before = torch.get_rng_state()
+            train_loop(model, optimizers[0], batches, loss)
+            assert torch.equal(torch.get_rng_state(), before)

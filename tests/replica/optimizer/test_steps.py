@@ -22,10 +22,27 @@ class NoisySGD(torch.optim.Optimizer):
             p.add_(-0.1 * p.grad + torch.randn_like(p))
 
 
-def test_optimizer_that_draws_noise_draws_it_once(make_strategy):
+class NoisyLangevin(torch.optim.SGD):
+    """Steps as torch does, then draws: inside run that would be by turns."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p))
+
+
+NOISY = [NoisySGD, NoisyLangevin]
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_optimizer_that_draws_noise_draws_it_once(make_strategy, kind):
     # Every replica drew its own noise, and their weights went apart at the first step.
     def train(layer):
-        optimizer = NoisySGD(layer.parameters())
+        optimizer = kind(layer.parameters())
         torch.manual_seed(1)
         for _ in range(3):
             optimizer.zero_grad()
@@ -38,11 +55,13 @@ def test_optimizer_that_draws_noise_draws_it_once(make_strategy):
     strategy.check_replicas()
 
 
-def test_optimizer_that_draws_noise_is_refused_in_run(make_strategy):
+@pytest.mark.parametrize("kind", NOISY)
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+def test_optimizer_that_draws_noise_is_refused_in_run(make_strategy, schedule, kind):
     # In run, too, every replica drew its own noise; there each steps alone, so it cannot work.
-    strategy = make_strategy(2)
+    strategy = make_strategy(2, schedule=schedule)
     layer = mirrored_layer(strategy)
-    optimizer = NoisySGD(layer.parameters())
+    optimizer = kind(layer.parameters())
 
     def step(batch):
         layer(batch).mean().backward()

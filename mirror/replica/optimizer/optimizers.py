@@ -1,0 +1,115 @@
+"""Optimizers: all those over one strategy's parameters, and what is told to them together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from mirror.execution.part import Part
+from mirror.execution.replicas import Lent, Replicas, Together
+from mirror.execution.run import Run
+from mirror.execution.runner import Runner
+from mirror.replica.copies.variable import Variable
+from mirror.replica.gradients.access import Access
+from mirror.replica.optimizer.groups import Parameters
+
+# Weakly on both sides, as runners are.
+_known: weakref.WeakKeyDictionary[Replicas, weakref.ref[Optimizers]] = weakref.WeakKeyDictionary()
+
+
+class Mirrored(Protocol):
+    """What is asked of one optimizer over mirrored parameters."""
+
+    def bring_along(self, source: int, others: Sequence[int]) -> None:
+        """Gives one replica's state to others."""
+
+    def follow_first(self) -> None:
+        """Takes the optimizer back, and makes the first replica's state that of all."""
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises ReplicaMismatchError for state that differs between replicas."""
+
+
+class Optimizers:
+    """The optimizers over the mirrored parameters of one strategy.
+
+    Attributes:
+        lent: those that a step has; or had, and raised.
+    """
+
+    def __init__(self, replicas: Replicas, runner: Runner, gradients: Access) -> None:
+        self.replicas = replicas
+        self.runner = runner
+        self.lent: set[Lent] = set()
+        self._gradients = gradients
+        self._all: weakref.WeakSet[Mirrored] = weakref.WeakSet()
+        _known[replicas] = weakref.ref(self)
+
+    def part(self) -> Part:
+        """Returns what keeps optimizers equal between runs."""
+        return Part(
+            name="optimizers",
+            prepare=self._prepare,
+            finish=_check_options,
+            bring_along=self._bring_along,
+            recover=self._recover,
+        )
+
+    def add(self, optimizer: Mirrored) -> None:
+        """Notes an optimizer, for as long as it lives."""
+        self._all.add(optimizer)
+
+    def check(self) -> None:
+        """Raises ReplicaMismatchError for state that differs between replicas."""
+        for optimizer in self._all:
+            optimizer.check(self.replicas.names)
+
+    # Gradients, and the values with them
+
+    def reduce(self, run: Together | None = None) -> None:
+        """Reduces the gradients of a run; those of the cross-replica context without one."""
+        if run is None:
+            self._gradients.unreduced.flush()
+        else:
+            self._gradients.unreduced.settle(run.shares())
+
+    def clear(self, parameters: Parameters) -> bool:
+        """Drops the gradients of all these, if none is pending; returns whether it did."""
+        return self._gradients.clear(parameters.variables, parameters.targets)
+
+    @torch.no_grad()
+    def carry(self, variables: Iterable[Variable], source: int, others: Sequence[int]) -> None:
+        """Gives one replica's values and gradients to others."""
+        for variable in variables:
+            variable.carry(source, others)
+            self._gradients.carry(variable, source, others)
+
+    # What the part does
+
+    def _prepare(self) -> None:
+        if self.lent and self.runner.running is None:
+            self.runner.recover()  # a step in the cross-replica context has raised
+
+    def _bring_along(self, source: int, idle: Sequence[int]) -> None:
+        for optimizer in self._all:
+            optimizer.bring_along(source, idle)
+
+    def _recover(self) -> None:
+        for optimizer in list(self._all):
+            optimizer.follow_first()
+
+
+def optimizers_of(replicas: Replicas) -> Optimizers:
+    """Returns the optimizers of replicas that are in use."""
+    optimizers = _known[replicas]()
+    assert optimizers is not None
+    return optimizers
+
+
+def _check_options(run: Run) -> None:
+    while run.stepped:
+        optimizer, left = run.stepped.popitem()
+        optimizer.check_left(left)
