@@ -109,6 +109,10 @@ class Together(Protocol):
         """The variables that its replicas have assigned, and whether values."""
 
     @property
+    def modes(self) -> dict[int, tuple[object, dict[int, bool]]]:
+        """Of modules, by ``id``, the modes that its replicas have set."""
+
+    @property
     def is_default(self) -> bool:
         """Whether it is that of code without a strategy, where nothing is distributed."""
 
@@ -128,6 +132,9 @@ class Together(Protocol):
 
     def shares(self) -> dict[int, float]:
         """Returns what each replica's gradient counts for."""
+
+    def weights(self) -> dict[int, float]:
+        """Returns the weights of those that take part."""
 
     def all_weights(self) -> list[float] | None:
         """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""

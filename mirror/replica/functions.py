@@ -14,7 +14,6 @@ current. Merging is refused then, see [Note: Recomputation].
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,19 +25,23 @@ from mirror.compiler import not_compiled
 from mirror.execution.current import current, entered, replica_of
 from mirror.execution.run import recomputing
 from mirror.replica.tensors import MirroredTensor, resolve
-from mirror.torch_private import plain_apply
+from mirror.torch_private import wrap_once
 
 _KEY = "_mirror_replica"
 
 
 def watch_functions() -> None:
     """Wraps what custom functions are called through; once, for good."""
-    original = plain_apply()
-    if hasattr(original, "_is_watched"):
-        return
+    if wrap_once(Function, "apply", _resolving):
+        backward: Any = BackwardCFunction
+        backward.__init__ = _note_replica
+        for name in ("apply", "apply_boxed"):  # older versions of torch have the first alone
+            if hasattr(backward, name):
+                wrap_once(backward, name, _on_its_replica)
 
+
+def _resolving(original: Callable[..., Any]) -> Callable[..., Any]:
     @not_compiled
-    @functools.wraps(original)
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         for arg in (*args, *kwargs.values()):
             if isinstance(arg, MirroredTensor) and torch._C._get_tracing_state() is None:
@@ -47,13 +50,7 @@ def watch_functions() -> None:
                 break
         return original(cls, *args, **kwargs)
 
-    apply._is_watched = True  # type: ignore[attr-defined]
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    backward: Any = BackwardCFunction
-    backward.__init__ = _note_replica
-    for name in ("apply", "apply_boxed"):  # older versions of torch have the first alone
-        if hasattr(backward, name):
-            setattr(backward, name, _on_its_replica(getattr(backward, name)))
+    return apply
 
 
 def without_replica(function: type[Function]) -> type[Function]:
@@ -75,7 +72,6 @@ def _note_replica(node: Any) -> None:
 
 def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
     @not_compiled
-    @functools.wraps(run)
     def on_its_replica(node: Any, *args: Any) -> Any:
         known = node.__dict__.get(_KEY)
         if known is None or hasattr(node._forward_cls, "_is_common"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
 from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_memory
@@ -24,15 +22,15 @@ from mirror.replica.collectives.nodes import order
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.copies.assigned import assigned_part
 from mirror.replica.copies.buffers import Buffers
-from mirror.replica.copies.recorded import Recorded, is_unmade
+from mirror.replica.copies.recorded import Recorded
 from mirror.replica.copies.registry import Registry
 from mirror.replica.copies.variables import Variables
 from mirror.replica.gradients.access import Access
 from mirror.replica.gradients.gradients import Gradients
 from mirror.replica.gradients.passes import watch_passes
 from mirror.replica.gradients.plain import PlainVariables
-from mirror.replica.modules.attributes import OwnValues
-from mirror.replica.modules.module import ReplicaDict, mirror_module, route_call
+from mirror.replica.modules.modules import Modules
+from mirror.replica.modules.own_values import Attributes
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
 from mirror.replica.optimizer.optimizers import Optimizers
 
@@ -92,11 +90,16 @@ class ReplicaGroup:
         self.plain = PlainVariables(self.replicas, self.registry, self.recorded)
         self.owns, self.parameters = self.registry.owns, self.registry.parameters
         self.optimizers = Optimizers(self.replicas, self.runner, self.access)
-        self.lazy_lock = threading.Lock()
-        # A single simulated device needs neither moving of arguments nor splitting.
-        self.routes_calls = self.num_replicas > 1 or not is_simulated(self.devices)
-        self.attributes: dict[Run, list[OwnValues]] = {}
-        self.swaps: list[ReplicaDict] = []  # where a parameter was replaced inside run
+        self.attributes = Attributes(self.runner)
+        self.modules = Modules(
+            self.replicas,
+            self.runner,
+            self.registry,
+            self.recorded,
+            self.variables,
+            self.buffers,
+            self.attributes,
+        )
         _groups.add(self)
         watch_passes()
         watch_optimizer_steps(are_mirrored=self.num_replicas > 1)
@@ -121,16 +124,11 @@ class ReplicaGroup:
 
     def _parts(self) -> tuple[Part, ...]:
         if self.num_replicas == 1:
-            return (Part(name="modules", prepare=self.mirror_recorded),)
+            return (self.modules.part(),)
 
         return (
-            Part(
-                name="modules",
-                prepare=self.mirror_recorded,
-                returned=self._refuse_swaps,
-                recover=self._drop_swaps,
-            ),
-            Part(name="attributes", finish=self._join, recover=self.attributes.clear),
+            self.modules.part(),
+            self.attributes.part(),
             assigned_part(),
             self.plain.part(),
             self.optimizers.part(),
@@ -139,51 +137,6 @@ class ReplicaGroup:
             self.variables.part(),
             self.buffers.part(),
         )
-
-    # What is mirrored
-
-    def record(self, module: nn.Module) -> None:
-        """Notes a module to be mirrored at the next use."""
-        if self.recorded.add(module):
-            route_call(module, self)
-
-    def mirror_recorded(self) -> None:
-        """Mirrors the modules created in the scope, or changed, since the last use."""
-        if self.recorded.modules or self.recorded.unmade:
-            for module in self.recorded.take():
-                self.mirror(module)
-
-    def mirror(self, module: nn.Module) -> None:
-        """Mirrors a module in place; with one replica only moves it to the device."""
-        self.timeline.use()  # one replica may never have a run
-        if self.num_replicas > 1:
-            # What is made here outlives the caller's inference mode.
-            with torch.inference_mode(False):
-                mirror_module(module, self)
-            return
-        for submodule in module.modules():
-            route_call(submodule, self)
-            self.recorded.look_again(submodule)
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not (self.owns(tensor) or is_unmade(tensor)):
-                if tensor.device != self.devices[0]:
-                    tensor.data = tensor.data.to(self.devices[0])
-                self.registry.own(tensor)
-
-    # Coherence
-
-    def _refuse_swaps(self) -> None:
-        while self.swaps:
-            self.swaps.pop().refuse_swaps()
-
-    def _drop_swaps(self) -> None:
-        while self.swaps:
-            self.swaps.pop().swapped.clear()
-
-    def _join(self, run: Run) -> None:
-        own = self.attributes.pop(run, None)
-        while own:
-            own.pop().join(run)
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent."""

@@ -1,49 +1,81 @@
-"""Routing: which strategy the calls of a module are split by, also when it is compiled."""
+"""Routing: whose modules are, and that calls of them stay split when they are compiled."""
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from mirror.compiler import is_compiled
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
-
-
-def group_of(module: nn.Module | None) -> ReplicaGroup | None:
-    """Returns the group that calls of a module are routed through."""
-    call = None if module is None else module.__dict__.get("_compiled_call_impl")
-    group: ReplicaGroup | None = getattr(call, "group", None)
-    return group
+from mirror.execution.replicas import Replicas
+from mirror.torch_private import wrap_once
 
 
-def watch_compile(route: Callable[[nn.Module, ReplicaGroup], None]) -> None:
-    """Keeps calls of mirrored modules split when they are compiled; once, for good.
+class Recorder(Protocol):
+    """Who keeps modules mirrored."""
 
-    Args:
-        route: routes the calls of a module through a group.
+    @property
+    def replicas(self) -> Replicas:
+        """Whose the modules are."""
+
+    def record(self, module: nn.Module) -> None:
+        """Notes a module to be mirrored at the next use."""
+
+    def route(self, module: nn.Module) -> None:
+        """Has calls of a module split."""
+
+
+class Route:
+    """What calls of a mirrored module go through: it is in place of its ``_compiled_call_impl``.
+
+    Attributes:
+        module: returns the module, ``None`` once it is gone.
+        recorder: who keeps it mirrored.
     """
-    original = nn.Module.compile
-    if hasattr(original, "_is_watched"):
-        return
 
-    @functools.wraps(original)
+    __slots__ = ("module", "recorder", "replicas")
+
+    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+        self.module = weakref.ref(module)
+        self.recorder = recorder
+        self.replicas = recorder.replicas
+
+
+def route_of(module: nn.Module | None) -> Route | None:
+    """Returns what calls of a module go through; one that came with a copied dict does not count.
+
+    See [Note: Copied routes].
+    """
+    route = None if module is None else module.__dict__.get("_compiled_call_impl")
+    return route if isinstance(route, Route) and route.module() is module else None
+
+
+def owner_of(module: nn.Module | None) -> Replicas | None:
+    """Returns the replicas that calls of a module are split over."""
+    route = route_of(module)
+    return None if route is None else route.replicas
+
+
+def watch_compile() -> None:
+    """Keeps calls of mirrored modules split when they are compiled; once, for good."""
+    if wrap_once(nn.Module, "compile", _routed_again):
+        register_module_module_registration_hook(_record_compiled)
+
+
+def _routed_again(original: Callable[..., None]) -> Callable[..., None]:
     def compile_routed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        group = group_of(module)
+        route = route_of(module)
         original(module, *args, **kwargs)
-        if group is not None:
-            route(module, group)
+        if route is not None:
+            route.recorder.route(module)
 
-    def route_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        group = group_of(submodule)
-        if group is not None and is_compiled(module):  # torch.compile(submodule) is making it
-            group.record(module)
+    return compile_routed
 
-    compile_routed._is_watched = True  # type: ignore[attr-defined]
-    nn.Module.compile = compile_routed  # type: ignore[method-assign, assignment]
-    register_module_module_registration_hook(route_compiled)
+
+def _record_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    route = route_of(submodule)
+    if route is not None and is_compiled(module):  # torch.compile(submodule) is making it
+        route.recorder.record(module)

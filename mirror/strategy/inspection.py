@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from mirror.errors import StrategyError
 from mirror.replica.copies.buffers import AGGREGATIONS, MirroredBuffer
 from mirror.replica.group import all_groups
-from mirror.replica.modules.module import ReplicaDict
+from mirror.replica.modules.dicts import ReplicaDict
 from mirror.wording import in_words
 
 
@@ -27,7 +27,7 @@ def is_mirrored(obj: object) -> bool:
     if not isinstance(obj, Tensor):
         return False
     for group in all_groups():
-        group.mirror_recorded()
+        group.modules.mirror_recorded()
         if group.owns(obj):
             return True
     return False

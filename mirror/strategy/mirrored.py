@@ -162,7 +162,7 @@ class MirroredStrategy(Uncopied):
         self._check_cross("mirror")
         if not isinstance(module, nn.Module):
             raise TypeError(f"mirror takes a torch.nn.Module, got a {type(module).__name__}")
-        self._group.mirror(module)
+        self._group.modules.mirror(module)
         return module
 
     # Running

@@ -34,7 +34,7 @@ class Scope(ContextDecorator):
             )
         with ExitStack() as stack:
             stack.enter_context(entered(self._strategy, None))
-            stack.enter_context(recording(self._group))
+            stack.enter_context(recording(self._group.modules))
             self._stacks.append(stack.pop_all())
 
     def __exit__(
@@ -45,7 +45,7 @@ class Scope(ContextDecorator):
     ) -> None:
         with self._stacks.pop():
             if kind is None:
-                self._group.mirror_recorded()
+                self._group.modules.mirror_recorded()
         if kind is None:
             self._group.plain.note_use()
 

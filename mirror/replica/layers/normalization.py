@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,26 +15,25 @@ from mirror.compiler import opaque
 from mirror.execution.current import current
 from mirror.execution.replicas import Replica
 from mirror.replica.collectives.collectives import all_reduce
-from mirror.replica.routing import group_of
+from mirror.replica.routing import owner_of
+from mirror.torch_private import wrap_once
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def watch_torchs_own() -> None:
     """Has ``torch.nn.SyncBatchNorm`` do in mirrored modules what ours does; once, for good."""
-    original = nn.SyncBatchNorm.forward
-    if hasattr(original, "_is_watched"):
-        return
+    wrap_once(nn.SyncBatchNorm, "forward", _synchronizing)
 
-    @functools.wraps(original)
+
+def _synchronizing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
-        group = group_of(self)
-        if group is None or group.num_replicas == 1:
+        owner = owner_of(self)
+        if owner is None or owner.num_replicas == 1:
             return original(self, input)
         return _synchronized(self, input)
 
-    forward._is_watched = True  # type: ignore[attr-defined]
-    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
+    return forward
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -6,49 +6,45 @@ replicas' devices: what would move them elsewhere is refused.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
-from mirror.replica.routing import group_of
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
+from mirror.execution.replicas import Replicas
+from mirror.replica.routing import owner_of
+from mirror.torch_private import wrap_once
 
 Conversion = Callable[[Tensor], Tensor]
 
 
 def watch_conversions() -> None:
     """Has ``Module._apply``, which all conversions come to, look at mirrored modules; for good."""
-    original: Any = nn.Module._apply  # untyped
-    if hasattr(original, "_is_watched"):
-        return
+    wrap_once(nn.Module, "_apply", _looking)
 
-    @functools.wraps(original)
+
+def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply_looked_at(self: Any, fn: Conversion, *args: Any, **kwargs: Any) -> Any:
-        group = group_of(self)
-        if group is None or group.num_replicas == 1 or isinstance(fn, _Staying):
+        owner = owner_of(self)
+        if owner is None or owner.num_replicas == 1 or isinstance(fn, _Staying):
             return original(self, fn, *args, **kwargs)
-        return original(self, _Staying(fn, group), *args, **kwargs)
+        return original(self, _Staying(fn, owner), *args, **kwargs)
 
-    apply_looked_at._is_watched = True  # type: ignore[attr-defined]
-    nn.Module._apply = apply_looked_at  # type: ignore[method-assign]
+    return apply_looked_at
 
 
 @dataclass(frozen=True, slots=True)
 class _Staying:
-    """A conversion that leaves a group's variables on its devices."""
+    """A conversion that leaves variables on their replicas' devices."""
 
     fn: Conversion
-    group: ReplicaGroup
+    replicas: Replicas
 
     def __call__(self, tensor: Tensor) -> Tensor:
         converted = self.fn(tensor)
-        devices = self.group.devices
+        devices = self.replicas.devices
         if converted.device not in devices and not converted.is_meta:
             names = ", ".join(map(str, devices))
             raise StrategyError(

@@ -32,8 +32,9 @@ from mirror.compiler import opaque
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.current import current
+from mirror.execution.replicas import Replica
 from mirror.replica.collectives.reduction import weighted_mean
-from mirror.replica.routing import group_of
+from mirror.replica.routing import owner_of
 from mirror.values import is_number, map_structure
 
 _WRAPPED = "_mirror_wrapped"
@@ -73,9 +74,9 @@ def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Call
     @functools.wraps(method)
     @opaque
     def call(*args: Any, **kwargs: Any) -> Any:
-        replica: Any = current.replica
+        replica = current.replica
         metric = args[0] if module is None else module
-        if replica is None or group_of(metric) is not replica.group:
+        if replica is None or owner_of(metric) is not replica.replicas:
             return method(*args, **kwargs)
         if module is None:
             return call_once(replica, metric, functools.partial(method, metric), args[1:], kwargs)
@@ -86,7 +87,7 @@ def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Call
 
 
 def call_once(
-    replica: Any,
+    replica: Replica,
     metric: nn.Module,
     call: Callable[..., Any],
     args: Sequence[Any],
@@ -99,12 +100,12 @@ def call_once(
         DivergenceError: not all replicas that run call it.
     """
     name = type(metric).__name__
-    devices = replica.group.devices
+    devices = replica.replicas.devices
 
     def action(payloads: dict[int, Any]) -> dict[int, Any]:
-        weights = [replica.run.members[r].weight for r in payloads]
+        weights = replica.run.weights()
         every = list(payloads.values())
-        join = _Join(metric, devices[0], weights)
+        join = _Join(metric, devices[0], [weights[r] for r in payloads])
         own_args = [join(*values) for values in zip(*(a for a, _ in every), strict=True)]
         own_kwargs = {key: join(*(k[key] for _, k in every)) for key in every[0][1]}
         result = call(*own_args, **own_kwargs)

@@ -11,18 +11,16 @@ call was under checkpointing, outside ``run``, is split again.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from mirror.execution.replicas import Replicas
 from mirror.replica.copies.parameters import ReplicaParameter
 from mirror.torch_private import top_saved_tensors_hooks
 
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
 
-
-def replica_of_backward(group: ReplicaGroup) -> int | None:
+def replica_of_backward(replicas: Replicas) -> int | None:
     """Returns the replica whose graph a backward pass is in; ``None`` outside of one."""
     if torch._C._current_graph_task_id() == -1:
         return None
@@ -31,7 +29,7 @@ def replica_of_backward(group: ReplicaGroup) -> int | None:
     while nodes:
         node = nodes.popleft()
         variable = getattr(node, "variable", None)
-        if isinstance(variable, ReplicaParameter) and variable.variable.replicas is group.replicas:
+        if isinstance(variable, ReplicaParameter) and variable.variable.replicas is replicas:
             return variable.replica_id
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

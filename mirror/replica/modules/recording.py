@@ -8,20 +8,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from mirror.execution.current import current
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
+from mirror.replica.routing import Recorder
 
 
 class _Recording(threading.local):
     def __init__(self) -> None:
-        self.groups: list[ReplicaGroup] = []
+        self.recorders: list[Recorder] = []
 
 
 _recording = _Recording()
@@ -31,13 +29,13 @@ _open_scopes = 0
 
 
 def _record(module: nn.Module, name: str, value: object) -> None:
-    if _recording.groups and current.replica is None:
-        _recording.groups[-1].record(module)
+    if _recording.recorders and current.replica is None:
+        _recording.recorders[-1].record(module)
 
 
 @contextmanager
-def recording(group: ReplicaGroup) -> Iterator[None]:
-    """Records the modules that this thread creates for ``group``."""
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Records the modules that this thread creates."""
     global _open_scopes
     with _hooks_lock:
         _open_scopes += 1
@@ -50,11 +48,11 @@ def recording(group: ReplicaGroup) -> Iterator[None]:
                     torch_module.register_module_module_registration_hook,
                 )
             )
-    _recording.groups.append(group)
+    _recording.recorders.append(recorder)
     try:
         yield
     finally:
-        _recording.groups.pop()
+        _recording.recorders.pop()
         with _hooks_lock:
             _open_scopes -= 1
             if not _open_scopes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,16 @@ from mirror.compiler import Hold, call_held, limits_for, take_hold
 from mirror.concurrency.stack import add_note
 from mirror.data.split import split_sizes
 from mirror.execution.current import current
+from mirror.execution.runner import Runner
 from mirror.replica.joining.arguments import Part, Split, describe, must_move
 from mirror.replica.joining.changes import join_changes
 from mirror.replica.joining.contents import is_in, leaves_in
 from mirror.replica.joining.joiner import Joiner
 from mirror.replica.joining.outputs import join_outputs
 from mirror.replica.modules.metric_calls import is_metric
+from mirror.replica.routing import Recorder
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import PerReplica
-
-if TYPE_CHECKING:
-    from mirror.replica.group import ReplicaGroup
 
 # Modules whose batch is not the first dimension, unless they are told so.
 _SEQUENCE_FIRST = (
@@ -36,8 +35,19 @@ _SEQUENCE_FIRST = (
 )
 
 
+class Mirroring(Recorder, Protocol):
+    """Who keeps modules mirrored, as a call in the cross-replica context sees it."""
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the parts of a call."""
+
+    def mirror_recorded(self) -> None:
+        """Mirrors what has been recorded."""
+
+
 def call_in_turn(
-    group: ReplicaGroup,
+    modules: Mirroring,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -63,20 +73,21 @@ def call_in_turn(
     """
     if _is_followed():
         return module._call_impl(*args, **kwargs)
-    group.mirror_recorded()
-    if group.num_replicas == 1:
-        return _call_whole(group, args, kwargs, lambda *a, **k: _held(hold, whole, a, k))
-    sizes = _sizes(group, args, kwargs) if _splits(module) else None
+    modules.mirror_recorded()
+    runner, replicas = modules.runner, modules.replicas
+    if replicas.num_replicas == 1:
+        return _call_whole(runner, args, kwargs, lambda *a, **k: _held(hold, whole, a, k))
+    sizes = _sizes(replicas.num_replicas, args, kwargs) if _splits(module) else None
     if sizes is None:
-        group.prepare()
+        runner.prepare()
         if _is_lazy(module):
-            group.record(module)  # it gets its parameters now, and is mirrored at its next use
+            modules.record(module)  # it gets its parameters now, and is mirrored at its next use
         current.in_whole_call = True
         try:
-            return _call_whole(group, args, kwargs, whole)
+            return _call_whole(runner, args, kwargs, whole)
         finally:
             current.in_whole_call = False
-    split = Split(sizes, group.devices, sum(sizes))
+    split = Split(sizes, replicas.devices, sum(sizes))
     parts = {r: Part(split, r) for r in split.active}
     names = _positional_names(module)
 
@@ -85,11 +96,11 @@ def call_in_turn(
         return call_held(hold, module, own_args, own_kwargs)
 
     try:
-        with limits_for(group.num_replicas):
-            run = group.run(call, split.active, weights=sizes)
+        with limits_for(replicas.num_replicas):
+            run = runner.run(call, split.active, weights=sizes)
         own = [parts[r] for r in run.results]
-        joined = join_outputs(group.runner, run.results, sizes, own, module)
-        _take_changes(group, own, list(run.results), args, kwargs)
+        joined = join_outputs(runner, run.results, sizes, own, module)
+        _take_changes(runner, own, list(run.results), args, kwargs)
     except Exception as error:
         add_note(error, _told(module, split, args, kwargs))
         raise
@@ -97,16 +108,16 @@ def call_in_turn(
 
 
 def _call_whole(
-    group: ReplicaGroup, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[..., Any]
+    runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[..., Any]
 ) -> Any:
     """Calls a module on the first replica, with its arguments moved there."""
-    if not must_move((args, kwargs), group.devices[0]):
+    if not must_move((args, kwargs), runner.replicas.devices[0]):
         return whole(*args, **kwargs)
-    split = Split([1], group.devices, None)
+    split = Split([1], runner.replicas.devices, None)
     part = Part(split, 0)
     own_args, own_kwargs = part.of_call(args, kwargs)
     result = whole(*own_args, **own_kwargs)
-    _take_changes(group, [part], [0], args, kwargs)
+    _take_changes(runner, [part], [0], args, kwargs)
     return result
 
 
@@ -118,7 +129,7 @@ def _held(
 
 
 def _take_changes(
-    group: ReplicaGroup,
+    runner: Runner,
     parts: Sequence[Part],
     ids: Sequence[int],
     args: tuple[Any, ...],
@@ -126,7 +137,7 @@ def _take_changes(
 ) -> None:
     if not any(part.given or part.tensors or part.shared for part in parts):
         return
-    joiner = Joiner(group.runner, parts[0].split.sizes, ids, parts)
+    joiner = Joiner(runner, parts[0].split.sizes, ids, parts)
     join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
 
 
@@ -150,7 +161,7 @@ def _told(module: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _sizes(
-    group: ReplicaGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+    num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[int] | None:
     """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
     num_examples, distributed = None, None
@@ -161,10 +172,10 @@ def _sizes(
                 if leaf.is_meta:
                     return None  # of shapes alone there is no part
         elif isinstance(leaf, PerReplica) and distributed is None:
-            distributed = _sizes_of(leaf, group.num_replicas)
+            distributed = _sizes_of(leaf, num_replicas)
     if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
         return distributed
-    return split_sizes(num_examples, group.num_replicas)
+    return split_sizes(num_examples, num_replicas)
 
 
 def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:

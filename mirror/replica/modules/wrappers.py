@@ -6,7 +6,6 @@ a ``DistributedSampler`` leaves out what the other processes would read, and the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 from mirror.concurrency.stack import warn_user
 from mirror.data.source import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
-from mirror.replica.routing import group_of
+from mirror.replica.routing import owner_of
+from mirror.torch_private import wrap_once
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 
@@ -35,32 +35,25 @@ def refuse_wrapper(module: nn.Module, path: str) -> None:
 
 def watch_wrappers() -> None:
     """Has wrappers around mirrored modules refused, and sharded samplers told; once, for good."""
-    if hasattr(DataParallel.__init__, "_is_watched"):
-        return
     for wrapper in _WRAPPERS:
-        wrapper.__init__ = _refusing_init(wrapper.__init__)  # type: ignore[method-assign]
-    DistributedSampler.__iter__ = _telling_iter(  # type: ignore[method-assign]
-        DistributedSampler.__iter__
-    )
+        wrap_once(wrapper, "__init__", _refusing_init)
+    wrap_once(DistributedSampler, "__iter__", _telling_iter)
 
 
 def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
     def __init__(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        group = group_of(module) if isinstance(module, nn.Module) else None
-        if group is not None and group.num_replicas > 1:
+        owner = owner_of(module) if isinstance(module, nn.Module) else None
+        if owner is not None and owner.num_replicas > 1:
             raise StrategyError(
                 f"{type(self).__name__} was put around a mirrored module, whose calls are split "
-                f"over the {group.num_replicas} replicas already; leave it out"
+                f"over the {owner.num_replicas} replicas already; leave it out"
             )
         original(self, module, *args, **kwargs)
 
-    __init__._is_watched = True  # type: ignore[attr-defined]
     return __init__
 
 
 def _telling_iter(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    @functools.wraps(original)
     def __iter__(self: DistributedSampler[Any]) -> Iterator[Any]:
         if reads_a_shard(self) and torch.utils.data.get_worker_info() is None:
             warn_user(SHARDED.format(self.num_replicas))

@@ -1,0 +1,233 @@
+"""Modules: what makes a strategy's modules mirrored ones, and keeps them so.
+
+A module stays the object it is; ``type``, ``state_dict`` and ``parameters()`` do not change.
+Plain tensors among its attributes become mirrored like buffers. Three of its dicts and one
+instance attribute are replaced:
+
+    _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs
+    _modules                WatchedDict: notes a submodule put in later
+    _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
+                            ``Module.__call__`` looks at it first; copies and pickles have None.
+
+Of torch itself these are wrapped when the first module is mirrored: the module's ``compile``,
+``__setattr__``, ``__delattr__`` and ``_apply``, and what custom functions are called through. See
+[Note: Compiled calls], [Note: Own attributes] and [Note: Custom functions].
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mirror.compiler import is_compiled, refuse_unknown_compiler
+from mirror.devices import is_simulated
+from mirror.errors import StrategyError
+from mirror.execution.part import Part
+from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.runner import Runner
+from mirror.replica.copies.buffers import Buffers
+from mirror.replica.copies.recorded import Recorded, is_unmade
+from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.variables import Variables
+from mirror.replica.functions import watch_functions
+from mirror.replica.layers.embedding import renormalizes
+from mirror.replica.layers.normalization import watch_torchs_own
+from mirror.replica.modules.attributes import is_own, watch_attributes
+from mirror.replica.modules.conversions import watch_conversions
+from mirror.replica.modules.dicts import OpaqueDict, ReplicaDict, WatchedDict
+from mirror.replica.modules.metric_calls import is_metric, watch_metric
+from mirror.replica.modules.own_values import Attributes
+from mirror.replica.modules.transparent_call import TransparentCall
+from mirror.replica.modules.wrappers import refuse_wrapper, watch_wrappers
+from mirror.replica.routing import route_of, watch_compile
+from mirror.replica.tensors import MirroredTensor
+
+
+class Modules:
+    """The modules of one strategy; the part "modules".
+
+    Args:
+        registry: knows which tensors are mirrored.
+        recorded: what is to be mirrored.
+        variables, buffers: make mirrored ones of parameters and buffers.
+        attributes: what replicas set on modules.
+
+    Attributes:
+        swaps: the dicts where a parameter was replaced inside ``run``.
+        routes_calls: whether calls are split, or their arguments moved.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        registry: Registry,
+        recorded: Recorded,
+        variables: Variables,
+        buffers: Buffers,
+        attributes: Attributes,
+    ) -> None:
+        self.replicas = replicas
+        self.runner = runner
+        self.attributes = attributes
+        self.swaps: list[ReplicaDict] = []
+        # A single simulated device needs neither moving of arguments nor splitting.
+        self.routes_calls = replicas.num_replicas > 1 or not is_simulated(replicas.devices)
+        self._registry = registry
+        self._recorded = recorded
+        self._variables = variables
+        self._buffers = buffers
+        self._initializing = threading.Lock()
+
+    def part(self) -> Part:
+        """Returns what is told of runs. See [Note: Parts]."""
+        return Part(
+            name="modules",
+            prepare=self.mirror_recorded,
+            returned=self._refuse_swaps,
+            recover=self._drop_swaps,
+        )
+
+    def record(self, module: nn.Module) -> None:
+        """Notes a module to be mirrored at the next use."""
+        if self._recorded.add(module):
+            self.route(module)
+
+    def mirror_recorded(self) -> None:
+        """Mirrors the modules created in the scope, or changed, since the last use."""
+        if self._recorded:
+            for module in self._recorded.take():
+                self.mirror(module)
+
+    def mirror(self, module: nn.Module) -> None:
+        """Mirrors a module and all below it, in place. What is mirrored already is left alone.
+
+        With one replica only moves it to the device.
+        """
+        self.replicas.timeline.use()  # one replica may never have a run
+        if self.replicas.num_replicas == 1:
+            self._move(module)
+            return
+        watch_functions()
+        watch_conversions()
+        # What is made here outlives the caller's inference mode.
+        with torch.inference_mode(False):
+            for name, submodule in module.named_modules():
+                if isinstance(submodule, torch.jit.ScriptModule):
+                    self._refuse_script(submodule, name or type(module).__name__)
+                    continue
+                refuse_wrapper(submodule, name)
+                self.mirror_own(submodule, name)
+
+    def mirror_own(self, module: nn.Module, path: str) -> None:
+        """Mirrors the variables that a module holds itself."""
+        attributes = module.__dict__
+        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+        for name, parameter in parameters.items():
+            # What is no Parameter is put there for one call, by torch.func.functional_call.
+            if isinstance(parameter, nn.Parameter) and self._is_new(parameter, name):
+                self._variables.mirror(parameter, f"{path}.{name}".lstrip("."))
+        for name, buffer in buffers.items():
+            if self._is_new(buffer, name):
+                record = self._buffers.mirror(buffer, f"{path}.{name}".lstrip("."), module)
+                if isinstance(buffers, ReplicaDict) and name in buffers.aggregations:
+                    record.aggregation = buffers.aggregations[name]
+        states = {} if is_metric(module) else attributes  # see [Note: Metrics]
+        for name, value in states.items():
+            is_state = self._is_plain_state(value) and not is_own(module, name)
+            if is_state and self._is_new(value, name):
+                self._buffers.mirror(value, f"{path}.{name}".lstrip("."), module)
+        if isinstance(module, nn.SyncBatchNorm):
+            watch_torchs_own()
+        self._watch_dicts(module)
+        self._recorded.look_again(module)
+        self.route(module)
+
+    def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
+        """Gives a lazy module its parameters, by the first replica to come by, and mirrors it."""
+        with self._initializing, replica.run.drawing_for_all(replica.replica_id):
+            if module.has_uninitialized_params():
+                module._infer_parameters(module, args, kwargs)
+                if self.replicas.num_replicas == 1:
+                    self._move(module)
+                else:
+                    self.mirror_own(module, type(module).__name__)
+
+    def route(self, module: nn.Module) -> None:
+        """Has calls of a module split."""
+        if not self.routes_calls or route_of(module) is not None:
+            return
+        if isinstance(module, torch.jit.ScriptModule):  # its forward is not Python
+            return
+        call = module.__dict__.get("_compiled_call_impl")
+        if isinstance(call, TransparentCall):
+            call = None  # it came with a copied dict
+        if call is not None or is_compiled(module):
+            refuse_unknown_compiler()
+        module.__dict__["_compiled_call_impl"] = TransparentCall(module, self, call)
+        watch_compile()
+        watch_wrappers()
+        watch_attributes()
+        if is_metric(module):
+            watch_metric(module)
+
+    def _move(self, module: nn.Module) -> None:
+        """Moves a module to the only replica's device."""
+        device = self.replicas.devices[0]
+        for submodule in module.modules():
+            self.route(submodule)
+            self._recorded.look_again(submodule)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not (self._registry.owns(tensor) or is_unmade(tensor)):
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+                self._registry.own(tensor)
+
+    def _refuse_script(self, module: torch.jit.ScriptModule, name: str) -> None:
+        # One that was traced from a mirrored module, inside the scope, has its variables.
+        if not all(map(self._registry.owns, (*module.parameters(), *module.buffers()))):
+            raise StrategyError(
+                f"{name} is a ScriptModule, whose variables live in C++; mirror the Python "
+                "module it was made from"
+            )
+
+    def _watch_dicts(self, module: nn.Module) -> None:
+        attributes = module.__dict__
+        for key, kind in (
+            ("_parameters", OpaqueDict if renormalizes(module) else ReplicaDict),
+            ("_buffers", ReplicaDict),
+            ("_modules", WatchedDict),
+        ):
+            entries = attributes[key]
+            if not isinstance(entries, kind) or entries.module() is not module:
+                attributes[key] = kind(dict(entries.items()), module, self)
+
+    def _is_plain_state(self, value: Any) -> bool:
+        """Whether an attribute is a plain tensor that the replicas must not share."""
+        if type(value) is not Tensor or value.requires_grad:
+            return False
+        return value.device.type == self.replicas.devices[0].type
+
+    def _is_new(self, tensor: Any, name: str) -> bool:
+        if tensor is None or is_lazy(tensor) or is_unmade(tensor):
+            return False
+        if isinstance(tensor, MirroredTensor):
+            if tensor._mirrored.replicas is not self.replicas:  # type: ignore[attr-defined]
+                raise StrategyError(
+                    f"{name!r} is mirrored by another strategy; a variable belongs to one "
+                    "strategy: mirror a copy.deepcopy of the module"
+                )
+            return False
+        return not self._registry.owns(tensor)
+
+    def _refuse_swaps(self) -> None:
+        while self.swaps:
+            self.swaps.pop().refuse_swaps()
+
+    def _drop_swaps(self) -> None:
+        while self.swaps:
+            self.swaps.pop().swapped.clear()

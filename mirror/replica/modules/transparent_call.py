@@ -1,0 +1,125 @@
+"""The transparent call: calling a mirrored module splits the outermost call, else just runs.
+
+[Note: Copied routes]
+Torch calls what is ``_compiled_call_impl`` in ``module.__dict__``, and does not tell the module.
+Whoever copies that dict by hand into another module, as libraries for meta-learning do to have the
+forward with other parameters, copies this call, too. (Ordinary copies and pickles have ``None``.)
+So a call looks at who holds it: if that is another module than its own, it is called plainly. To
+everything else, too, such a module is an ordinary one that shares mirrored parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from mirror.compiler import let_go, letting_go, not_compiled, take_hold
+from mirror.execution.current import current, entered
+from mirror.execution.nesting import refuse_within_another
+from mirror.execution.replicas import Replica
+from mirror.execution.run import recomputing
+from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes
+from mirror.replica.modules.metric_calls import call_once, is_metric
+from mirror.replica.modules.own_values import Attributes, OwnValues
+from mirror.replica.modules.recompute import replica_of_backward, saves_are_hooked
+from mirror.replica.modules.split_call import Mirroring, call_in_turn
+from mirror.replica.routing import Route
+
+
+class Keeper(Mirroring, Protocol):
+    """Who keeps modules mirrored, as the calls of a module see it."""
+
+    @property
+    def attributes(self) -> Attributes:
+        """What notes the attributes that replicas set."""
+
+    def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
+        """Gives a lazy module its parameters, by the first replica to come by, and mirrors it."""
+
+
+class TransparentCall(Route):
+    """What calling a mirrored module does.
+
+    Args:
+        compiled: what ``module.compile()`` made of the module's call; each replica's.
+
+    Attributes:
+        own: the replicas' values of its attributes. See [Note: Own attributes].
+        is_checkpointed: whether a whole call may be recomputed in backward.
+    """
+
+    __slots__ = ("compiled", "is_checkpointed", "is_plain", "keeper", "own", "renormalizes")
+
+    def __init__(
+        self, module: nn.Module, keeper: Keeper, compiled: Callable[..., Any] | None = None
+    ) -> None:
+        super().__init__(module, keeper)
+        self.keeper = keeper
+        self.compiled = compiled
+        self.renormalizes = renormalizes(module)
+        is_lazy_kind = isinstance(module, LazyModuleMixin)
+        self.is_plain = not (self.renormalizes or is_lazy_kind or is_metric(module))
+        self.own: dict[str, OwnValues] = {}
+        self.is_checkpointed = False
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        try:
+            holder = sys._getframe(1).f_locals["self"]  # of Module.__call__
+        except KeyError:
+            holder = module
+        if holder is not module and self._is_copied_into(holder):
+            return holder._call_impl(*args, **kwargs)
+        assert module is not None
+        replica = current.replica
+        if replica is None or replica.replicas is not self.replicas:
+            return self._call_outside(module, args, kwargs)
+        if self.compiled is not None and not self.renormalizes:
+            return self.compiled(*args, **kwargs)
+        if not self.is_plain:
+            if is_metric(module):
+                return call_once(replica, module, module._call_impl, args, kwargs)
+            if isinstance(module, LazyModuleMixin):
+                self.keeper.initialize(module, replica, args, kwargs)
+            if self.renormalizes:
+                renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
+        return module._call_impl(*args, **kwargs)
+
+    # Copies and pickles of a module are ordinary, also where its class has a __getstate__ or
+    # __deepcopy__ that takes all there is: what an ordinary module has in this place is None.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
+
+    @letting_go
+    def _call_outside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hold = let_go()
+        try:
+            whole: Callable[..., Any] = self.compiled or module._call_impl
+            if current.in_whole_call:
+                return whole(*args, **kwargs)
+            if current.replica is not None and torch.is_grad_enabled():
+                refuse_within_another(self.replicas, f"a {type(module).__name__}")
+            of = replica_of_backward(self.replicas)
+            if of is None or self.is_checkpointed:
+                if saves_are_hooked():
+                    self.is_checkpointed = True
+                return call_in_turn(self.keeper, module, args, kwargs, whole=whole, hold=hold)
+            with entered(self.replicas.strategy, recomputing(self.replicas, of)):
+                return whole(*args, **kwargs)
+        finally:
+            take_hold(hold)
+
+    def _is_copied_into(self, holder: Any) -> bool:
+        """Whether another module holds this call. See [Note: Copied routes]."""
+        is_module = isinstance(holder, nn.Module)
+        return is_module and holder.__dict__.get("_compiled_call_impl") is self
