@@ -23,8 +23,8 @@ from timing import seconds_of
 import mirror
 from mirror import comm
 from mirror.comm import choose, self_test
-from mirror.comm.doctor import diagnose
 from mirror.devices import num_cuda_devices, resolve, synchronize
+from mirror.doctor.doctor import diagnose
 from mirror.errors import DeviceError
 
 REPLICAS = (1, 2, 4, 8)

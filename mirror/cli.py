@@ -82,7 +82,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from mirror.comm.doctor import diagnose
+    from mirror.doctor.doctor import diagnose
 
     found = diagnose(args.devices)
     print(found.to_json() if args.json else found.to_text())

@@ -1,4 +1,4 @@
-"""mirror/comm/doctor.py and ``mirror doctor``."""
+"""mirror/doctor/doctor.py and ``mirror doctor``."""
 
 import json
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from mirror import cli
-from mirror.comm import doctor, self_test
+from mirror.comm import self_test
 from mirror.comm.auto import Choice, Facts
-from mirror.comm.doctor import BackendReport, Diagnosis, diagnose
+from mirror.doctor import doctor
+from mirror.doctor.doctor import BackendReport, Diagnosis, diagnose
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
