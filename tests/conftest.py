@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mirror
+from mirror.concurrency import pace
 from mirror.replica.modules.attributes import ReplicaAttribute
 
 # So that `from tests.oracle import ...` works however pytest is started.
@@ -41,6 +42,13 @@ def plain_layers():
         for name, attribute in list(vars(layer).items()):
             if isinstance(attribute, ReplicaAttribute):
                 delattr(layer, name)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Has every turn count as a long one."""
+    monkeypatch.setattr(pace, "LONG_SECONDS", -1.0)
+    monkeypatch.setattr(pace, "LOOKS", 1)
 
 
 @pytest.fixture(params=_device_lists().values(), ids=_device_lists().keys())

@@ -1,4 +1,4 @@
-"""What test_lockstep.py runs in a process of its own: Ctrl-C, wherever the main thread stands.
+"""What test_interrupts.py runs in a process of its own: Ctrl-C, wherever the main thread stands.
 
 Prints a line per case: its name, what ``run`` raised, whether the strategy goes on as before, and
 whether its threads end with it.

@@ -1,12 +1,21 @@
 """Hooks of parameters see, and replace, the gradient that one device would have."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import mirror
+from tests.oracle import in_run
+from tests.replica.gradients.small_buckets import (
+    SIZE,
+    assert_same_grads,
+    chain,
+    loss_of,
+    pair,
+)
 
 HOOKS = {
     "doubles": lambda grad: grad * 2,
@@ -112,3 +121,50 @@ def test_a_hook_registered_in_forward_is_told(make_strategy, kind):
     model = make_strategy(2).mirror(Hooking(3, 1))
     with pytest.raises(mirror.StrategyError, match=r"register_hook|post-accumulate"):
         model(torch.ones(4, 3))
+
+
+def test_a_hook_of_a_parameter_that_was_frozen_when_it_was_mirrored(make_small_buckets):
+    strategy = make_small_buckets()
+    plain = chain()
+    plain[1].weight.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    for m in (plain, model):
+        m[1].weight.requires_grad_(True)
+        m[1].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        m[1].weight.requires_grad_(False)
+    strategy.mirror(model)
+    for requires_grad in (False, True, False, True):
+        batch = torch.randn(8, SIZE)
+        for m in (plain, model):
+            m[1].weight.requires_grad_(requires_grad)
+            loss_of(m, batch).backward()
+        assert_same_grads(strategy, model, plain)
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+def test_a_hook_does_not_see_the_gradient_of_a_pass_before_it_was_registered(
+    make_small_buckets, no_sync
+):
+    strategy = make_small_buckets()
+    plain, model = pair(strategy)
+    for _ in range(2):
+        batch = torch.randn(8, SIZE)
+        with strategy.no_sync() if no_sync else nullcontext():
+            for m in (plain, model):
+                loss_of(m, batch).backward()
+                m[1].weight.register_hook(lambda grad: 2 * grad)
+    assert_same_grads(strategy, model, plain)
+
+
+def test_a_known_step_has_no_hook_but_those_that_end_buckets(make_small_buckets, monkeypatch):
+    strategy = make_small_buckets()
+    _, model = pair(strategy)
+    for _ in range(4):
+        in_run(strategy, lambda x: loss_of(model, x).backward(), torch.randn(8, SIZE))
+    hooks = [
+        len(getattr(copy, "_post_accumulate_grad_hooks", None) or ())
+        for parameter in model.parameters()
+        for copy in parameter._mirrored.copies
+    ]
+    ends = len(strategy._group.gradients.buckets._plan.ends)
+    assert sum(hooks) == 2 * ends

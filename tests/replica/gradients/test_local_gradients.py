@@ -1,8 +1,6 @@
 """Local gradients, wherever they are when a step wants them: in slots, in buckets, deferred."""
 
 import copy
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -10,42 +8,14 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
-
-SIZE, NUM_LAYERS = 6, 5
-
-
-def net(num_layers=NUM_LAYERS, size=SIZE):
-    return nn.Sequential(*(nn.Linear(size, size) for _ in range(num_layers)))
-
-
-def loss_of(model, batch):
-    return model(batch).square().mean()
-
-
-@pytest.fixture
-def make(make_strategy):
-    """Gives ``make(n, **options)``: a strategy whose buckets are of 64 bytes."""
-
-    def make(n=2, **options):
-        packs = mirror.CommunicationOptions(bytes_per_pack=64)
-        return make_strategy(n, communication_options=packs, **options)
-
-    return make
-
-
-def pair(strategy, module=None):
-    plain = net() if module is None else module
-    return plain, strategy.mirror(copy.deepcopy(plain))
-
-
-def assert_same_grads(strategy, model, plain):
-    for name, parameter in plain.named_parameters():
-        grad = model.get_parameter(name).grad
-        assert (grad is None) == (parameter.grad is None), name
-        if grad is not None:
-            assert grad.is_sparse == parameter.grad.is_sparse, name
-            assert_same(grad, parameter.grad, name)
-    strategy.check_replicas()
+from tests.replica.gradients.small_buckets import (
+    NUM_LAYERS,
+    SIZE,
+    assert_same_grads,
+    chain,
+    loss_of,
+    pair,
+)
 
 
 def train_changed(way, strategy, change, module=None, size=SIZE, num_steps=6):
@@ -89,24 +59,26 @@ WHAT_IS_LEFT_OUT = {
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize("change", WHAT_IS_LEFT_OUT.values(), ids=WHAT_IS_LEFT_OUT.keys())
 def test_a_step_without_some_parameters_has_the_gradients_of_the_others(
-    make, change, way, schedule
+    make_small_buckets, change, way, schedule
 ):
     # With all gradients of a pass in buckets on their way and none behind them, nothing said that
     # there was something to reduce: the step had no gradients, and the next one had them twice.
-    train_changed(way, make(schedule=schedule), change)
+    train_changed(way, make_small_buckets(schedule=schedule), change)
 
 
 @pytest.mark.parametrize("way", [1, 3])
 def test_a_frozen_parameter_of_a_large_model_with_default_options(make_strategy, way):
     # Weights of 13 MB: a bucket of 25 MiB holds one, and the frozen one was alone in the last.
     with torch.random.fork_rng():
-        train_changed(way, make_strategy(2), freeze(0), net(size=1800), 1800, num_steps=5)
+        train_changed(way, make_strategy(2), freeze(0), chain(size=1800), 1800, num_steps=5)
 
 
 @pytest.mark.parametrize("way", [1, 3])
 @pytest.mark.parametrize("which", range(2 * NUM_LAYERS))
-def test_a_parameter_frozen_between_backward_and_step_and_thawed_again(make, which, way):
-    strategy = make()
+def test_a_parameter_frozen_between_backward_and_step_and_thawed_again(
+    make_small_buckets, which, way
+):
+    strategy = make_small_buckets()
     plain, model = pair(strategy)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
 
@@ -128,8 +100,8 @@ def test_a_parameter_frozen_between_backward_and_step_and_thawed_again(make, whi
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_the_last_gradient_dropped_takes_no_others_along(make, where):
-    strategy = make()
+def test_the_last_gradient_dropped_takes_no_others_along(make_small_buckets, where):
+    strategy = make_small_buckets()
     plain, model = pair(strategy)
 
     def step(m, x):
@@ -147,10 +119,12 @@ def test_the_last_gradient_dropped_takes_no_others_along(make, where):
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-def test_a_model_of_one_bucket_less_than_it_had_does_not_part_the_replicas(make, schedule):
+def test_a_model_of_one_bucket_less_than_it_had_does_not_part_the_replicas(
+    make_small_buckets, schedule
+):
     # The replica whose pass completed the only bucket had nothing pending, and did not wait for
     # the reduction that the others waited for.
-    strategy = make(3, schedule=schedule)
+    strategy = make_small_buckets(3, schedule=schedule)
     plain, model = pair(strategy)
 
     def step(m, x):
@@ -170,8 +144,10 @@ def test_a_model_of_one_bucket_less_than_it_had_does_not_part_the_replicas(make,
 
 
 @pytest.mark.parametrize("value", [None, 2.0])
-def test_a_gradient_set_where_a_replica_sits_out_goes_before_what_that_one_kept_back(make, value):
-    strategy = make(3)
+def test_a_gradient_set_where_a_replica_sits_out_goes_before_what_that_one_kept_back(
+    make_small_buckets, value
+):
+    strategy = make_small_buckets(3)
     plain, model = pair(strategy)
 
     def put(m):
@@ -187,8 +163,8 @@ def test_a_gradient_set_where_a_replica_sits_out_goes_before_what_that_one_kept_
     assert_same_grads(strategy, model, plain)
 
 
-def test_a_parameter_frozen_where_a_replica_sits_out_is_frozen_there_too(make):
-    strategy = make(3)
+def test_a_parameter_frozen_where_a_replica_sits_out_is_frozen_there_too(make_small_buckets):
+    strategy = make_small_buckets(3)
     plain, model = pair(strategy)
     in_run(strategy, lambda x: freeze(2)(model), torch.randn(1, SIZE))
     freeze(2)(plain)
@@ -199,70 +175,11 @@ def test_a_parameter_frozen_where_a_replica_sits_out_is_frozen_there_too(make):
         assert_same_grads(strategy, model, plain)
 
 
-class Words(nn.Module):
-    """An embedding that is looked up (a sparse gradient), summed (a dense one), or both."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(5, SIZE, sparse=True)
-
-    def forward(self, words, use):
-        x = words[:, None] * torch.ones(SIZE)
-        if "sparse" in use:
-            x = x + self.embedding(words).tanh()
-        return x + self.embedding.weight[:2].sum(0) if "dense" in use else x
-
-
-@pytest.mark.parametrize("looks", [True, False])
-@pytest.mark.parametrize("no_sync", [True, False])
-@pytest.mark.parametrize("way", [1, 3])
-def test_sparse_and_dense_gradients_join_in_any_order(make, way, no_sync, looks):
-    strategy = make()
-    plain, model = pair(strategy, Words())
-
-    def backward(m, words, use):
-        m(words, use).square().mean().backward()
-
-    for use in ("sparse", "dense", "sparse", "sparse dense"):
-        words = torch.randint(0, 5, (8,))
-        with strategy.no_sync() if no_sync else nullcontext():
-            if way == 3:
-                in_run(strategy, partial(backward, model, use=use), words)
-            else:
-                backward(model, words, use)
-        backward(plain, words, use)
-        if looks:
-            assert_same_grads(strategy, model, plain)
-    assert_same_grads(strategy, model, plain)
-    plain.zero_grad()
-    model.zero_grad()
-    # A replica that sat out had a sparse gradient, to which a dense one cannot be copied.
-    in_run(strategy, partial(backward, model, use="sparse"), words)
-    in_run(strategy, partial(backward, model, use="dense"), words[:1])
-    backward(plain, words, "sparse")
-    backward(plain, words[:1], "dense")
-    assert_same_grads(strategy, model, plain)
-
-
-def test_a_change_of_a_sparse_gradient_that_is_joined_by_a_dense_one_reaches_all(make):
-    strategy = make()
-    plain, model = pair(strategy, Words())
-    words = torch.arange(4)
-    for m in (plain, model):
-        outputs = [m(words, use).square().mean() for use in ("sparse", "dense")]
-        outputs[0].backward()
-        m.embedding.weight.grad.mul_(3)
-        outputs[1].backward()
-    assert_same_grads(strategy, model, plain)
-    first, second = strategy.local_results(strategy.run(lambda: model.embedding.weight.grad))
-    assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_look_in_the_middle_of_a_pass_sees_what_has_come(make, where, schedule):
+def test_a_look_in_the_middle_of_a_pass_sees_what_has_come(make_small_buckets, where, schedule):
     # Copies without hooks were found when the pass had ended: until then there was no gradient.
-    strategy = make(schedule=schedule)
+    strategy = make_small_buckets(schedule=schedule)
     plain, model = pair(strategy)
     seen = {}
 
@@ -294,9 +211,9 @@ def test_a_look_in_the_middle_of_a_pass_sees_what_has_come(make, where, schedule
         assert_same_grads(strategy, model, plain)
 
 
-def test_one_gradient_given_to_all_replicas_is_each_ones_own(make):
+def test_one_gradient_given_to_all_replicas_is_each_ones_own(make_small_buckets):
     # It was one tensor for all of them: what each added to it came N times.
-    strategy = make(3)
+    strategy = make_small_buckets(3)
     plain, model = pair(strategy)
     batch = torch.randn(9, SIZE)
 
@@ -312,8 +229,8 @@ def test_one_gradient_given_to_all_replicas_is_each_ones_own(make):
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_an_assignment_that_torch_refuses_changes_nothing(make, where):
-    strategy = make()
+def test_an_assignment_that_torch_refuses_changes_nothing(make_small_buckets, where):
+    strategy = make_small_buckets()
     plain, model = pair(strategy)
     batch = torch.randn(8, SIZE)
 
@@ -330,39 +247,8 @@ def test_an_assignment_that_torch_refuses_changes_nothing(make, where):
     assert_same_grads(strategy, model, plain)
 
 
-def test_a_hook_of_a_parameter_that_was_frozen_when_it_was_mirrored(make):
-    strategy = make()
-    plain = net()
-    plain[1].weight.requires_grad_(False)
-    model = copy.deepcopy(plain)
-    for m in (plain, model):
-        m[1].weight.requires_grad_(True)
-        m[1].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-        m[1].weight.requires_grad_(False)
-    strategy.mirror(model)
-    for requires_grad in (False, True, False, True):
-        batch = torch.randn(8, SIZE)
-        for m in (plain, model):
-            m[1].weight.requires_grad_(requires_grad)
-            loss_of(m, batch).backward()
-        assert_same_grads(strategy, model, plain)
-
-
-@pytest.mark.parametrize("no_sync", [True, False])
-def test_a_hook_does_not_see_the_gradient_of_a_pass_before_it_was_registered(make, no_sync):
-    strategy = make()
-    plain, model = pair(strategy)
-    for _ in range(2):
-        batch = torch.randn(8, SIZE)
-        with strategy.no_sync() if no_sync else nullcontext():
-            for m in (plain, model):
-                loss_of(m, batch).backward()
-                m[1].weight.register_hook(lambda grad: 2 * grad)
-    assert_same_grads(strategy, model, plain)
-
-
-def test_a_weight_set_after_a_pass_whose_gradients_are_all_on_their_way(make):
-    strategy = make()
+def test_a_weight_set_after_a_pass_whose_gradients_are_all_on_their_way(make_small_buckets):
+    strategy = make_small_buckets()
     plain, model = pair(strategy)
 
     def step(x):
@@ -377,17 +263,3 @@ def test_a_weight_set_after_a_pass_whose_gradients_are_all_on_their_way(make):
         loss_of(plain, batch).backward()
         in_run(strategy, step, batch)
         assert_same_grads(strategy, model, plain)
-
-
-def test_a_known_step_has_no_hook_but_those_that_end_buckets(make, monkeypatch):
-    strategy = make()
-    _, model = pair(strategy)
-    for _ in range(4):
-        in_run(strategy, lambda x: loss_of(model, x).backward(), torch.randn(8, SIZE))
-    hooks = [
-        len(getattr(copy, "_post_accumulate_grad_hooks", None) or ())
-        for parameter in model.parameters()
-        for copy in parameter._mirrored.copies
-    ]
-    ends = len(strategy._group.gradients.buckets._plan.ends)
-    assert sum(hooks) == 2 * ends

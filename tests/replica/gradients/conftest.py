@@ -1,0 +1,65 @@
+"""Strategies whose gradients come in small buckets, or in passes at once."""
+
+import pytest
+import torch
+
+import mirror
+
+
+@pytest.fixture
+def one_thread():
+    """Has replicas compute with as many threads alone as at once: sums depend on how many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_eager(make_strategy):
+    """Gives ``make_eager(n)``: a strategy whose replicas start all at once."""
+
+    def make_eager(n=2, **options):
+        strategy = make_strategy(n, schedule="staggered", **options)
+        strategy.run(lambda: None)  # the first turn is looked at
+        return strategy
+
+    return make_eager
+
+
+@pytest.fixture
+def make_bucketed(make_strategy):
+    """Gives ``make_bucketed(n, **options)``: a strategy with a bucket per layer."""
+
+    def make_bucketed(n=2, **options):
+        packs = mirror.CommunicationOptions(bytes_per_pack=300)
+        return make_strategy(n, communication_options=packs, **options)
+
+    return make_bucketed
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the variables of every bucket launched."""
+    launched = []
+    original = mirror.replica.gradients.buckets.Buckets._launch
+
+    def launch(self, order, part):
+        before = len(self.on_their_way)
+        original(self, order, part)
+        if len(self.on_their_way) > before:
+            launched.append([variable.name for variable in self.on_their_way[-1].variables])
+
+    monkeypatch.setattr(mirror.replica.gradients.buckets.Buckets, "_launch", launch)
+    return launched
+
+
+@pytest.fixture
+def make_small_buckets(make_strategy):
+    """Gives ``make_small_buckets(n, **options)``: a strategy whose buckets are of 64 bytes."""
+
+    def make_small_buckets(n=2, **options):
+        packs = mirror.CommunicationOptions(bytes_per_pack=64)
+        return make_strategy(n, communication_options=packs, **options)
+
+    return make_small_buckets
