@@ -1,6 +1,5 @@
-"""mirror/data/tfrecord/dataset.py: by number, in order, in shards, in workers, resumed."""
+"""mirror/data/tfrecord/dataset.py: by number, in order, in shards, and what is refused."""
 
-import json
 import os
 import pickle
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from mirror.data import (
     FixedLenFeature,
@@ -22,36 +21,9 @@ from mirror.data import (
     parse_example,
     serialize_example,
 )
+from tests.data.tfrecord.records import ALL, COMPRESSIONS, FILES, RECORD_BYTES, flip, write
 
-FILES = Path(__file__).parent / "files"
-LENGTHS = [3, 0, 5, 1, 4]  # of the files; 13 records, each its own number
-ALL = [str(i).encode() for i in range(sum(LENGTHS))]
-COMPRESSIONS = [None, "GZIP", "ZLIB"]
-RECORD_BYTES = 17  # of those with one digit
-
-
-@pytest.fixture
-def paths(tmp_path):
-    return write(tmp_path)
-
-
-def write(folder, compression=None):
-    records = iter(ALL)
-    paths = [folder / f"{i}.tfrecord" for i in range(len(LENGTHS))]
-    for path, length in zip(paths, LENGTHS, strict=True):
-        with TFRecordWriter(path, compression) as writer:
-            for _ in range(length):
-                writer.write(next(records))
-    return paths
-
-
-def flip(path, place):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
-# --- by number -------------------------------------------------------------------------------
+# by number
 
 
 def test_records_are_read_by_number(paths):
@@ -127,7 +99,7 @@ def test_compressed_files_have_no_random_access(tmp_path, compression):
         len(dataset)
 
 
-# --- in order --------------------------------------------------------------------------------
+# in order
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -157,7 +129,7 @@ def test_leaving_early_closes_the_file(paths):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- shards ----------------------------------------------------------------------------------
+# shards
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -185,110 +157,7 @@ def test_a_shard_that_is_none_is_refused(paths, num_shards, index):
         TFRecordDataset(paths).shard(num_shards, index)
 
 
-# --- workers ---------------------------------------------------------------------------------
-
-
-class Wrapped(IterableDataset):
-    """A user's own dataset around ours."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __iter__(self):
-        return iter(self.dataset)
-
-
-def loaded(dataset, num_workers, context=None, **options):
-    options = {"batch_size": None, "multiprocessing_context": context, **options}
-    return list(DataLoader(dataset, num_workers=num_workers, **options))
-
-
-def test_a_loader_reads_by_number_in_order_and_shuffled(paths):
-    assert loaded(TFRecordDataset(paths), 0) == ALL
-    shuffled = loaded(TFRecordDataset(paths), 0, shuffle=True)
-    assert shuffled != ALL
-    assert sorted(shuffled, key=int) == ALL
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_read_by_number(paths, context):
-    dataset = TFRecordDataset(paths)
-    assert dataset[0] == b"0"  # a file is open when the workers start
-    assert loaded(dataset, 2 if context == "fork" else 1, context) == ALL
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_that_iterate_share_the_records(tmp_path, compression, num_workers):
-    dataset = TFRecordStream(write(tmp_path, compression), compression)
-    for wrap in (lambda d: d, Wrapped):
-        assert sorted(loaded(wrap(dataset), num_workers, "fork"), key=int) == ALL
-        shard = dataset.shard(2, 1)
-        assert sorted(loaded(wrap(shard), num_workers, "fork"), key=int) == ALL[1::2]
-
-
-class Worker:
-    """What ``get_worker_info`` returns in worker ``id`` of ``num_workers``."""
-
-    def __init__(self, worker_id, num_workers):
-        self.id, self.num_workers = worker_id, num_workers
-
-
-@pytest.fixture
-def as_worker(monkeypatch):
-    def become(worker_id, num_workers):
-        worker = None if worker_id is None else Worker(worker_id, num_workers)
-        monkeypatch.setattr("mirror.data.tfrecord.dataset.get_worker_info", lambda: worker)
-
-    return become
-
-
-@pytest.mark.parametrize(
-    ("compression", "num_workers", "expected"),
-    [
-        (None, 3, [ALL[0::3], ALL[1::3], ALL[2::3]]),
-        # Files 0 and 3, 1 and 4, 2: none is decompressed twice.
-        ("GZIP", 3, [[*ALL[:3], ALL[8]], ALL[9:], ALL[3:8]]),
-        ("GZIP", 6, [ALL[i::6] for i in range(6)]),
-    ],
-)
-def test_workers_take_files_if_compressed_and_enough(
-    tmp_path, as_worker, compression, num_workers, expected
-):
-    dataset = TFRecordStream(write(tmp_path, compression), compression)
-    found = []
-    for worker in range(num_workers):
-        as_worker(worker, num_workers)
-        found.append(list(iter(dataset)))
-    assert found == expected
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_an_error_in_a_worker_names_the_record(paths):
-    flip(paths[2], RECORD_BYTES + 12)
-    with pytest.raises(RecordError, match=r"2.tfrecord, record 1 at byte 17"):
-        loaded(TFRecordDataset(paths), 1, "fork")
-
-
-def test_batches_of_examples_are_collated(tmp_path):
-    path = tmp_path / "a.tfrecord"
-    with TFRecordWriter(path) as writer:
-        for i in range(4):
-            writer.write(serialize_example({"label": i, "x": np.full((2, 3), i / 2)}))
-    features = {
-        "label": FixedLenFeature((), np.int64),
-        "x": FixedLenFeature((2, 3), np.float32),
-    }
-    dataset = TFRecordDataset(path, features=features)
-    first, second = DataLoader(dataset, batch_size=3)
-    assert first["label"].tolist() == [0, 1, 2]
-    assert first["x"].shape == (3, 2, 3)
-    assert second["x"].tolist() == [[[1.5] * 3] * 2]
-
-
-# --- what records become ---------------------------------------------------------------------
+# what records become
 
 
 def test_features_are_parsed_before_the_transform(tmp_path):
@@ -316,249 +185,7 @@ def test_an_error_of_the_transform_is_the_users_own(paths):
         TFRecordDataset(paths, transform=lambda record: 1 / int(record))[0]
 
 
-# --- damage ----------------------------------------------------------------------------------
-
-
-def test_damaged_records_are_skipped_and_noted_once(paths):
-    flip(paths[0], RECORD_BYTES + 12)  # the data of record 1
-    flip(paths[2], 0)  # the length of record 3
-    with open(paths[4], "ab") as file:
-        file.write(b"cut")
-    intact = [record for record in ALL if record not in (b"1", b"3")]
-    dataset = TFRecordDataset(paths, on_damage="skip")
-    assert dataset.damaged_records == ()
-    assert [record for record in dataset] == intact  # noqa: C416  # list() would take the length
-    in_order = sorted((e.path, e.record, e.offset) for e in dataset.damaged_records)
-    assert in_order == [(str(paths[0]), 1, 17), (str(paths[2]), 0, 0), (str(paths[4]), 4, 71)]
-    assert len(dataset) == len(intact)
-    assert [dataset[i] for i in range(len(dataset))] == intact
-    assert len(dataset.damaged_records) == 3
-    by_number = TFRecordDataset(paths, on_damage="skip")
-    assert len(by_number) == len(intact)
-    assert sorted((e.path, e.record, e.offset) for e in by_number.damaged_records) == in_order
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_shards_of_damaged_files_are_the_same_by_number_and_in_order(paths, num_shards):
-    flip(paths[0], RECORD_BYTES + 12)
-    flip(paths[2], 0)
-    dataset = TFRecordDataset(paths, on_damage="skip")
-    found = []
-    for index in range(num_shards):
-        shard = dataset.shard(num_shards, index)
-        by_number = [shard[i] for i in range(len(shard))]
-        assert by_number == [record for record in shard]  # noqa: C416
-        found += by_number
-    assert sorted(found, key=int) == [record for record in ALL if record not in (b"1", b"3")]
-
-
-def test_damaged_compression_loses_the_rest_of_its_file_only(tmp_path):
-    paths = write(tmp_path, "GZIP")
-    paths[2].write_bytes(paths[2].read_bytes()[:-4])
-    dataset = TFRecordDataset(paths, "GZIP", on_damage="skip")
-    assert list(dataset) == ALL
-    ((path, record),) = [(error.path, error.record) for error in dataset.damaged_records]
-    assert (path, record) == (str(paths[2]), 5)
-
-
-def test_another_compression_is_never_skipped(paths):
-    dataset = TFRecordDataset(paths, "GZIP", on_damage="skip")
-    with pytest.raises(RecordError, match="'GZIP'; from its first bytes it is compression=None"):
-        list(dataset)
-
-
-# --- index -----------------------------------------------------------------------------------
-
-
-def kept(path):
-    return Path(f"{path}.index.npy")
-
-
-def indexed(paths, **options):
-    dataset = TFRecordDataset(paths, save_index=True, **options)
-    return [dataset[i] for i in range(len(dataset))]
-
-
-def test_no_index_is_kept_unless_asked(paths):
-    assert len(TFRecordDataset(paths)) == 13
-    assert not any(kept(path).exists() for path in paths)
-
-
-def test_a_kept_index_is_used(paths, monkeypatch):
-    assert indexed(paths) == ALL
-    assert {path.name for path in paths[0].parent.iterdir()} == {
-        name for path in paths for name in (path.name, kept(path).name)
-    }
-    monkeypatch.setattr("mirror.data.tfrecord.index.scan", None)
-    assert indexed(paths) == ALL
-
-
-def test_a_kept_index_is_as_readable_as_its_file(paths):
-    paths[0].chmod(0o640)
-    indexed(paths[0])
-    assert kept(paths[0]).stat().st_mode & 0o777 == 0o640
-
-
-def test_a_changed_file_gets_a_new_index(paths):
-    indexed(paths)
-    old = paths[0].stat()
-    with TFRecordWriter(paths[0]) as writer:  # of the same size
-        writer.write(b"12345678901234567890")
-        writer.write(b"3")
-    os.utime(paths[0], ns=(old.st_atime_ns, old.st_mtime_ns))
-    grown = paths[0].read_bytes()[:-2] + b"??"
-    assert len(grown) != old.st_size or indexed(paths)
-    assert indexed(paths)[:2] == [b"12345678901234567890", b"3"]
-    with TFRecordWriter(paths[0]) as writer:
-        writer.write(b"12345678901234567891")
-        writer.write(b"4")
-    os.utime(paths[0], ns=(old.st_atime_ns, old.st_mtime_ns + 1))
-    assert indexed(paths)[:2] == [b"12345678901234567891", b"4"]
-
-
-def archive(path):
-    with path.open("wb") as file:
-        np.savez(file, a=np.zeros(3))
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: path.write_bytes(b"another file"),
-        lambda path: flip(path, path.stat().st_size - 8),
-        lambda path: np.save(path, np.zeros(3)),
-        lambda path: np.save(path, np.zeros(3, np.int64)),
-        lambda path: np.save(path, np.array({"pickle": 1}, object), allow_pickle=True),
-        archive,
-    ],
-)
-def test_a_damaged_or_foreign_index_is_replaced(paths, spoil):
-    indexed(paths)
-    good = kept(paths[0]).read_bytes()
-    spoil(kept(paths[0]))
-    assert indexed(paths) == ALL
-    assert kept(paths[0]).read_bytes() == good
-
-
-def test_an_index_of_lengths_does_not_serve_who_skips_damage(paths):
-    flip(paths[0], RECORD_BYTES + 12)
-    assert len(TFRecordDataset(paths, save_index=True)) == 13
-    assert len(indexed(paths, on_damage="skip")) == 12
-    flip(paths[0], RECORD_BYTES + 12)
-    assert indexed(paths, on_damage="skip") == ALL
-    assert indexed(paths) == ALL
-
-
-def test_an_index_that_cannot_be_written_is_an_error_and_leaves_nothing(paths, monkeypatch):
-    def refuse(source, target):
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr("mirror.data.tfrecord.index.os.replace", refuse)
-    with pytest.raises(PermissionError, match="read-only"):
-        indexed(paths)
-    assert sorted(path.name for path in paths[0].parent.iterdir()) == [p.name for p in paths]
-
-
-# --- resume ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("shard", [(1, 0), (3, 1)])
-def test_a_state_resumes_after_every_record(tmp_path, compression, shard):
-    paths = write(tmp_path, compression)
-
-    def dataset():
-        return TFRecordDataset(paths, compression).shard(*shard)
-
-    whole = list(iter(dataset()))
-    for count in range(len(whole) + 1):
-        first, second = dataset(), dataset()
-        records = iter(first)
-        assert [next(records) for _ in range(count)] == whole[:count]
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert list(iter(second)) == whole[count:]
-        assert list(iter(second)) == whole
-
-
-def test_a_state_resumes_behind_skipped_damage(paths):
-    flip(paths[0], RECORD_BYTES + 12)
-    flip(paths[2], 0)
-    whole = [record for record in ALL if record not in (b"1", b"3")]
-    for count in range(len(whole) + 1):
-        first = TFRecordDataset(paths, on_damage="skip")
-        records = iter(first)
-        assert [next(records) for _ in range(count)] == whole[:count]
-        second = TFRecordDataset(paths, on_damage="skip")
-        second.load_state_dict(first.state_dict())
-        assert [record for record in second] == whole[count:]  # noqa: C416
-
-
-def test_the_state_of_a_finished_epoch_is_the_begin_of_the_next(paths):
-    dataset = TFRecordDataset(paths)
-    begin = dataset.state_dict()
-    assert list(iter(dataset)) == ALL
-    assert dataset.state_dict() == begin
-    dataset.load_state_dict(begin)
-    assert list(iter(dataset)) == ALL
-
-
-@pytest.mark.parametrize("compression", [None, "GZIP"])
-def test_a_worker_resumes_its_own_state_only(tmp_path, as_worker, compression):
-    dataset = TFRecordDataset(write(tmp_path, compression), compression)
-    as_worker(0, 2)
-    whole = list(iter(dataset))
-    records = iter(dataset)
-    assert [next(records), next(records)] == whole[:2]
-    state = dataset.state_dict()
-    assert list(records) == whole[2:]
-    at_its_end = dataset.state_dict()
-    dataset.load_state_dict(at_its_end)
-    assert list(iter(dataset)) == []
-    assert list(iter(dataset)) == whole
-    dataset.load_state_dict(state)
-    assert list(iter(dataset)) == whole[2:]
-    for worker_id, num_workers in ((1, 2), (0, 3), (None, None)):
-        as_worker(worker_id, num_workers)
-        dataset.load_state_dict(state)
-        with pytest.raises(ValueError, match="by the DataLoader worker that it was taken from"):
-            next(iter(dataset))
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("compression", [None, "GZIP"])
-def test_torchdatas_loader_resumes_after_every_batch(tmp_path, compression):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    dataset = TFRecordStream(write(tmp_path, compression), compression)
-
-    def loader():
-        options = {"num_workers": 2, "multiprocessing_context": "fork"}
-        return stateful.StatefulDataLoader(dataset, batch_size=2, **options)
-
-    whole = list(loader())
-    assert sorted((record for batch in whole for record in batch), key=int) == ALL
-    for count in range(len(whole)):
-        first, second = loader(), loader()
-        batches = iter(first)
-        assert [next(batches) for _ in range(count)] == whole[:count]
-        second.load_state_dict(first.state_dict())
-        assert list(second) == whole[count:]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"file": 6}, {"file": -1}, {"file": None}, {"offset": -1}, {"number": "1"}, {"more": 0}],
-)
-def test_a_foreign_state_is_refused(paths, change):
-    dataset = TFRecordDataset(paths)
-    with pytest.raises(ValueError, match="no state of a TFRecordDataset of 5 files"):
-        dataset.load_state_dict({**dataset.state_dict(), **change})
-    with pytest.raises(ValueError, match="no state of a TFRecordDataset of 5 files: None"):
-        dataset.load_state_dict(None)
-
-
-# --- the object ------------------------------------------------------------------------------
+# the object
 
 
 @pytest.mark.parametrize("compression", [None, "GZIP"])

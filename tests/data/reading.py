@@ -1,0 +1,49 @@
+"""Datasets over two devices, read ahead or not."""
+
+import threading
+
+import torch
+
+from mirror.data import DistributedDataset
+from mirror.data.options import InputOptions
+
+TWO = [torch.device("cpu")] * 2
+SECONDS = 30  # of waiting for what comes in milliseconds, before a test fails
+
+
+def distributed(dataset, prefetch=2, **options):
+    return DistributedDataset(dataset, TWO, InputOptions(prefetch=prefetch, **options))
+
+
+def whole(batch):
+    return torch.cat([part for _, part in batch.parts()])
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "mirror input"]
+
+
+class Gate:
+    """A dataset whose batches are let through one by one; tells how many were read."""
+
+    def __init__(self, count=10):
+        self.count = count
+        self.read = 0
+        self.arrived = threading.Condition()
+        self.allowed = threading.Semaphore(0)
+
+    def __iter__(self):
+        for i in range(self.count):
+            assert self.allowed.acquire(timeout=SECONDS)
+            with self.arrived:
+                self.read = i + 1
+                self.arrived.notify_all()
+            yield torch.full((2,), i)
+
+    def await_read(self, count):
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: self.read >= count, timeout=SECONDS)
+
+
+class Broken(Exception):
+    pass
