@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.comm.backends import CASES, THREE, create
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 
 
@@ -13,3 +14,17 @@ def fake():
     fake = FakeNccl()
     yield fake
     fake.assert_nothing_is_left()
+
+
+@pytest.fixture(params=THREE)
+def three(request):
+    communicator = create(request.param, ["cpu"] * 3)
+    yield communicator
+    communicator.close()
+
+
+@pytest.fixture(params=CASES.values(), ids=list(CASES))
+def communicator(request):
+    communicator = create(*request.param)
+    yield communicator
+    communicator.close()

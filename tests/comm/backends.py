@@ -1,0 +1,32 @@
+"""Every backend on every number of devices that this machine has or simulates."""
+
+import torch
+
+from mirror import comm
+from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
+
+
+def _places():
+    yield from (["cpu"] * n for n in range(1, 9))
+    if torch.cuda.is_available():
+        yield from (["cuda:0"] * n for n in (1, 2, 3, 8))
+        if torch.cuda.device_count() > 1:
+            yield [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+
+CASES = {
+    f"{name}-{place[-1]}-x{len(place)}": (name, place)
+    for place in _places()
+    for name in comm.available(place)
+}
+THREE = [*comm.available(["cpu"] * 3)]
+if not MISSING:
+    # NCCL's part is played by tests/comm/nccl/fake_nccl.cpp, the calls to it are the real ones.
+    CASES |= {f"nccl-cpu-x{n}": ("nccl", ["cpu"] * n) for n in (1, 2, 3, 8)}
+    THREE.append("nccl")
+
+
+def create(name, place):
+    if name == "nccl" and place[0] == "cpu":
+        return FakeNccl().communicator(len(place))
+    return comm.create(name, place)
