@@ -17,13 +17,14 @@ tells them, in one fixed order, what happens; a row is a part, from the first to
     optimizers   recover if a step                              take over              give back,
                  has raised                                     state                  follow the
                                                                                        first
-    gradients    reduce or defer    reduce or                   carry                  discard;
-                 the rest; carry    defer the rest              gradients              carry
-                 those handed out                                                      gradients
+    gradients    reduce or defer    reduce or                                          discard
+                 the rest           defer the rest
     collectives                     lift sequence
                                     numbers
     variables    carry what                                     carry        take as   carry
                  changed                                        values       equal
+    reduced      carry those                                    carry                  carry
+    gradients    handed out
     buffers      carry what was                     may have    value of
                  written                            changed     those that
                                                                 ran

@@ -132,9 +132,10 @@ class ReplicaGroup:
             assigned_part(),
             self.plain.part(),
             self.optimizers.part(),
-            self.access.part(self.variables),
+            self.gradients.part(),
             Part(name="collectives", finish=lambda run: order.lift_this_thread()),
             self.variables.part(),
+            self.access.part(self.variables),
             self.buffers.part(),
         )
 

@@ -38,26 +38,19 @@ class Access:
         self._received: set[int] = set()  # parameter objects, by id
 
     def part(self, variables: Variables) -> Part:
-        """Returns what reduces gradients, and keeps the reduced ones of ``variables`` equal."""
-        gradients = self.unreduced
-
-        def prepare() -> None:
-            gradients.finish(gradients.equal_shares)
-            self._carry_handed_out()
+        """Returns what keeps the reduced gradients of ``variables`` equal, as values are now."""
 
         def bring_along(source: int, idle: Sequence[int]) -> None:
             for variable in variables:
                 self.carry(variable, source, idle)
 
         def recover() -> None:
-            gradients.discard()
             for variable in variables:
                 self.carry(variable)
 
         return Part(
-            name="gradients",
-            prepare=prepare,
-            finish=lambda run: gradients.finish(run.shares),
+            name="reduced gradients",
+            prepare=self._carry_handed_out,
             bring_along=bring_along,
             recover=recover,
         )

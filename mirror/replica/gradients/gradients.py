@@ -35,6 +35,7 @@ from torch import Tensor
 
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
+from mirror.execution.part import Part
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
@@ -84,6 +85,15 @@ class Gradients:
         self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
         self._may_be_silent = replicas.num_replicas > 1 and watch_passes_of(self.watch)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
+
+    def part(self) -> Part:
+        """Returns what reduces gradients, or keeps them back, when a run is over."""
+        return Part(
+            name="gradients",
+            prepare=lambda: self.finish(self.equal_shares),
+            finish=lambda run: self.finish(run.shares),
+            recover=self.discard,
+        )
 
     def awaited(self, replica_id: int) -> bool:
         """Whether a replica that looks at a gradient must wait for a reduction first."""
