@@ -21,7 +21,7 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr("mirror.compiler._is_used", lambda: False)
 
 
-def calls_of(fn):
+def calls_of(fn, events=("call", "c_call")):
     """Returns the calls of one ``fn()``, on all threads: how many, not how long, is exact.
 
     The least of several, without garbage collections: what finalizers of other tests' objects do,
@@ -30,7 +30,7 @@ def calls_of(fn):
     counts, counting = [0], [False]
 
     def note(frame, event, arg):
-        if counting[0] and event in ("call", "c_call"):
+        if counting[0] and event in events:
             counts[0] += 1
 
     gc.collect()
@@ -89,3 +89,58 @@ def test_a_step_in_run_per_parameter():
             return calls_of(lambda: strategy.run(step))
 
     assert (calls(12) - calls(2)) / 20 <= 26
+
+
+class Convolutions(nn.Sequential):
+    """161 parameters and 159 buffers, as ResNet-50 has."""
+
+    def __init__(self):
+        layers = (
+            (nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2), nn.ReLU()) for _ in range(53)
+        )
+        super().__init__(
+            *(one for three in layers for one in three), nn.Flatten(), nn.Linear(8, 2)
+        )
+
+
+def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
+    """Functions of Python; a replica's own pass is its forward, through copies of 161 parameters.
+
+    That itself takes two calls more than a plain one per module and per look at a variable:
+    TransparentCall, and the dict that hands out the replica's copy.
+    """
+    batch = torch.ones(24, 2, 2, 2)
+
+    def step_calls(n):
+        with mirror.MirroredStrategy(["cpu"] * n) as strategy:
+            model = strategy.mirror(Convolutions())
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+            def step():
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+
+            return calls_of(step, ("call",))
+
+    def pass_calls():
+        def passes(times):
+            for _ in range(times):
+                model(batch)
+
+        with mirror.MirroredStrategy(["cpu"] * N) as strategy:
+            model = strategy.mirror(Convolutions())
+            once, thrice = (
+                calls_of(lambda t=t: strategy.run(passes, (t,)), ("call",)) for t in (1, 3)
+            )
+            return (thrice - once) / 2 / N
+
+    added = (step_calls(6) - step_calls(2)) / 4
+    assert added - pass_calls() <= 40
+
+
+def test_giving_combined_buffers_to_replicas_that_have_them():
+    with mirror.MirroredStrategy(["cpu"] * 8) as strategy:
+        model = strategy.mirror(Convolutions())
+        model(torch.ones(24, 2, 2, 2))
+        assert calls_of(strategy._group.buffers.give_changed) <= 170

@@ -27,7 +27,10 @@ class Buffers:
     def part(self) -> Part:
         """Returns what gives replicas the combined values, and knows when these are stale."""
         return Part(
-            name="buffers", prepare=self._give, ran=self._note_run, bring_along=self._bring_along
+            name="buffers",
+            prepare=self.give_changed,
+            ran=self._note_run,
+            bring_along=self._bring_along,
         )
 
     def mirror(self, buffer: Tensor, name: str, module: nn.Module) -> Buffer:
@@ -63,7 +66,8 @@ class Buffers:
 
         return forget
 
-    def _give(self) -> None:
+    def give_changed(self) -> None:
+        """Gives the replicas what was written outside, or what an evaluation starts from."""
         # A copy: a garbage collection may take some away.
         given = [buffer for buffer in tuple(self._by_id.values()) if buffer.must_be_given()]
         if given:
