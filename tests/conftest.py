@@ -74,3 +74,18 @@ def make_strategy():
     yield make
     for strategy in made:
         strategy.close()
+
+
+@pytest.fixture(scope="module")
+def objects():
+    """One of each place that has attributes."""
+    contexts = []
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+        strategy.run(lambda: contexts.append(mirror.get_replica_context()))
+        yield {
+            "mirror": mirror,
+            "mirror.nn": mirror.nn,
+            "MirroredStrategy": strategy,
+            "DistributedDataset": strategy.distribute_dataset([torch.ones(2)]),
+            "ReplicaContext": contexts[0],
+        }

@@ -2,10 +2,7 @@
 
 import ast
 import copy
-import enum
 import inspect
-import io
-import pickle
 import re
 import subprocess
 import sys
@@ -15,7 +12,6 @@ import torch
 
 import mirror
 from mirror import signposts
-from mirror.replica.collectives.reduction import reduce_op
 
 TABLE = signposts.table()
 ATTRIBUTES = [(p, name) for p, names in TABLE.items() for name in names if "()" not in p]
@@ -24,25 +20,6 @@ CLASSES = {
     name: getattr(mirror, name)
     for name in ("MirroredStrategy", "ReplicaContext", "DistributedDataset")
 }
-
-
-def context_of(strategy):
-    kept = []
-    strategy.run(lambda: kept.append(mirror.get_replica_context()))
-    return kept[0]
-
-
-@pytest.fixture(scope="module")
-def objects():
-    """One of each place that has attributes."""
-    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
-        yield {
-            "mirror": mirror,
-            "mirror.nn": mirror.nn,
-            "MirroredStrategy": strategy,
-            "DistributedDataset": strategy.distribute_dataset([torch.ones(2)]),
-            "ReplicaContext": context_of(strategy),
-        }
 
 
 @pytest.mark.parametrize(("place", "name"), ATTRIBUTES)
@@ -313,171 +290,3 @@ def test_the_type_checker_still_refuses_unknown_names():
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         assert "__getattr__" not in names
     assert not any("__getattr__" in inspect.getsource(kind) for kind in CLASSES.values())
-
-
-# Enums of operations
-
-
-class TensorFlowOp(enum.Enum):
-    SUM = "SUM"
-    MEAN = "MEAN"
-    ONLY_FIRST_REPLICA = "x"
-
-
-class TextOp(str, enum.Enum):
-    AVG = "avg"
-
-
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [
-        (torch.distributed.ReduceOp.SUM, "sum"),
-        (torch.distributed.ReduceOp.AVG, "mean"),
-        (torch.distributed.ReduceOp.MAX, "max"),
-        (torch.distributed.ReduceOp.MIN, "min"),
-        (torch.distributed.ReduceOp.PRODUCT, "prod"),
-        (TensorFlowOp.SUM, "sum"),
-        (TensorFlowOp.MEAN, "mean"),
-        (mirror.ReduceOp.AVG, "mean"),
-        (mirror.ReduceOp.PRODUCT, "prod"),
-        (TextOp.AVG, "mean"),
-    ],
-)
-def test_operations_of_other_libraries_are_understood(objects, op, name):
-    assert reduce_op(op) == name
-    values = mirror.PerReplica([torch.tensor(3.0), torch.tensor(5.0)])
-    strategy = objects["MirroredStrategy"]
-    assert strategy.reduce(op, values) == strategy.reduce(name, values)
-    reduced = strategy.run(
-        lambda x: mirror.get_replica_context().all_reduce(op, x), args=(values,)
-    )
-    assert reduced.values[1] == strategy.reduce(name, values)
-
-
-def test_aliases_are_no_operations_of_their_own():
-    assert [op.name for op in mirror.ReduceOp] == ["SUM", "MEAN", "MAX", "MIN", "PROD"]
-    assert mirror.ReduceOp.AVG is mirror.ReduceOp.MEAN
-
-
-UNKNOWN_OPS = [
-    torch.distributed.ReduceOp.BAND,
-    torch.distributed.ReduceOp.PREMUL_SUM,
-    TensorFlowOp.ONLY_FIRST_REPLICA,
-    "median",
-    "avg",
-    "",
-    None,
-    1,
-    sum,
-    torch.nn.Linear(2, 2),
-]
-
-
-@pytest.mark.parametrize("op", UNKNOWN_OPS, ids=repr)
-def test_an_unknown_operation_is_named(objects, op):
-    with pytest.raises(ValueError, match=r"op comes first.* sum, mean, max, min, prod"):
-        objects["MirroredStrategy"].reduce(op, mirror.PerReplica([1, 2]))
-
-
-SECRET = 123.456
-LOSSES = [
-    mirror.PerReplica([torch.full((50,), SECRET)] * 2),
-    torch.full((3,), SECRET),
-    [torch.tensor(SECRET)],
-    {"loss": torch.tensor(SECRET), "more": mirror.PerReplica([SECRET, SECRET])},
-    (SECRET, torch.tensor(SECRET)),
-    torch.full((3,), SECRET).numpy(),
-]
-
-
-@pytest.mark.parametrize("losses", LOSSES, ids=lambda value: type(value).__name__)
-def test_swapped_arguments_are_told_without_their_data(objects, losses):
-    strategy = objects["MirroredStrategy"]
-    for call in (
-        lambda: strategy.reduce(losses, "sum"),
-        lambda: strategy.run(lambda: mirror.get_replica_context().all_reduce(losses, "sum")),
-    ):
-        with pytest.raises(ValueError, match="op comes first") as error:
-            call()
-        assert "123.4" not in str(error.value)
-
-
-def test_a_value_that_is_not_distributed_is_told_without_its_data(objects):
-    for value in (torch.full((3,), SECRET), torch.tensor(SECRET)):
-        with pytest.raises(ValueError, match="a float32 tensor of shape") as error:
-            objects["MirroredStrategy"].reduce("sum", value)
-        assert "123.4" not in str(error.value)
-
-
-# What is short
-
-
-def test_reprs_are_short_and_say_what_it_is(objects):
-    strategy = objects["MirroredStrategy"]
-    dataset = strategy.distribute_dataset([torch.zeros(1000)] * 3)
-    iterator = iter(dataset)
-    next(iterator)
-    assert repr(strategy) == "MirroredStrategy([cpu, cpu], backend='host')"
-    assert repr(dataset) == "DistributedDataset(list of 3 batches, [cpu, cpu])"
-    assert repr(iterator) == f"DistributedIterator(1 delivered, of {dataset!r})"
-    assert repr(strategy.distribute_dataset(iter([]))) == (
-        "DistributedDataset(list_iterator, [cpu, cpu])"
-    )
-    assert repr(objects["ReplicaContext"]) == "ReplicaContext(replica 0 of 2 (cpu))"
-    values = strategy.distribute_values_from_function(repr)
-    assert values.values[1] == "ValueContext(replica 1 of 2)"
-    communicator = mirror.comm.create("ring", ["cpu"] * 2)
-    assert repr(communicator) == "RingCommunicator([cpu, cpu])"
-    communicator.close()
-    assert repr(communicator) == "RingCommunicator([cpu, cpu]) (closed)"
-    for options in (mirror.InputOptions(), mirror.CommunicationOptions()):
-        assert len(repr(options)) < 120
-
-
-# What is neither copied nor pickled
-
-
-def _torch_save(value):
-    torch.save(value, io.BytesIO())
-
-
-@pytest.mark.parametrize(
-    "copier", [copy.copy, copy.deepcopy, pickle.dumps, _torch_save], ids=lambda f: f.__name__
-)
-@pytest.mark.parametrize(
-    ("kind", "remedy"),
-    [
-        ("MirroredStrategy", "make a strategy in each process"),
-        ("ReplicaContext", r"mirror\.get_replica_context\(\)"),
-        ("DistributedDataset", r"state_dict\(\)"),
-        ("DistributedIterator", r"state_dict\(\)"),
-        ("HostCommunicator", r"mirror\.comm\.create"),
-        ("Own", r"mirror\.comm\.create"),
-    ],
-)
-def test_what_belongs_to_a_process_says_so(objects, kind, remedy, copier):
-    value = {
-        **objects,
-        "DistributedIterator": iter(objects["DistributedDataset"]),
-        "HostCommunicator": mirror.comm.create("host", ["cpu"] * 2),
-        "Own": Own(["cpu"]),
-    }[kind]
-    for held in (value, [value]) if copier is not copy.copy else (value,):
-        with pytest.raises(TypeError, match=rf"a {kind} belongs to the process.*{remedy}"):
-            copier(held)
-
-
-class Own(mirror.comm.Communicator):
-    """Of a user."""
-
-    def all_reduce(self, tensors, op="sum", scale=1.0):
-        pass
-
-    broadcast = reduce_scatter = all_gather = all_reduce
-
-
-def test_options_and_values_are_copied_and_pickled():
-    for value in (mirror.InputOptions(prefetch=5), mirror.CommunicationOptions()):
-        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
-    values = pickle.loads(pickle.dumps(mirror.PerReplica([1, 2])))
-    assert values.values == (1, 2)

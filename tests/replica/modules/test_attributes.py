@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import mirror
@@ -20,45 +19,11 @@ from tests.replica.modules.setting import (
     DeletesAndSets,
     KeepsAGrid,
     KeepsAuxiliaryLoss,
-    KeepsConstantLoss,
     Recurrent,
+    batches,
+    sgd,
+    train,
 )
-
-
-def make_step(model, optimizer):
-    def step(x, y):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        if isinstance(model, (KeepsAuxiliaryLoss, KeepsConstantLoss)):
-            loss = loss + model.penalty
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def batches(sizes):
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator))
-        for n in sizes
-    ]
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def train(model, optimizer, data, strategy=None):
-    """Steps in an unchanged loop, or inside run of the strategy; returns the losses."""
-    step = make_step(model, optimizer)
-    if strategy is None:
-        return [step(*batch) for batch in data]
-    return [
-        strategy.reduce("mean", strategy.run(step, args=batch))
-        for batch in strategy.distribute_dataset(data)
-    ]
 
 
 @pytest.mark.parametrize("in_run", [False, True])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parent.parent / "examples" / "notebook.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 from mirror.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(program, *options):
@@ -216,99 +216,6 @@ def test_the_models_have_their_parameters_and_learn_from_their_batch(load, name,
     assert all(p.grad is not None for p in model.parameters())
     guess = torch.tensor(float(case.sizes.get("vocabulary") or model(x).shape[-1])).log()
     assert loss.item() == pytest.approx(guess.item(), rel=0.3)
-
-
-class TestMultiGpu:
-    """The script for a machine with GPUs, over programs that only say what they were asked."""
-
-    SMI = """#!/bin/sh
-case "$*" in *query-compute-apps*) ;; *query-gpu*) echo "GPU H" ;; *) echo "smi $*" ;; esac
-"""
-    PYTHON = f"""#!{sys.executable}
-import os, pathlib, sys
-asked = " ".join(sys.argv[1:])
-if "device_count()))))" in asked:
-    print("0 1 2 3")
-elif "device_count" in asked:
-    print(os.environ["GPUS"])
-elif "parents[1]" in asked:
-    print(os.getcwd())
-elif "--json" in asked:
-    print("visible", os.environ.get("CUDA_VISIBLE_DEVICES"), "asked", asked)
-    if "one_gpu.json" in asked:
-        sys.exit("out of memory")
-    pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text("{{}}")
-    sys.exit(1)  # a target was missed
-"""
-
-    @pytest.fixture
-    def machine(self, tmp_path):
-        def run_on(gpus, *options, smi=self.SMI):
-            programs = tmp_path / "programs"
-            programs.mkdir()
-            for name, text in (("nvidia-smi", smi), ("python", self.PYTHON)):
-                (programs / name).write_text(text)
-                (programs / name).chmod(0o755)
-            return subprocess.run(
-                ["bash", ROOT / "benchmarks/multi_gpu.sh", *options],
-                env={
-                    "PATH": f"{programs}:/usr/bin:/bin",
-                    "PYTHON": str(programs / "python"),
-                    "GPUS": str(gpus),
-                },
-                capture_output=True,
-                text=True,
-            )
-
-        return run_on
-
-    def test_runs_every_part_and_tells_which_failed(self, machine, tmp_path):
-        folder = tmp_path / "results"
-        result = machine(4, "--quick", folder)
-        assert result.returncode == 1
-        assert "these parts failed, see their .txt: one_gpu\n" in result.stdout
-        assert "4 GPUs: the rows of more stay empty" in result.stderr
-        assert {path.stem for path in folder.glob("*.json")} == {
-            "all_reduce_2_float32",
-            "all_reduce_2_bfloat16",
-            "all_reduce_4_float32",
-            "all_reduce_4_bfloat16",
-            "train",
-            "train_read_loss",
-            "train_resnet50",
-            "one_gpu_read_loss",
-        }
-        assert "out of memory" in (folder / "one_gpu.txt").read_text()
-        assert (folder / "doctor.txt").exists()
-        assert "smi topo -m" in (folder / "environment.txt").read_text()
-        summary = (folder / "summary.md").read_text()
-        assert "4 x GPU H" in summary
-        assert "visible 0,1 asked benchmarks/all_reduce.py --device all" in summary
-        assert "train_step.py --quick --devices all --replicas 1 2 4" in summary
-        assert "Failed: one_gpu\n" in summary
-
-    @pytest.mark.parametrize(
-        ("gpus", "complaint"), [(0, "this torch sees no GPU"), (1, "torch sees one GPU")]
-    )
-    def test_needs_two_gpus(self, machine, tmp_path, gpus, complaint):
-        result = machine(gpus, tmp_path / "results")
-        assert result.returncode == 2
-        assert complaint in result.stderr
-        assert not (tmp_path / "results").exists()
-
-    def test_needs_a_driver(self, machine, tmp_path):
-        result = machine(8, tmp_path / "results", smi="#!/bin/sh\nexit 9\n")
-        assert result.returncode == 2
-        assert "the driver does not answer" in result.stderr
-
-    def test_keeps_older_results(self, machine, tmp_path):
-        older = tmp_path / "results" / "summary.md"
-        older.parent.mkdir()
-        older.write_text("older")
-        result = machine(2, older.parent)
-        assert result.returncode == 2
-        assert "is not empty" in result.stderr
-        assert older.read_text() == "older"
 
 
 def test_tfrecord_compares_the_ways_to_read_with_plain_reads(tmp_path):
