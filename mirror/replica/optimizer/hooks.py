@@ -1,16 +1,17 @@
-"""What happens before and after ``optimizer.step()``, of any optimizer in the process."""
+"""What any optimizer in the process tells mirror: that it steps, and ``zero_grad()``."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from mirror.compiler import let_go, letting_go, not_compiled, take_hold
+from mirror.compiler import let_go, letting_go, not_compiled, opaque, take_hold
 from mirror.execution.current import current, replica_of
 from mirror.execution.nesting import refuse_within_another
 from mirror.execution.replicas import Replica, Replicas
@@ -24,8 +25,8 @@ from mirror.replica.optimizer.optimizer import OptimizerMirror
 from mirror.replica.optimizer.optimizers import optimizers_of
 from mirror.replica.optimizer.schedulers import watch_schedulers
 from mirror.replica.optimizer.steps import watch_steps
-from mirror.replica.optimizer.zero_grad import watch_zero_grad
 from mirror.timeline import OPTIMIZER
+from mirror.torch_private import wrap_once
 
 _watching = threading.Lock()
 
@@ -38,7 +39,7 @@ def watch_optimizer_steps(*, are_mirrored: bool) -> None:
         elif are_mirrored and len(global_hooks) < 2:
             hooked = Optimizer.profile_hook_step  # before it is watched
             global_hooks.install((_step_begins, _before_step), (_after_step, _step_ends))
-            watch_zero_grad()
+            wrap_once(Optimizer, "zero_grad", _clearing_at_once)
             watch_steps(_step_by_turns)
             watch_making()
             watch_schedulers()
@@ -105,6 +106,21 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             mirror.end_step()
         finally:
             take_hold(mirror.holds.pop(threading.get_ident(), None))
+
+
+def _clearing_at_once(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a ``zero_grad`` that asks once whether a reduction is to be waited for.
+
+    Torch's own goes through the parameters one by one, and every look at ``p.grad`` asks.
+    """
+
+    @opaque
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        mirror: OptimizerMirror | None = self.__dict__.get("_mirror")  # from its first step on
+        if mirror is None or not set_to_none or not mirror.clear_gradients():
+            original(self, set_to_none)
+
+    return zero_grad
 
 
 # Not opaque: the compiler may follow the steps of optimizers that are not mirrored.

@@ -42,13 +42,12 @@ from mirror.execution.replicas import Replica
 from mirror.replica.copies.variable import settle
 from mirror.replica.optimizer.global_hooks import has_hooks
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored
-from mirror.replica.optimizer.kept import kept_by
 from mirror.replica.optimizer.loan import Loan
 from mirror.replica.optimizer.making import Action, step_point
 from mirror.replica.optimizer.optimizers import Optimizers
 from mirror.replica.optimizer.options import Options, keep_options, options_of, refuse_different
 from mirror.replica.optimizer.state import ReplicaStates
-from mirror.replica.optimizer.steps import is_torchs_own, raw_step, refusing_draws
+from mirror.replica.optimizer.steps import is_torchs_own, kept_by, raw_step, refusing_draws
 
 _BEFORE = "before a step"
 _serials = itertools.count(1)
