@@ -1,0 +1,124 @@
+"""What tests a file is found by its name: tests/ has the folders of mirror/, and its files."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "mirror"
+SMALL = 50  # lines; what is shorter needs no tests of its own
+MAX_LINES = 350
+MAX_FILES = 13  # of tests in a folder
+# What whole training scripts do, by their habits: folders of no file of mirror/.
+MANY_FILES = {"training"}
+
+# Files whose tests have other names, because what they do is seen elsewhere.
+TESTED_BY = {
+    "comm/host/host_library.py": "comm/host/test_host.py",
+    "comm/kernels/simulator.py": "comm/kernels/test_kernels.py",
+    "comm/nccl/communicators.py": "comm/nccl/test_clique.py",
+    "comm/topology.py": "comm/kernels/test_hierarchical.py",
+    "concurrency/stack.py": "concurrency/test_standstill.py",
+    "concurrency/wake.py": "concurrency/test_interrupts.py",
+    "data/join.py": "strategy/test_input.py",
+    "data/position.py": "data/test_resume.py",
+    "data/source.py": "data/test_distribute.py",
+    "data/steps.py": "data/test_drawing.py",
+    "data/streams.py": "data/test_drawing.py",
+    "data/tfrecord/compressed.py": "data/tfrecord/test_tfrecord.py",
+    "data/tfrecord/open_files.py": "data/tfrecord/test_dataset.py",
+    "errors.py": "mistakes",
+    "execution/current.py": "strategy/test_replica_context.py",
+    "execution/part.py": "execution/test_parts.py",
+    "execution/replicas.py": "execution/test_parts.py",
+    "execution/run.py": "strategy/test_run.py",
+    "replica/collectives/collectives.py": "strategy/test_replica_context.py",
+    "replica/collectives/nodes.py": "replica/collectives/test_at_once.py",
+    "replica/copies/buffer.py": "replica/copies/test_buffers.py",
+    "replica/copies/hooks.py": "replica/gradients/test_hooks.py",
+    "replica/copies/overrides.py": "replica/copies/test_parameters.py",
+    "replica/copies/variable.py": "replica/copies/test_parameters.py",
+    "replica/copies/variables.py": "replica/copies/test_identity.py",
+    "replica/gradients/deferred.py": "replica/gradients/test_local_gradients.py",
+    "replica/gradients/gradients.py": "replica/gradients/test_local_gradients.py",
+    "replica/gradients/plain.py": "mistakes/test_scope.py",
+    "replica/gradients/seams.py": "replica/gradients/test_parallel_pass.py",
+    "replica/gradients/watch.py": "replica/gradients/test_hooks.py",
+    "replica/group.py": "strategy/test_constructor.py",
+    "replica/joining/changes.py": "replica/joining/test_arguments.py",
+    "replica/joining/contents.py": "replica/joining/test_arguments.py",
+    "replica/joining/joiner.py": "replica/joining/test_arguments.py",
+    "replica/joining/scalar_terms.py": "replica/joining/test_scalar_outputs.py",
+    "replica/modules/dicts.py": "replica/modules/test_module.py",
+    "replica/modules/modules.py": "replica/modules/test_module.py",
+    "replica/modules/own_values.py": "replica/modules/test_attributes.py",
+    "replica/modules/recording.py": "replica/copies/test_recorded.py",
+    "replica/modules/transparent_call.py": "replica/modules/test_split_call.py",
+    "replica/modules/wrappers.py": "mistakes/test_models.py",
+    "replica/optimizer/global_hooks.py": "replica/optimizer/test_hooks.py",
+    "replica/optimizer/loan.py": "replica/optimizer/test_steps.py",
+    "replica/optimizer/optimizers.py": "replica/optimizer/test_making.py",
+    "replica/routing.py": "replica/test_functions.py",
+    "replica/tensors.py": "replica/test_functions.py",
+    "strategy/arguments.py": "strategy/test_gradients.py",
+    "strategy/inspection.py": "replica/copies/test_identity.py",
+    "strategy/mirrored.py": "strategy/test_constructor.py",
+    "strategy/options.py": "strategy/test_constructor.py",
+    "values.py": "strategy/test_per_replica.py",
+}
+
+
+def without_tests(package: Path, tests: Path, tested_by: dict[str, str]) -> list[str]:
+    """Returns the files of a package that neither a test, by its name, nor the list knows.
+
+    ``a/b.py`` is tested by ``a/test_b.py``, ``a/test_b_*.py``, or the files of ``a/b/``.
+    """
+    files = [path.relative_to(package) for path in sorted(package.rglob("*.py"))]
+    return [
+        file.as_posix()
+        for file in files
+        if not file.name.startswith("__")
+        and len((package / file).read_text().splitlines()) > SMALL
+        and not list((tests / file.parent).glob(f"test_{file.stem}.py"))
+        and not list((tests / file.parent).glob(f"test_{file.stem}_*.py"))
+        and not list((tests / file.with_suffix("")).glob("test_*.py"))
+        and not list(tests.glob(tested_by.get(file.as_posix(), "nowhere")))
+    ]
+
+
+def test_every_file_has_tests():
+    assert without_tests(PACKAGE, TESTS, TESTED_BY) == []
+
+
+def test_the_list_is_true():
+    for file, tests in TESTED_BY.items():
+        assert (PACKAGE / file).exists(), file
+        assert (TESTS / tests).exists(), tests
+        assert without_tests(PACKAGE, TESTS, TESTED_BY | {file: "nowhere"}) == [file]
+
+
+def test_every_folder_has_a_folder_of_tests():
+    folders = {path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
+    assert [folder for folder in folders if not list((TESTS / folder).rglob("test_*.py"))] == []
+
+
+def test_files_of_tests_are_short_and_few():
+    files = sorted(TESTS.rglob("test_*.py"))
+    assert [f for f in files if len(f.read_text().splitlines()) > MAX_LINES] == []
+    folders = {f.parent for f in files}
+    many = {f.name for f in folders if len(list(f.glob("test_*.py"))) > MAX_FILES}
+    assert many <= MANY_FILES
+
+
+def test_a_file_without_tests_is_found(tmp_path):
+    package, tests = tmp_path / "mirror", tmp_path / "tests"
+    for folder in (package / "deep", tests / "deep"):
+        folder.mkdir(parents=True)
+    (package / "deep" / "__init__.py").write_text("1\n" * 99)
+    (package / "deep" / "small.py").write_text("1\n" * SMALL)
+    (package / "deep" / "large.py").write_text("1\n" * 99)
+    assert without_tests(package, tests, {}) == ["deep/large.py"]
+    assert without_tests(package, tests, {"deep/large.py": "test_gone.py"}) == ["deep/large.py"]
+    for place in ("test_there.py", "deep/test_large.py", "deep/test_large_more.py"):
+        (tests / place).write_text("")
+        assert without_tests(package, tests, {"deep/large.py": "test_there.py"}) == []
+        (tests / place).unlink()
+    assert without_tests(package, tests, {}) == ["deep/large.py"]
