@@ -109,7 +109,7 @@ def own_values(module: nn.Module, name: str) -> tuple[OwnValues, Replica] | None
         return None
     # On the TransparentCall, because copies and pickles of a module leave that out.
     if name not in call.own:
-        call.own[name] = OwnValues(module, name, call.keeper.attributes)
+        call.own[name] = OwnValues(module, name, call.recorder.attributes)
     return call.own[name], replica
 
 

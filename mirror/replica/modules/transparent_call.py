@@ -53,13 +53,13 @@ class TransparentCall(Route):
         is_checkpointed: whether a whole call may be recomputed in backward.
     """
 
-    __slots__ = ("compiled", "is_checkpointed", "is_plain", "keeper", "own", "renormalizes")
+    __slots__ = ("compiled", "is_checkpointed", "is_plain", "own", "renormalizes")
+    recorder: Keeper
 
     def __init__(
         self, module: nn.Module, keeper: Keeper, compiled: Callable[..., Any] | None = None
     ) -> None:
         super().__init__(module, keeper)
-        self.keeper = keeper
         self.compiled = compiled
         self.renormalizes = renormalizes(module)
         is_lazy_kind = isinstance(module, LazyModuleMixin)
@@ -86,7 +86,7 @@ class TransparentCall(Route):
             if is_metric(module):
                 return call_once(replica, module, module._call_impl, args, kwargs)
             if isinstance(module, LazyModuleMixin):
-                self.keeper.initialize(module, replica, args, kwargs)
+                self.recorder.initialize(module, replica, args, kwargs)
             if self.renormalizes:
                 renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
         return module._call_impl(*args, **kwargs)
@@ -113,7 +113,7 @@ class TransparentCall(Route):
             if of is None or self.is_checkpointed:
                 if saves_are_hooked():
                     self.is_checkpointed = True
-                return call_in_turn(self.keeper, module, args, kwargs, whole=whole, hold=hold)
+                return call_in_turn(self.recorder, module, args, kwargs, whole=whole, hold=hold)
             with entered(self.replicas.strategy, recomputing(self.replicas, of)):
                 return whole(*args, **kwargs)
         finally:

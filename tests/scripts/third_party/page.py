@@ -34,8 +34,6 @@ anywhere: `torch_geometric.nn.LayerNorm` without `batch=` is such a layer, and n
 """
 # What is known of rows that are not right.
 _KNOWN = {
-    ("higher", "DIFFERS"): "a fault of mirror: higher copies a module's __dict__ into a module of "
-    "its own, and with it the call of the mirrored one, so inner steps are not seen",
     ("tab-transformer-pytorch", "DIFFERS"): "it computes in float32 inside; with that taken out "
     "the difference is 8e-15",
 }
