@@ -82,6 +82,11 @@ class Split:
         shape = value.shape
         return len(shape) > 0 and bool(shape[0] == self.num_examples)
 
+    def rows(self, tensor: Tensor, replica_id: int) -> Tensor:
+        """Returns a replica's view of a batched tensor."""
+        # narrow, not split: a single view may be changed in place under autograd.
+        return tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
+
 
 class Part:
     """What one replica is handed of the arguments.
@@ -195,9 +200,7 @@ class Part:
             return tensor
         split, device = self.split, self.split.devices[self.replica_id]
         if split.is_batched(tensor):
-            # narrow, not split: a single view may be changed in place under autograd.
-            start, size = split.starts[self.replica_id], split.sizes[self.replica_id]
-            view = tensor.narrow(0, start, size)
+            view = split.rows(tensor, self.replica_id)
             part = view.to(device)
             if part is view:
                 return view

@@ -63,8 +63,7 @@ def _written(
                 shape = tuple(tensor.shape)
                 _refuse(where(tensor), f"in place a tensor of shape {shape} that all share")
             elif own is not tensor and part.split.is_batched(tensor):
-                start = part.split.starts[part.replica_id]
-                rows = tensor.narrow(0, start, part.split.sizes[part.replica_id])
+                rows = part.split.rows(tensor, part.replica_id)
                 writes.append(partial(rows.copy_, own))
             elif own is not tensor:
                 changed[id(tensor)] = tensor

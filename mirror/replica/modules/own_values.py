@@ -43,6 +43,7 @@ from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduction import weighted_mean
 from mirror.replica.gradients.seams import sewn
+from mirror.replica.joining.arguments import Split
 from mirror.replica.joining.outputs import join_outputs
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
@@ -171,6 +172,9 @@ class OwnValues:
         if value is MISSING:
             return value
         sizes = replica.run.all_weights() if self._is_batched else None
+        split = None
+        if sizes is not None:
+            split = Split([int(n) for n in sizes], replica.replicas.devices, int(sum(sizes)))
 
         def part(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
@@ -183,9 +187,8 @@ class OwnValues:
                 return leaf.values[replica.replica_id]
             if not isinstance(leaf, Tensor) or isinstance(leaf, MirroredTensor):
                 return leaf
-            if sizes is not None and leaf.dim() > 0 and leaf.shape[0] == sum(sizes):
-                start = int(sum(sizes[: replica.replica_id]))
-                leaf = leaf.narrow(0, start, int(sizes[replica.replica_id]))
+            if split is not None and split.is_batched(leaf):
+                leaf = split.rows(leaf, replica.replica_id)
             own: Tensor = leaf.to(replica.device, copy=True)
             return own
 
