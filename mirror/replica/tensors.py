@@ -4,8 +4,8 @@
 A mirrored parameter or buffer stays the object it was; its class is swapped for one of the classes
 below. Whatever torch function it is passed to, also inside a list, sees the copy of the current
 replica instead, and the first replica's (or the combined buffer) in the cross-replica context.
-That costs about 3 us a call. Modules do not pay it: their dicts (``module.py``) hand out the
-copies themselves while a replica runs.
+That costs about 3 us a call. Modules do not pay it: their dicts (``modules/dicts.py``) hand out
+the copies themselves while a replica runs.
 """
 
 from __future__ import annotations
