@@ -158,10 +158,11 @@ def private_names() -> dict[str, PrivateName]:
     return names
 
 
-def refuse_lacking(path: str) -> None:
-    """Raises StrategyError if this torch lacks a name."""
-    if private_names()[path].is_lacking:
-        _refuse(path)
+def refuse_lacking(name: str) -> None:
+    """Raises StrategyError if this torch lacks a name; its last part is enough."""
+    (known,) = (known for path, known in private_names().items() if path.endswith(f".{name}"))
+    if known.is_lacking:
+        _refuse(known.path)
 
 
 def _refuse(path: str) -> NoReturn:
@@ -274,7 +275,7 @@ top_saved_tensors_hooks = _find_top()
 
 # Autograd's graph
 
-BACKWARD = "_engine_run_backward"  # of torch.autograd; every backward pass goes through it
+PASS = "_engine_run_backward"  # of torch.autograd; every backward pass goes through it
 ACCUMULATES = "AccumulateGrad"
 HIDES_ANOTHER = frozenset(("CopySlices", "CppFunction"))  # kinds of nodes
 forward_class: Callable[[Any], type] = operator.attrgetter("_forward_cls")
@@ -293,6 +294,7 @@ def arriving_shape(node: Any, number: int) -> tuple[int, ...]:
 WithoutSubclass: Any = _find("torch._C.DisableTorchFunctionSubclass")
 make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
 _use_count: Callable[[Any], int] = _find("torch._C._storage_Use_Count", lambda storage: 3)
+hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
 # What nn.Parameter(parameter) calls, as weight_norm does.
 NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
 
@@ -302,10 +304,8 @@ def use_counts(tensors: Iterable[Tensor]) -> list[int]:
     return [_use_count(tensor.untyped_storage()._cdata) for tensor in tensors]
 
 
-def take_hooks(parameter: Any) -> Any:
-    """Takes a parameter's gradient hooks off it, and returns them."""
-    hooks, parameter._backward_hooks = parameter._backward_hooks, None
-    return hooks
+def forget_hooks(parameter: Any) -> None:
+    parameter._backward_hooks = None
 
 
 def has_post_accumulate_hooks(parameter: Any) -> bool:

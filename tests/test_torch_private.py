@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -74,6 +76,41 @@ def test_the_doctor_tells_what_this_torch_lacks(monkeypatch, capsys):
     assert lacks["path"] == "torch.autograd._engine_run_backward"
 
 
+WITHOUT_THEM = """
+import sys, torch
+from mirror.torch_private import _of_torch, private_names
+
+# torch._dynamo is not imported with mirror.
+paths = [path for path in private_names() if not path.startswith("torch._dynamo.")]
+owners = {path: _of_torch(path.rpartition(".")[0]) for path in paths}
+deleted = []
+for path, owner in owners.items():
+    name = path.rpartition(".")[2]
+    for home in getattr(owner, "__mro__", (owner,)):
+        if name in getattr(home, "__dict__", ()):
+            try:
+                delattr(home, name)
+            except TypeError:  # what is built in cannot be deleted
+                continue
+            deleted.append(path)
+for name in [name for name in sys.modules if name.partition(".")[0] == "mirror"]:
+    del sys.modules[name]
+import mirror, mirror.amp, mirror.cli, mirror.nn
+print(len(deleted), *deleted)
+"""
+
+
+def test_mirror_can_be_imported_without_all_that_can_be_taken_away():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THEM], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    number, *deleted = done.stdout.split()
+    assert int(number) >= 30
+    broke = {"OptState", "try_get", "_current_graph_task_id", "profile_hook_step"}
+    assert broke <= {path.rpartition(".")[2] for path in deleted}
+
+
 # What the names that would fail silently do
 
 
@@ -86,6 +123,12 @@ def test_split_calls_split(make_strategy):
     sizes = []
     make_strategy(2).mirror(Seen(3, 1))(torch.ones(4, 3))
     assert sizes == [2, 2]
+
+
+def test_a_module_that_cannot_be_split_is_no_longer_mirrored(make_strategy, monkeypatch):
+    monkeypatch.delattr(nn.Module, "_compiled_call_impl")
+    with pytest.raises(StrategyError, match="calls of mirrored modules outside run"):
+        make_strategy(2).mirror(nn.Linear(3, 1))
 
 
 def test_the_kinds_of_nodes_are_found_in_graphs():
@@ -142,10 +185,11 @@ def test_hooks_that_cannot_be_taken_over_are_seen():
     assert not torch_private.has_post_accumulate_hooks(parameter)
     parameter.register_post_accumulate_grad_hook(lambda p: None)
     assert torch_private.has_post_accumulate_hooks(parameter)
-    assert not torch_private.take_hooks(parameter)
+    assert not torch_private.hooks_of(parameter)
     parameter.register_hook(lambda grad: None)
-    assert len(torch_private.take_hooks(parameter)) == 1
-    assert not torch_private.take_hooks(parameter)
+    assert len(torch_private.hooks_of(parameter)) == 1
+    torch_private.forget_hooks(parameter)
+    assert not torch_private.hooks_of(parameter)
 
 
 class Watched(nn.Module):

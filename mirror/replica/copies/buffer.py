@@ -30,6 +30,7 @@ from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduction import summed
 from mirror.replica.copies.handles import Handles
 from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
+from mirror.torch_private import make_subclass
 
 AGGREGATIONS = ("mean", "sum", "first", "none")
 
@@ -44,7 +45,7 @@ _ALWAYS_READABLE = frozenset(
 class CombinedBuffer(Tensor):
     """The combined value, as operations in the cross-replica context see it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__
 
 
 class Buffer:
@@ -80,7 +81,7 @@ class Buffer:
         self._module = weakref.ref(module)
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
-        self.combined: CombinedBuffer = Tensor._make_subclass(CombinedBuffer, buffer.detach())
+        self.combined: CombinedBuffer = make_subclass(CombinedBuffer, buffer.detach())
         self.copies = [buffer.detach().to(d, copy=True) for d in replicas.devices]
         self.handles = Handles()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._guards import CompileContext
 from torch.utils.hooks import RemovableHandle
 
 from mirror.compiler import opaque
@@ -20,6 +19,7 @@ from mirror.replica.copies.variables import Variables
 from mirror.replica.gradients.arrivals import local_grad, plus, set_local_grad
 from mirror.replica.gradients.gradients import Gradients
 from mirror.replica.tensors import share_storage
+from mirror.torch_private import WithoutSubclass, compile_context, queue_callback
 
 
 class Access:
@@ -67,7 +67,7 @@ class Access:
             return gradients.local(variable, replica_id)
         # A compiler that traces a replica's code looks at .grad with its lock held, for which the
         # others would wait: it must not wait for them.
-        if gradients.awaited(here.replica_id) and CompileContext.try_get() is None:
+        if gradients.awaited(here.replica_id) and compile_context() is None:
             gradients.observe(here)
         return variable.targets[replica_id].grad
 
@@ -201,7 +201,7 @@ class Access:
         """Has gradients reduced at the end of a backward pass that a hook waits for."""
         if copy.variable.hooks:
             # Called several times in a pass; the first call leaves nothing to do for the others.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         replica, gradients = replica_of(self._replicas), self.unreduced
@@ -218,7 +218,7 @@ class Access:
         parameter.__dict__["_is_received"] = True
 
         def arrived(parameter: Tensor) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with WithoutSubclass():
                 grad = local_grad(parameter)
                 set_local_grad(parameter, None)
             here = variable.here() or 0
@@ -226,7 +226,7 @@ class Access:
             set_local_grad(copy, plus(local_grad(copy), grad))
             self.unreduced.pending[here].append(copy)
 
-        with torch._C.DisableTorchFunctionSubclass():
+        with WithoutSubclass():
             parameter.register_post_accumulate_grad_hook(arrived)
 
 

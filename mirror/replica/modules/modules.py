@@ -45,6 +45,7 @@ from mirror.replica.modules.transparent_call import TransparentCall
 from mirror.replica.modules.wrappers import refuse_wrapper, watch_wrappers
 from mirror.replica.routing import route_of, watch_compile
 from mirror.replica.tensors import MirroredTensor
+from mirror.torch_private import INFER, SPLIT_CALL, refuse_lacking
 
 
 class Modules:
@@ -151,7 +152,7 @@ class Modules:
         """Gives a lazy module its parameters, by the first replica to come by, and mirrors it."""
         with self._initializing, replica.run.drawing_for_all(replica.replica_id):
             if module.has_uninitialized_params():
-                module._infer_parameters(module, args, kwargs)
+                getattr(module, INFER)(module, args, kwargs)
                 if self.replicas.num_replicas == 1:
                     self._move(module)
                 else:
@@ -163,12 +164,13 @@ class Modules:
             return
         if isinstance(module, torch.jit.ScriptModule):  # its forward is not Python
             return
-        call = module.__dict__.get("_compiled_call_impl")
+        refuse_lacking(SPLIT_CALL)
+        call = module.__dict__.get(SPLIT_CALL)
         if isinstance(call, TransparentCall):
             call = None  # it came with a copied dict
         if call is not None or is_compiled(module):
             refuse_unknown_compiler()
-        module.__dict__["_compiled_call_impl"] = TransparentCall(module, self, call)
+        module.__dict__[SPLIT_CALL] = TransparentCall(module, self, call)
         watch_compile()
         watch_wrappers()
         watch_attributes()

@@ -25,6 +25,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from mirror.torch_private import has_step_hooks
+
 StepHook = Callable[..., Any]
 
 
@@ -68,8 +70,4 @@ global_hooks = GlobalHooks()
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks of the user's would see one replica's step only."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or global_hooks.has_others
-    )
+    return has_step_hooks(optimizer) or global_hooks.has_others

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.replica.optimizer.groups import replicas_reached
+from mirror.torch_private import OptState
 
 _lock = threading.Lock()  # not held by a scaler: scalers are copied and pickled
 

@@ -26,7 +26,7 @@ from mirror.replica.optimizer.optimizers import optimizers_of
 from mirror.replica.optimizer.schedulers import watch_schedulers
 from mirror.replica.optimizer.steps import watch_steps
 from mirror.timeline import OPTIMIZER
-from mirror.torch_private import wrap_once
+from mirror.torch_private import put_hooks_around, wrap_once
 
 _watching = threading.Lock()
 
@@ -37,7 +37,6 @@ def watch_optimizer_steps(*, are_mirrored: bool) -> None:
         if not are_mirrored and not global_hooks:
             global_hooks.install((_step_begins,), (_step_ends,))
         elif are_mirrored and len(global_hooks) < 2:
-            hooked = Optimizer.profile_hook_step  # before it is watched
             global_hooks.install((_step_begins, _before_step), (_after_step, _step_ends))
             wrap_once(Optimizer, "zero_grad", _clearing_at_once)
             watch_steps(_step_by_turns)
@@ -45,7 +44,7 @@ def watch_optimizer_steps(*, are_mirrored: bool) -> None:
             watch_schedulers()
             watch_torchs_scaler()
             # Both hooks must see one frame, which the compiler would break up.
-            not_compiled(hooked(lambda self: None))  # they share their code
+            not_compiled(put_hooks_around(lambda self: None))  # they share their code
 
 
 @letting_go

@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -35,6 +35,7 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored, replicas_reached
 from mirror.replica.optimizer.once import call_once, is_watched, watched, wrap_in_subclasses
+from mirror.torch_private import put_hooks_around
 
 _TORCHS = "torch.optim."
 _DECORATORS = 4  # that may stand between a step and the one that it calls
@@ -59,7 +60,7 @@ def watch_steps(step_by_turns: Callable[..., Any]) -> None:
         step_by_turns: steps an optimizer whose steps may be every replica's.
     """
     _by_turns.append(step_by_turns)
-    profile = Optimizer.profile_hook_step
+    profile = put_hooks_around
 
     def profile_watched(step: Callable[..., Any]) -> Callable[..., Any]:
         # Torch puts its hooks around a step when the first optimizer of a class is made.
@@ -69,9 +70,12 @@ def watch_steps(step_by_turns: Callable[..., Any]) -> None:
     wrap_in_subclasses(Optimizer, "step", _watched_step)
 
 
-# What torch puts around every class's step, to call hooks; all have one code.
-_profile: Any = Optimizer.profile_hook_step
-_HOOKED = _profile(lambda self: None).__code__
+@cache
+def _hooked_code() -> Any:
+    """The code of what torch puts around every class's step, to call hooks; all have one."""
+    return put_hooks_around(lambda self: None).__code__
+
+
 _by_turns: list[Callable[..., Any]] = []
 
 
@@ -99,7 +103,7 @@ def raw_step(kind: type) -> Callable[..., Any]:
     """Returns the class's step without what mirror, and torch's hooks, have put around it."""
     step: Any = kind.step  # type: ignore[attr-defined]
     # Either may have come first, and ``hooked``, torch's mark, is then on the other.
-    while is_watched(step) or getattr(step, "__code__", None) is _HOOKED:
+    while is_watched(step) or getattr(step, "__code__", None) is _hooked_code():
         step = step.__wrapped__
     raw: Callable[..., Any] = step
     return raw
