@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
@@ -25,7 +24,7 @@ from mirror.compiler import not_compiled
 from mirror.execution.current import current, entered, replica_of
 from mirror.execution.run import recomputing
 from mirror.replica.tensors import MirroredTensor, resolve
-from mirror.torch_private import wrap_once
+from mirror.torch_private import forward_class, tracing_state, wrap_once
 
 _KEY = "_mirror_replica"
 
@@ -44,7 +43,7 @@ def _resolving(original: Callable[..., Any]) -> Callable[..., Any]:
     @not_compiled
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         for arg in (*args, *kwargs.values()):
-            if isinstance(arg, MirroredTensor) and torch._C._get_tracing_state() is None:
+            if isinstance(arg, MirroredTensor) and tracing_state() is None:
                 args = tuple(map(_resolved, args))
                 kwargs = {name: _resolved(value) for name, value in kwargs.items()}
                 break
@@ -74,7 +73,7 @@ def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
     @not_compiled
     def on_its_replica(node: Any, *args: Any) -> Any:
         known = node.__dict__.get(_KEY)
-        if known is None or hasattr(node._forward_cls, "_is_common"):
+        if known is None or hasattr(forward_class(node), "_is_common"):
             return run(node, *args)
         replicas, replica_id = known
         if replica_of(replicas) is not None:

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from mirror.compiler import is_compiled
 from mirror.execution.replicas import Replicas
-from mirror.torch_private import wrap_once
+from mirror.torch_private import SPLIT_CALL, wrap_once
 
 
 class Recorder(Protocol):
@@ -49,7 +49,7 @@ def route_of(module: nn.Module | None) -> Route | None:
 
     See [Note: Copied routes].
     """
-    route = None if module is None else module.__dict__.get("_compiled_call_impl")
+    route = None if module is None else module.__dict__.get(SPLIT_CALL)
     return route if isinstance(route, Route) and route.module() is module else None
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mirror.errors import StrategyError
 from mirror.execution.current import current
+from mirror.torch_private import make_subclass
 
 _Parameter = TypeVar("_Parameter", bound=nn.Parameter)
 
@@ -50,7 +51,7 @@ def derived(base: type[_Parameter], kind: type) -> type[_Parameter]:
 
 def parameter_like(other: Tensor, kind: type, value: Tensor, requires_grad: bool) -> Any:
     """Returns a parameter of a class, with a value and the attributes of another."""
-    made: Any = Tensor._make_subclass(kind, value.detach(), requires_grad)
+    made: Any = make_subclass(kind, value.detach(), requires_grad)
     made.__dict__.update(attributes_of(other))
     return made
 

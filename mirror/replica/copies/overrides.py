@@ -19,8 +19,7 @@ from mirror.replica.copies.hooks import (
 from mirror.replica.copies.kinds import parameter_like
 from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.tensors import DATA, GRAD, REQUIRES_GRAD, resolve, special
-
-_NEW_PARAMETER = nn.Parameter.__new__.__code__
+from mirror.torch_private import NEW_PARAMETER, WithoutSubclass
 
 
 @special(GRAD.__get__)
@@ -44,7 +43,7 @@ def _delete_grad(self: Any) -> None:
 @special(Tensor.detach)
 def _detach(self: Any) -> Tensor:
     if isinstance(self, MirroredParameter):
-        if sys._getframe(2).f_code is _NEW_PARAMETER and self._mirrored.here() is None:
+        if sys._getframe(2).f_code is NEW_PARAMETER and self._mirrored.here() is None:
             return _another(self)
         self._hand_out(None)  # its numpy array may be written without a new version
     detached: Tensor = self._resolve(Tensor.detach).detach()
@@ -128,7 +127,7 @@ def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
     copies = parameter._mirrored.copies if is_outside else (parameter._resolve(),)
     if not copies[0].requires_grad:
         return copies
-    with torch._C.DisableTorchFunctionSubclass():
+    with WithoutSubclass():
         return *copies, get_gradient_edge(parameter)
 
 

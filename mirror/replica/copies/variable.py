@@ -42,6 +42,7 @@ from mirror.replica.copies.hooks import (
 )
 from mirror.replica.copies.kinds import copied_once, derived, parameter_like, set_to
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
+from mirror.torch_private import WithoutSubclass
 
 
 class ReplicaParameter(nn.Parameter):
@@ -301,7 +302,7 @@ class Variable:
             self.require_grad_of(r, requires_grad)
         owner = self.owner()
         if owner is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with WithoutSubclass():
                 REQUIRES_GRAD.__set__(owner, requires_grad)
             if requires_grad:
                 self.gradients.receive(self, owner)

@@ -25,6 +25,7 @@ from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.copies.registry import Registry
 from mirror.replica.copies.variable import GradientAccess, settle
 from mirror.replica.copies.variable import Variable as Variable
+from mirror.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 
 
 class Variables:
@@ -58,9 +59,9 @@ class Variables:
         """
         kind, gradients = type(parameter), self._gradients
         refuse_operations(kind, name)
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_post_accumulate_hooks(parameter):
             refuse_post_accumulate_hook()
-        grad, hooks = parameter.grad, parameter._backward_hooks
+        grad, hooks = parameter.grad, hooks_of(parameter)
         if parameter.device != self._replicas.devices[0]:
             parameter.data = parameter.data.to(self._replicas.devices[0])
         variable = Variable(parameter, name, self._replicas, gradients, self.mirror)
@@ -69,7 +70,7 @@ class Variables:
         parameter.grad = None
         if hooks:
             variable.hooks = hooks  # their handles remove them from there
-            parameter._backward_hooks = None
+            forget_hooks(parameter)
             for copy in variable.copies:
                 gradients.watch(copy)
         if parameter.requires_grad:

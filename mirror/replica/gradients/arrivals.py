@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.tensors import GRAD
+from mirror.torch_private import use_counts
 from mirror.values import are_identical
 
 Column = list[Any]  # one replica's local gradients, None where it has none
@@ -72,10 +73,10 @@ def unshare(columns: list[Column]) -> None:
     in ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd looks at the tensor alone.
     """
     for column in columns:
-        for i, grad in enumerate(column):
+        for i, count in enumerate(use_counts(column)):
             # One holder is the gradient, one the handle that is passed.
-            if torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2:
-                column[i] = grad.clone()
+            if count > 2:
+                column[i] = column[i].clone()
 
 
 def common_scale(shares: Mapping[int, float]) -> float | None:

@@ -5,7 +5,6 @@ Which passes, and why: [Note: Seams] in ``seams.py``.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -16,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from mirror.compiler import compiles_backward
 from mirror.execution.current import current, entered
 from mirror.execution.runner import Runner
 from mirror.execution.thread_state import ThreadState
 from mirror.replica.gradients.seams import Node, live_seams, parts_of
 from mirror.timeline import BACKWARD, CROSS
+from mirror.torch_private import current_graph_task_id, functions_interpreter, num_dispatch_modes
 
 _WHOLE_PASS = {"allow_unreachable": True, "accumulate_grad": True}  # backward, not grad
 
@@ -123,11 +124,10 @@ class ParallelPass:
 
 def _is_followed() -> bool:
     """Whether something looks at the whole pass, or the thread is in another one."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return (
-        torch._C._current_graph_task_id() != -1
+        current_graph_task_id() != -1
         or torch.is_anomaly_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or getattr(compiled, "compiled_autograd_enabled", False)
+        or functions_interpreter() is not None
+        or num_dispatch_modes() > 0
+        or compiles_backward()
     )

@@ -8,7 +8,6 @@ strategy is made. It costs a microsecond a pass. There, too, passes outside ``ru
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,21 +22,16 @@ from mirror.replica.gradients.parallel_pass import backward_at_once
 from mirror.replica.gradients.plain import note_pass
 from mirror.replica.gradients.watch import Watch
 from mirror.timeline import BACKWARD, CROSS, Timeline, latest
+from mirror.torch_private import PASS, current_graph_task_id, wrap_once
 
-_START = "_engine_run_backward"
 _lock = threading.Lock()
-_is_watching = False
 _watches: tuple[weakref.ref[Watch], ...] = ()  # what wants to know of backward passes
 
 
 def watch_passes() -> None:
     """Has every backward pass noted on the timeline it belongs to."""
-    global _is_watching
-    with _lock:
-        run = getattr(torch.autograd, _START, None)
-        if run is not None and not _is_watching:
-            _is_watching = True
-            setattr(torch.autograd, _START, _noting(run))
+    if hasattr(torch.autograd, PASS):
+        wrap_once(torch.autograd, PASS, _noting)
 
 
 def watch_passes_of(watch: Watch) -> bool:
@@ -46,12 +40,11 @@ def watch_passes_of(watch: Watch) -> bool:
     with _lock:
         alive = (known for known in _watches if known() is not None)
         _watches = (*alive, weakref.ref(watch))
-    return hasattr(torch.autograd, _START)
+    return hasattr(torch.autograd, PASS)
 
 
 def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
     @opaque
-    @functools.wraps(run)
     def noted(*args: Any, **kwargs: Any) -> Any:
         timeline, lane = lane_here()
         if timeline is not None:
@@ -86,7 +79,7 @@ def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]
 def _tell_watches() -> list[tuple[Watch, object, int | None]]:
     """Tells that a pass begins: the watch of the current replica, whose it is, and all others."""
     replica = current.replica
-    within = torch._C._current_graph_task_id() != -1
+    within = current_graph_task_id() != -1
     told: list[tuple[Watch, object, int | None]] = []
     for known in _watches:
         watch = known()

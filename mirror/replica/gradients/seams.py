@@ -47,11 +47,11 @@ from mirror.execution.runner import Runner
 from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.tensors import MirroredTensor
 from mirror.timeline import CROSS
+from mirror.torch_private import ACCUMULATES, HIDES_ANOTHER
 from mirror.values import PerReplica, map_structure
 
 Node = Any
 _KEY = "mirror.seam"
-_SILENT_KINDS = {"CopySlices", "CppFunction"}  # they hold another node; are of any kind
 _MOST_NODES = 256  # of step 1: what it holds runs in one thread
 live_seams: weakref.WeakSet[Seam] = weakref.WeakSet()
 _hooks_of: dict[type, Callable[[Node], Sequence[Any]] | None] = {}  # by kind; see _unpacking
@@ -199,7 +199,7 @@ def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
         return False
     if hooks.count(None) < len(hooks):
         return False
-    if kind.__name__ != "AccumulateGrad":
+    if kind.__name__ != ACCUMULATES:
         return True
     leaf = node.variable
     if isinstance(leaf, ReplicaParameter):
@@ -212,7 +212,7 @@ def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
 def _unpacking(kind: type) -> Callable[[Node], Sequence[Any]] | None:
     """Returns what tells the hooks that unpack a node's saved tensors; ``None``: nothing does."""
     is_python = issubclass(kind, torch.autograd.function.BackwardCFunction)
-    if is_python or kind.__name__ in _SILENT_KINDS:
+    if is_python or kind.__name__ in HIDES_ANOTHER:
         return None
     names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     if not names:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mirror.replica.copies.parameters import ReplicaParameter
 from mirror.replica.tensors import MirroredTensor
+from mirror.torch_private import ACCUMULATES, arriving_shape
 
 Shape = tuple[int, ...]
 
@@ -95,7 +96,7 @@ def _of_product(
 
 
 def _is_stack_of_scalars(node: Any) -> bool:
-    return _name(node) == "Stack" and len(node._input_metadata[0].shape) == 1
+    return _name(node) == "Stack" and len(arriving_shape(node, 0)) == 1
 
 
 def _factors_within(node: Any) -> Iterator[tuple[bool, Any]]:
@@ -114,7 +115,7 @@ def _factors_within(node: Any) -> Iterator[tuple[bool, Any]]:
 
 
 def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
-    if name == "AccumulateGrad":
+    if name == ACCUMULATES:
         if _is_parameter(node.variable):
             return Term("same")
         raise Untold
@@ -140,7 +141,7 @@ def _is_same(node: Any) -> bool:
 
 def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
     """Whether what a node reduces is made of parameters, elementwise or by products."""
-    if _name(node) == "AccumulateGrad":
+    if _name(node) == ACCUMULATES:
         return _is_parameter(node.variable)
     found = [node]
     for seen in range(_MOST_BELOW):
@@ -148,7 +149,7 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
             return True
         below = found.pop()
         name = _name(below)
-        if name == "AccumulateGrad":
+        if name == ACCUMULATES:
             if not _is_parameter(below.variable):
                 return False
             continue
@@ -160,7 +161,7 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
                 found.append(following)
                 # A larger result is one of something else, too.
                 if len(inputs) > 1 and name in _ELEMENTWISE:
-                    if _shape(below, i) != tuple(below._input_metadata[0].shape):
+                    if _shape(below, i) != arriving_shape(below, 0):
                         return False
             elif name in _PRODUCTS or hasattr(below, "_saved_reduction"):
                 return False
@@ -259,7 +260,7 @@ def saved(node: Any, name: str) -> Any:
 def _shape(node: Any, i: int) -> Shape:
     """Returns the shape of a node's i-th input that has a graph."""
     following, number = node.next_functions[i]
-    return tuple(following._input_metadata[number].shape)
+    return arriving_shape(following, number)
 
 
 def _name(node: Any) -> str:

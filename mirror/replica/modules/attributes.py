@@ -42,12 +42,11 @@ from mirror.replica.copies.parameters import ReplicaParameter
 from mirror.replica.modules.own_values import MISSING, OwnValues
 from mirror.replica.modules.transparent_call import TransparentCall
 from mirror.replica.routing import owner_of, route_of
-from mirror.torch_private import wrap_once
+from mirror.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
 
 # What torch itself keeps on a module, ``training`` among it, says the same on every replica.
 _SHARED = frozenset(nn.Module().__dict__)
 # Lists of their weights, or references to them, that RNNs make anew in every call.
-_WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
 _DICTS = frozenset(("_parameters", "_buffers", "_modules"))
 _installing = threading.Lock()
 
@@ -121,8 +120,8 @@ def watch_attributes() -> None:
 
 def _noticing_set(original: Callable[..., None]) -> Callable[..., None]:
     def setattr_noticed(self: nn.Module, name: str, value: Any) -> None:
-        if "_compiled_call_impl" in self.__dict__ and name not in _SHARED:
-            if name in _WEIGHT_LISTS:
+        if SPLIT_CALL in self.__dict__ and name not in _SHARED:
+            if name in WEIGHT_LISTS:
                 value = [_for_all(weight) for weight in value]
             elif current.replica is not None:
                 _notice(self, name, value)
@@ -139,7 +138,7 @@ def _noticing_set(original: Callable[..., None]) -> Callable[..., None]:
 
 def _noticing_delete(original: Callable[..., None]) -> Callable[..., None]:
     def delattr_noticed(self: nn.Module, name: str) -> None:
-        if current.replica is not None and "_compiled_call_impl" in self.__dict__:
+        if current.replica is not None and SPLIT_CALL in self.__dict__:
             _notice(self, name, MISSING)
         original(self, name)
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.routing import owner_of
-from mirror.torch_private import wrap_once
+from mirror.torch_private import CONVERT, wrap_once
 
 Conversion = Callable[[Tensor], Tensor]
 
 
 def watch_conversions() -> None:
     """Has ``Module._apply``, which all conversions come to, look at mirrored modules; for good."""
-    wrap_once(nn.Module, "_apply", _looking)
+    wrap_once(nn.Module, CONVERT, _looking)
 
 
 def _looking(original: Callable[..., Any]) -> Callable[..., Any]:

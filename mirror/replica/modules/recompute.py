@@ -13,18 +13,20 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import torch
-
 from mirror.execution.replicas import Replicas
 from mirror.replica.copies.parameters import ReplicaParameter
-from mirror.torch_private import top_saved_tensors_hooks
+from mirror.torch_private import (
+    current_autograd_node,
+    current_graph_task_id,
+    top_saved_tensors_hooks,
+)
 
 
 def replica_of_backward(replicas: Replicas) -> int | None:
     """Returns the replica whose graph a backward pass is in; ``None`` outside of one."""
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return None
-    nodes: deque[Any] = deque([torch._C._current_autograd_node()])
+    nodes: deque[Any] = deque([current_autograd_node()])
     seen = set(nodes)
     while nodes:
         node = nodes.popleft()

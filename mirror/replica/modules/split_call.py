@@ -23,6 +23,7 @@ from mirror.replica.joining.outputs import join_outputs
 from mirror.replica.modules.metric_calls import is_metric
 from mirror.replica.routing import Recorder
 from mirror.replica.tensors import MirroredTensor
+from mirror.torch_private import WHOLE_CALL, Loss, functions_interpreter, is_tracing
 from mirror.values import PerReplica
 
 # Modules whose batch is not the first dimension, unless they are told so.
@@ -72,7 +73,7 @@ def call_in_turn(
         StrategyError: an argument is an iterator, or was changed in ways that cannot be joined.
     """
     if _is_followed():
-        return module._call_impl(*args, **kwargs)
+        return getattr(module, WHOLE_CALL)(*args, **kwargs)
     modules.mirror_recorded()
     runner, replicas = modules.runner, modules.replicas
     if replicas.num_replicas == 1:
@@ -202,7 +203,7 @@ def _positional_names(module: nn.Module) -> Sequence[str]:
 def _splits(module: nn.Module) -> bool:
     if isinstance(module, _SEQUENCE_FIRST) and not _batch_first(module):
         return False
-    if isinstance(module, nn.modules.loss._Loss) or is_metric(module):
+    if isinstance(module, Loss) or is_metric(module):
         return False
     variables = chain(module.parameters(), module.buffers())
     return any(isinstance(v, MirroredTensor) or is_lazy(v) for v in variables)
@@ -210,11 +211,7 @@ def _splits(module: nn.Module) -> bool:
 
 def _is_followed() -> bool:
     """Whether something follows this thread through one plain module: tracing, torch.func."""
-    return (
-        torch._C._is_tracing()
-        or torch.compiler.is_exporting()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return is_tracing() or torch.compiler.is_exporting() or functions_interpreter() is not None
 
 
 def _is_lazy(module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from mirror.replica.modules.own_values import Attributes, OwnValues
 from mirror.replica.modules.recompute import replica_of_backward, saves_are_hooked
 from mirror.replica.modules.split_call import Mirroring, call_in_turn
 from mirror.replica.routing import Route
+from mirror.torch_private import SPLIT_CALL, WHOLE_CALL
 
 
 class Keeper(Mirroring, Protocol):
@@ -75,7 +76,7 @@ class TransparentCall(Route):
         except KeyError:
             holder = module
         if holder is not module and self._is_copied_into(holder):
-            return holder._call_impl(*args, **kwargs)
+            return getattr(holder, WHOLE_CALL)(*args, **kwargs)
         assert module is not None
         replica = current.replica
         if replica is None or replica.replicas is not self.replicas:
@@ -84,12 +85,12 @@ class TransparentCall(Route):
             return self.compiled(*args, **kwargs)
         if not self.is_plain:
             if is_metric(module):
-                return call_once(replica, module, module._call_impl, args, kwargs)
+                return call_once(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
             if isinstance(module, LazyModuleMixin):
                 self.recorder.initialize(module, replica, args, kwargs)
             if self.renormalizes:
                 renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
-        return module._call_impl(*args, **kwargs)
+        return getattr(module, WHOLE_CALL)(*args, **kwargs)
 
     # Copies and pickles of a module are ordinary, also where its class has a __getstate__ or
     # __deepcopy__ that takes all there is: what an ordinary module has in this place is None.
@@ -104,7 +105,7 @@ class TransparentCall(Route):
     def _call_outside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         hold = let_go()
         try:
-            whole: Callable[..., Any] = self.compiled or module._call_impl
+            whole: Callable[..., Any] = self.compiled or getattr(module, WHOLE_CALL)
             if current.in_whole_call:
                 return whole(*args, **kwargs)
             if current.replica is not None and torch.is_grad_enabled():
@@ -122,4 +123,4 @@ class TransparentCall(Route):
     def _is_copied_into(self, holder: Any) -> bool:
         """Whether another module holds this call. See [Note: Copied routes]."""
         is_module = isinstance(holder, nn.Module)
-        return is_module and holder.__dict__.get("_compiled_call_impl") is self
+        return is_module and holder.__dict__.get(SPLIT_CALL) is self
