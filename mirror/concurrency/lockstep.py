@@ -34,20 +34,20 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from mirror.concurrency.merge_point import MergePoint, Raised, Released
+from mirror.concurrency.failure import Failure
+from mirror.concurrency.merge_point import Act, MergePoint, Raised, Released, just_act
 from mirror.concurrency.pace import Pace
 from mirror.concurrency.stack import (
     call_noted,
     callees_of,
     frame_of,
-    note_replica,
     positions,
     raise_in,
 )
 from mirror.concurrency.standstill import are_unlike, divergence, stand, timeout
 from mirror.concurrency.threads import Threads
 from mirror.concurrency.wake import Gate
-from mirror.errors import CollectiveTimeoutError, DivergenceError
+from mirror.errors import CollectiveTimeoutError
 
 # A replica that has not moved for this long is taken to be blocked (staggered schedule).
 BLOCKED_AFTER_SECONDS = 0.0003
@@ -83,8 +83,10 @@ class Lockstep:
         self._finished, self._threads = Gate(), Threads(names, self._work)
         self._begin_run({})
 
-    def _begin_run(self, tasks: Tasks, at_once: bool | None = None) -> None:
-        self._tasks = tasks
+    def _begin_run(
+        self, tasks: Tasks, at_once: bool | None = None, act: Act | None = None
+    ) -> None:
+        self._tasks, self._act = tasks, act or just_act
         self._threads.caller, self._threads.here = threading.current_thread(), None
         self._runnable = deque(tasks)  # in the order in which they get the turn
         self._running: set[int] = set()
@@ -93,8 +95,7 @@ class Lockstep:
         self._unstarted = set(tasks)
         self._order = list(tasks)  # of this stretch between two merges
         self._results: dict[int, Any] = {}
-        self._failure: BaseException | None = None
-        self._failed_replica: int | None = None
+        self._failure = Failure()
         self._acting = False  # whether a merge's action runs, for which no deadline holds
         self._interrupted = False  # whether one who waited was
         self._moves = 0  # counts turns, so that the caller sees progress
@@ -102,18 +103,21 @@ class Lockstep:
         self.is_eager = wants_all and self._schedule == "concurrent"
         self.takes_turns = not (self._staggered or self.is_eager)
 
-    def run(self, tasks: Tasks, *, at_once: bool | None = None) -> dict[int, Any]:
+    def run(
+        self, tasks: Tasks, *, at_once: bool | None = None, act: Act | None = None
+    ) -> dict[int, Any]:
         """Runs one task per replica id and returns their results by replica id.
 
         Args:
             at_once: under ``"concurrent"``, whether all start at once; ``None``: by their pace.
+            act: runs the actions of merge points; ``None``: they are just called.
 
         Raises:
             DivergenceError: the replicas did not all reach the same merge points.
             CollectiveTimeoutError: no replica moved for ``timeout_seconds``.
             BaseException: what a task raised, with a note that names the replica.
         """
-        self._begin_run(tasks, at_once)
+        self._begin_run(tasks, at_once, act)
         if len(tasks) == 1:
             replica_id, task = tasks.popitem()
             return {replica_id: call_noted(task, self.names[replica_id])}
@@ -124,24 +128,19 @@ class Lockstep:
             with self._mutex:  # the first ones may stop before all have been given their turn
                 self._give_turns()
             self._await()
-        failure, failed_replica, results = self._failure, self._failed_replica, self._results
+        failure, results = self._failure, self._results
         self._begin_run({})  # keeps nothing of this run alive
-        if failure is not None:
+        if failure.error is not None:
             if not self.usable:
                 self.dismiss()
-            if failed_replica is not None:
-                note_replica(failure, self.names[failed_replica])
-            try:
-                raise failure
-            finally:
-                del failure
+            failure.throw(self.names)
         return {replica_id: results[replica_id] for replica_id in tasks}
 
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
         if len(self._order) < 2:
-            return point.action({replica_id: point.payload})[replica_id]
-        if self._failure is not None or self._threads.dismissed:
+            return self._act(point.action, {replica_id: point.payload})[replica_id]
+        if self._failure.error is not None or self._threads.dismissed:
             raise Released
         try:
             if not self._stop(replica_id, point):
@@ -152,7 +151,7 @@ class Lockstep:
                 self._waiting.pop(replica_id, None)
                 self._runnable.remove(replica_id)
             raise
-        if self._failure is not None or self._threads.dismissed:
+        if self._failure.error is not None or self._threads.dismissed:
             raise Released
         outcome = self._results.pop(replica_id)
         if isinstance(outcome, Raised):
@@ -211,17 +210,17 @@ class Lockstep:
     def _meet(self, last: int) -> None:
         """Decides, once all have stopped, what happens, and who may go on."""
         waiting = self._waiting
-        if self._failure is None and waiting:
+        if self._failure.error is None and waiting:
             if len(waiting) < len(self._order) or are_unlike(waiting.values()):
-                self._failure = divergence(self._tell_where())
+                self._failure.error = divergence(self._tell_where())
             else:
-                self._act(last, dict(waiting))
+                self._merge(last, dict(waiting))
         self._order = [last, *(r for r in reversed(self._order) if r != last)]
         self._runnable.extend(r for r in self._order if r in waiting)
         waiting.clear()
         self._frames.clear()
 
-    def _act(self, last: int, points: dict[int, MergePoint]) -> None:
+    def _merge(self, last: int, points: dict[int, MergePoint]) -> None:
         payloads = {r: points[r].payload for r in sorted(points)}
         action = points[min(points)].action
         # Everybody else stands still; the mutex is let go because the action may start a run of
@@ -230,7 +229,7 @@ class Lockstep:
         self._mutex.release()
         self._acting = True
         try:
-            self._results.update(action(payloads))
+            self._results.update(self._act(action, payloads))
         except BaseException as error:
             self._results.update(dict.fromkeys(payloads, Raised(error)))
         finally:
@@ -255,8 +254,8 @@ class Lockstep:
                 self._running.discard(threads.here)
             self._abandon(interrupt)
             return
-        if self._interrupted and self._failure is not None:
-            self._abandon(self._failure)  # while another had the turn
+        if self._interrupted and self._failure.error is not None:
+            self._abandon(self._failure.error)  # while another had the turn
         else:
             self._await()
 
@@ -283,21 +282,13 @@ class Lockstep:
         try:
             self._results[replica_id] = self._tasks[replica_id]()
         except Released as released:
-            self._blame(released.__context__, replica_id)
+            self._failure.blame(released.__context__, replica_id)
         except BaseException as error:
-            # The first failure tells the cause; what unwinding raises does not.
-            if self._failure is None:
-                self._failure, self._failed_replica = error, replica_id
-
-    def _blame(self, cause: BaseException | None, replica_id: int) -> None:
-        """An exception whose handling met a divergence caused it, and goes before it."""
-        unblamed = isinstance(self._failure, DivergenceError) and self._failed_replica is None
-        if unblamed and cause is not None and not isinstance(cause, Released):
-            self._failure, self._failed_replica = cause, replica_id
+            self._failure.note(error, replica_id)
 
     def _skip_the_unstarted(self) -> None:
         """Ends, in a run that has failed, those who have not begun."""
-        if self._failure is not None:
+        if self._failure.error is not None:
             with self._mutex:
                 self._runnable = deque(r for r in self._runnable if r not in self._unstarted)
 
@@ -315,7 +306,7 @@ class Lockstep:
                     seen, deadline = position, monotonic() + self._limit
                 elif self._staggered:
                     with self._mutex:
-                        if self._runnable and self._running and self._failure is None:
+                        if self._runnable and self._running and self._failure.error is None:
                             self._threads.wake(self._next(), near=False)
                 if monotonic() > deadline:
                     self._abandon(timeout(self._limit, self._tell_where()))
@@ -335,7 +326,8 @@ class Lockstep:
         for run in abandoned:  # grows
             # An asynchronous exception may strike our own code: never reuse these threads.
             run.usable = False
-            run._failure, run._failed_replica = failure if run is self else Released(), None
+            run._failure.error = failure if run is self else Released()
+            run._failure.replica_id = None
             for thread in set(map(run._threads.of, tuple(run._running))) - unwound:
                 unwound.add(thread)
                 raise_in(thread, Released)

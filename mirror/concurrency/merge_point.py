@@ -6,6 +6,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+Payloads = dict[int, Any]  # by replica id
+Action = Callable[[Payloads], Payloads]
+Act = Callable[[Action, Payloads], Payloads]
+
 
 @dataclass(slots=True)
 class MergePoint:
@@ -22,7 +26,7 @@ class MergePoint:
     operation: str
     signature: Hashable
     payload: Any
-    action: Callable[[dict[int, Any]], dict[int, Any]]
+    action: Action
     detail: str = ""
 
     def __str__(self) -> str:
@@ -38,3 +42,8 @@ class Raised:
 
 class Released(BaseException):
     """Unwinds a replica whose run has failed elsewhere; never reaches the user."""
+
+
+def just_act(action: Action, payloads: Payloads) -> Payloads:
+    """Runs the action of a merge point, as it is."""
+    return action(payloads)

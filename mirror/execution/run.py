@@ -10,7 +10,7 @@ from typing import Any
 from mirror.accelerator.stopwatch import Stopwatch
 from mirror.compiler import let_go, take_hold
 from mirror.concurrency.lockstep import Lockstep
-from mirror.concurrency.merge_point import MergePoint
+from mirror.concurrency.merge_point import Action, MergePoint, Payloads
 from mirror.concurrency.no_merges import NoMerges
 from mirror.errors import StrategyError
 from mirror.execution.current import check_current, current, enter, leave
@@ -127,18 +127,6 @@ class Run:
             )
         if replica.lent:
             replica.give_back()
-        action, strategy = point.action, self.replicas.strategy
-
-        def act(payloads: dict[int, Any]) -> dict[int, Any]:
-            if self.modes or self.assigned:
-                self._check()
-            enter(strategy, None)
-            try:
-                return action(payloads)
-            finally:
-                leave()
-
-        point.action = act
         watch = self.stopwatches[replica_id] if self.stopwatches else None
         timeline = self.replicas.timeline
         hold = let_go()  # actions are no code of the user's
@@ -146,7 +134,11 @@ class Run:
         if watch is not None:
             watch.stop()
         try:
-            result = self.lockstep.merge(replica_id, point)
+            result = (
+                self.act(point.action, {replica_id: point.payload})[replica_id]
+                if self.is_default  # nobody else is there
+                else self.lockstep.merge(replica_id, point)
+            )
         except Exception:  # what the replica may handle, and go on
             self.enter_stream(replica_id)
             raise
@@ -159,6 +151,16 @@ class Run:
             if watch is not None:
                 watch.start()
             take_hold(hold)
+
+    def act(self, action: Action, payloads: Payloads) -> Payloads:
+        """Runs the action of a merge point, in the cross-replica context."""
+        if self.modes or self.assigned:
+            self._check()
+        enter(self.replicas.strategy, None)
+        try:
+            return action(payloads)
+        finally:
+            leave()
 
     def enter_stream(self, replica_id: int) -> None:
         """Has a replica, which has got the turn, draw from its own stream."""

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any
 
-import torch
-
 from mirror.accelerator.stopwatch import Stopwatch
 from mirror.concurrency.lockstep import Lockstep, Tasks
 from mirror.devices import (
@@ -25,7 +23,8 @@ from mirror.devices import (
 from mirror.errors import StrategyError
 from mirror.execution.current import current, enter, is_inside, leave, replica_of
 from mirror.execution.nesting import refuse_within_another
-from mirror.execution.part import GoesAlone, Part, nothing
+from mirror.execution.part import GoesAlone, Part
+from mirror.execution.parts import Parts
 from mirror.execution.random_streams import RandomStreams, Streams
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.run import Run
@@ -71,63 +70,20 @@ class Runner:
 
     def keep(self, parts: Sequence[Part]) -> None:
         """Has these parts told what happens, in this order. See [Note: Parts]."""
-
-        def of(event: str) -> tuple[Callable[..., None], ...]:
-            told = (getattr(part, event) for part in parts)
-            return tuple(method for method in told if method is not nothing)
-
-        self._at_prepare, self._at_returned = of("prepare"), of("returned")
-        self._at_finish, self._at_ran = of("finish"), of("ran")
-        self._at_bring_along, self._at_settle = of("bring_along"), of("settle")
-        self._at_recover, self._at_merging = of("recover"), of("merging")
-
-    # What happens between runs
-
-    def prepare(self) -> None:
-        """Makes all replicas equal to what the cross-replica context left."""
-        if torch.is_inference_mode_enabled():
-            # What is made here, of state too, outlives the caller's inference mode.
-            with torch.inference_mode(False), torch.no_grad():
-                self.prepare()
-            return
-        for prepare in self._at_prepare:
-            prepare()
+        self._parts = Parts(self.replicas.num_replicas, parts)
+        self.prepare, self.recover = self._parts.prepare, self._parts.recover
 
     def call_outside(self, run: Run, fn: Callable[[], Any]) -> Any:
         """Calls ``fn`` in a merge: as if the run had ended here, and a new one began after."""
-        self._finish(run)
-        self._ran(run)
-        self._bring_along(run)
+        self._parts.finish(run)
+        self._parts.ran(run)
+        self._parts.bring_along(run)
         if run.streams is not None:
             run.streams.enter_first()
         try:
             return fn()
         finally:
             self.prepare()
-
-    def recover(self) -> None:
-        """Brings all replicas back to the first one's state after something has failed."""
-        for recover in self._at_recover:
-            recover()
-
-    def _finish(self, run: Run) -> None:
-        if run.modes:
-            run.check_modes()
-        for finish in self._at_finish:
-            finish(run)
-
-    def _ran(self, run: Run) -> None:
-        for ran in self._at_ran:
-            ran(run.active)
-
-    def _bring_along(self, run: Run) -> None:
-        idle = [r for r in range(self.replicas.num_replicas) if r not in run.active]
-        if idle:
-            with torch.inference_mode(False), torch.no_grad():
-                for bring_along in self._at_bring_along:
-                    bring_along(run.active[0], idle)
-        for settle in self._at_settle:
-            settle()
 
     # Runs
 
@@ -188,7 +144,7 @@ class Runner:
             outer,
             stopwatches=self.stopwatches,
             streams=self._begin_streams(active),
-            checks=self._at_merging,
+            checks=self._parts.at_merging,
         )
         if len(self._generators) > 1:
             separate_streams(self._generators)
@@ -201,10 +157,10 @@ class Runner:
         try:
             # Activation checkpointing wants what is saved in one order.
             in_order = state.saved_tensors_hooks is not None
-            run.results = lockstep.run(tasks, at_once=False if in_order else None)
-            for returned in self._at_returned:
-                returned()
-            self._finish(run)
+            at_once = False if in_order else None
+            run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
+            self._parts.returned()
+            self._parts.finish(run)
         except BaseException:
             if self._goes_on(run):
                 self.running = outer
@@ -217,8 +173,8 @@ class Runner:
             state.restore()
             if run.streams is not None:
                 run.streams.end()
-            self._ran(run)
-        self._bring_along(run)
+            self._parts.ran(run)
+        self._parts.bring_along(run)
         if outer is None:
             timeline.note_run()
         return run

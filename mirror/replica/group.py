@@ -71,11 +71,6 @@ class ReplicaGroup:
         self.names, self.timeline = self.replicas.names, self.replicas.timeline
         self.strategy, self.weighted, self.communicator = strategy, weighted, communicator
         self.is_one_device = self.replicas.is_one_device
-        self.run, self.prepare, self.recover = (
-            self.runner.run,
-            self.runner.prepare,
-            self.runner.recover,
-        )
         self.check_usable, self.check_between_runs = (
             self.runner.check_usable,
             self.runner.check_between_runs,
@@ -109,6 +104,11 @@ class ReplicaGroup:
         if self._simulates:
             keep_freed_memory()
         self.runner.keep(self._parts())
+        self.run, self.prepare, self.recover = (
+            self.runner.run,
+            self.runner.prepare,
+            self.runner.recover,
+        )
 
     @property
     def running(self) -> Run | None:
