@@ -54,7 +54,6 @@ TESTED_BY = {
     "replica/optimizer/global_hooks.py": "replica/optimizer/test_hooks.py",
     "replica/optimizer/loan.py": "replica/optimizer/test_steps.py",
     "replica/optimizer/optimizers.py": "replica/optimizer/test_making.py",
-    "replica/routing.py": "replica/test_functions.py",
     "replica/tensors.py": "replica/test_functions.py",
     "strategy/arguments.py": "strategy/test_gradients.py",
     "strategy/inspection.py": "replica/copies/test_identity.py",
