@@ -90,9 +90,20 @@ def is_watched(method: Any) -> bool:
 
 
 def call_once(
-    context: Replica, method: Method, target: Any, args: Any, kwargs: Any
+    context: Replica,
+    method: Method,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    *,
+    seen: Any = None,
+    check: Callable[[dict[int, Any]], None] | None = None,
 ) -> tuple[Any, bool]:
     """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
+
+    Args:
+        seen: what the replica has found in the target.
+        check: is called before with what all have found.
 
     Returns:
         This replica's result, and whether a closure was called.
@@ -111,10 +122,12 @@ def call_once(
                 f"every replica has called {what} of a {kind} of its own, over parameters that "
                 "all share; make it outside strategy.run"
             )
+        if check is not None:
+            check({r: payload[3] for r, payload in payloads.items()})
         closures: list[_Closure] = []
 
         def call() -> Any:
-            trees = [payloads[r][1:] for r in run.active]
+            trees = [payloads[r][1:3] for r in run.active]
             joined = functools.partial(_joined, run, what, closures)
             one_args, one_kwargs = map_structure(joined, *trees)
             return method(target, *one_args, **one_kwargs)
@@ -126,7 +139,7 @@ def call_once(
                 return {r: (loss, True) for r, loss in closure.losses.items()}
         return dict.fromkeys(payloads, (result, has_called))
 
-    point = MergePoint(what, (kind,), (target, tuple(args), dict(kwargs)), action)
+    point = MergePoint(what, (kind,), (target, tuple(args), dict(kwargs), seen), action)
     result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
     return result
 

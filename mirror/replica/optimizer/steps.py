@@ -35,6 +35,7 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored, replicas_reached
 from mirror.replica.optimizer.once import call_once, is_watched, watched, wrap_in_subclasses
+from mirror.replica.optimizer.options import options_of, refuse_different
 from mirror.torch_private import put_hooks_around
 
 _TORCHS = "torch.optim."
@@ -121,7 +122,13 @@ def _step_in_run(
     if _may_step_by_turns(optimizer) and not (args or kwargs):
         return _by_turns[0](step, optimizer, context)
     result, _ = call_once(
-        context, _once(step, context.replicas.devices[0]), optimizer, args, kwargs
+        context,
+        _once(step, context),
+        optimizer,
+        args,
+        kwargs,
+        seen=options_of(optimizer),
+        check=lambda seen: refuse_different(optimizer, seen, "before a step"),
     )
     return result
 
@@ -159,14 +166,21 @@ def _may_step_by_turns(optimizer: Optimizer) -> bool:
     )
 
 
-def _once(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def _once(step: Callable[..., Any], context: Replica) -> Callable[..., Any]:
     """Returns a step over mirrored parameters, in the cross-replica context."""
 
     def once(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_what_is_not_mirrored(optimizer)
-        if any(map(callable, (*args, *kwargs.values()))):
-            return step(optimizer, *args, **kwargs)  # forward may draw
-        return refusing_draws(lambda: step(optimizer, *args, **kwargs), device)
+        evaluates = any(map(callable, (*args, *kwargs.values())))  # forward may draw
+        if evaluates:
+            result = step(optimizer, *args, **kwargs)
+        else:
+            home = context.replicas.devices[0]
+            result = refusing_draws(lambda: step(optimizer, *args, **kwargs), home)
+        mirror = vars(optimizer).get("_mirror")
+        if mirror is not None:
+            context.run.stepped.setdefault(mirror, {})  # its options are compared when run ends
+        return result
 
     once.__name__ = "step"
     return once

@@ -60,6 +60,72 @@ def test_replicas_that_change_a_rate_alike_may(make_strategy, schedule, when):
     assert run(make_strategy(3, schedule=schedule), all_alike, when) == 0.3
 
 
+class ByTurns(torch.optim.SGD):
+    def step(self):
+        super().step()
+
+
+class Once(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad)
+
+
+def rated(strategy, kind, when, who):
+    """Returns what a program leaves in which one replica alone sets a rate."""
+    model = nn.Linear(3, 2).double()
+    nn.init.zeros_(model.weight)
+    if strategy is not None:
+        strategy.mirror(model)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def change(where):
+        replica = 0 if strategy is None else here()
+        if where == when and replica == who:
+            optimizer.param_groups[0]["lr"] = 9.0
+
+    def step():
+        change("at the start")
+        model(torch.ones(2, 3).double()).sum().backward()
+        change("before")
+        optimizer.step()
+        change("after")
+
+    if strategy is None:
+        step()
+    else:
+        strategy.run(step)
+        strategy.check_replicas()
+    return model.weight.detach().clone(), optimizer.param_groups[0]["lr"]
+
+
+KINDS = [torch.optim.SGD, torch.optim.AdamW, ByTurns, Once]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("when", "who"),
+    [("at the start", 1), ("at the start", 2), ("before", 1), ("before", 2), ("after", 1)],
+)
+def test_a_later_replica_that_changes_a_rate_alone_is_told(make_strategy, kind, when, who):
+    with pytest.raises(mirror.StrategyError, match="'lr' of parameter group 0"):
+        rated(make_strategy(3), kind, when, who)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["at the start", "before"])
+def test_the_first_replica_that_changes_a_rate_alone_does_what_one_device_does(
+    make_strategy, kind, when
+):
+    expected = rated(None, kind, when, 0)
+    torch.testing.assert_close(rated(make_strategy(3), kind, when, 0), expected)
+
+
 def test_a_rate_of_a_wrapper_that_is_no_optimizer_is_told(make_strategy):
     class Warmup:
         """Counts the steps of all replicas."""
