@@ -38,7 +38,6 @@ class Replicas:
         "communicator",
         "device_types",
         "devices",
-        "group",  # transitional
         "is_nested",
         "is_one_device",
         "names",
@@ -65,7 +64,6 @@ class Replicas:
             for r, device in enumerate(self.devices)
         )
         self.strategy = strategy
-        self.group: Any = None
         self.weighted = weighted
         self.is_nested = is_nested
         self.timeline = Timeline(self.names)
@@ -151,11 +149,10 @@ class Replica:
         context: what the user sees of it, once somebody has asked.
     """
 
-    __slots__ = ("context", "device", "group", "lent", "replica_id", "replicas", "run", "weight")
+    __slots__ = ("context", "device", "lent", "replica_id", "replicas", "run", "weight")
 
     def __init__(self, replicas: Replicas, run: Together, replica_id: int, weight: float) -> None:
         self.replicas = replicas
-        self.group: Any = replicas.group  # transitional
         self.run = run
         self.replica_id = replica_id
         self.device = replicas.devices[replica_id]

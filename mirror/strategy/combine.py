@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mirror.errors import ShapeError
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.nodes import not_differentiable
 from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed, weighted_mean
 from mirror.replica.gradients.seams import sewn_values
-from mirror.replica.group import ReplicaGroup
 from mirror.strategy.arguments import check_parts
 from mirror.values import PerReplica, is_number, leaves_of, map_structure
 from mirror.wording import in_words
@@ -24,19 +24,20 @@ _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def reduce_values(group: ReplicaGroup, op: Any, value: Any, axis: int | None) -> Any:
+def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
     """See ``MirroredStrategy.reduce``."""
-    name, device, num_replicas = reduce_op(op), group.devices[0], group.num_replicas
+    name, num_replicas = reduce_op(op), runner.replicas.num_replicas
+    device = runner.replicas.devices[0]
     check_parts(num_replicas, leaves_of(value))
-    value = sewn_values(group.runner, value)
+    value = sewn_values(runner, value)
     return map_structure(lambda leaf: _reduce(name, leaf, axis, device, num_replicas), value)
 
 
-def gather_values(group: ReplicaGroup, value: Any, axis: int) -> Any:
+def gather_values(runner: Runner, value: Any, axis: int) -> Any:
     """See ``MirroredStrategy.gather``."""
-    check_parts(group.num_replicas, leaves_of(value))
-    value = sewn_values(group.runner, value)
-    return map_structure(lambda leaf: _gather(leaf, axis, group.devices[0]), value)
+    check_parts(runner.replicas.num_replicas, leaves_of(value))
+    value, device = sewn_values(runner, value), runner.replicas.devices[0]
+    return map_structure(lambda leaf: _gather(leaf, axis, device), value)
 
 
 def _reduce(

@@ -1,16 +1,18 @@
-"""Questions and settings of single mirrored objects."""
+"""Questions about what is mirrored, and whether its replicas are equal; settings of buffers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.errors import StrategyError
-from mirror.replica.copies.buffers import AGGREGATIONS, MirroredBuffer
-from mirror.replica.group import all_groups
+from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.replica.bits import same_bits
+from mirror.replica.copies.buffer import AGGREGATIONS, MirroredBuffer
 from mirror.replica.modules.dicts import ReplicaDict
+from mirror.strategy.group import Group, all_groups
 from mirror.wording import in_words
 
 
@@ -28,7 +30,7 @@ def is_mirrored(obj: object) -> bool:
         return False
     for group in all_groups():
         group.modules.mirror_recorded()
-        if group.owns(obj):
+        if group.registry.owns(obj):
             return True
     return False
 
@@ -62,3 +64,25 @@ def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
     buffer = dict.__getitem__(buffers, buffer_name)
     if isinstance(buffer, MirroredBuffer) and isinstance(buffers, ReplicaDict):
         buffer._mirrored.aggregation = buffers.aggregations[buffer_name] = how
+
+
+def compare_replicas(group: Group) -> int:
+    """Compares parameters and optimizer state; returns the number of parameters.
+
+    Raises:
+        ReplicaMismatchError: naming the first variable and replica that differ.
+    """
+    group.runner.prepare()
+    names = group.replicas.names
+    with torch.inference_mode(False), torch.no_grad():
+        for variable in group.variables:
+            first = variable.targets[0]
+            for r, target in enumerate(variable.targets):
+                if not same_bits(first, target):
+                    raise ReplicaMismatchError(
+                        f"parameter {variable.name!r} differs on {names[r]} from "
+                        f"{names[0]}; replicas must hold the same bits: look for a write "
+                        "inside run that is not the same on all replicas"
+                    )
+        group.optimizers.check()
+    return len(group.registry.parameters())

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from mirror.comm.base import Communicator
-from mirror.compiler import limits_for, opaque
-from mirror.data.distribute import DistributedDataset
-from mirror.data.options import InputContext, InputOptions, or_default
+from mirror.data.options import or_default
 from mirror.devices import is_simulated, resolve
-from mirror.errors import StrategyError
-from mirror.execution.current import current
-from mirror.execution.replicas import Replica
-from mirror.execution.runner import end_threads
-from mirror.replica.collectives.reduction import ReduceOp
-from mirror.replica.group import ReplicaGroup
 from mirror.signposts import signposted_call
-from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.backend import make_communicator
-from mirror.strategy.combine import gather_values, reduce_values
-from mirror.strategy.comparison import compare_replicas
+from mirror.strategy.base import Strategy
 from mirror.strategy.options import CommunicationOptions, check_choice
-from mirror.strategy.replica_context import ReplicaContext
-from mirror.strategy.report import Report, report_of
-from mirror.strategy.scope import Scope
-from mirror.strategy.value_context import ValueContext
-from mirror.uncopied import Uncopied
-from mirror.values import PerReplica, local_results, map_structure, regroup, select
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-T = TypeVar("T")
 
 _SCHEDULES = ("auto", "lockstep", "staggered")
 _GRADIENT_REDUCTIONS = ("mean", "sum")
 
 
 @signposted_call
-class MirroredStrategy(Uncopied):
+class MirroredStrategy(Strategy):
     """Mirrors a model's variables on all devices of one process and keeps them equal.
 
     ::
@@ -77,11 +53,6 @@ class MirroredStrategy(Uncopied):
         ValueError: an unknown ``gradient_reduction`` or ``schedule``.
     """
 
-    _instead = (
-        "make a strategy in each process; copy.deepcopy(model) and torch.save(model.state_dict()) "
-        "give ordinary copies of what it mirrors"
-    )
-
     def __init__(
         self,
         devices: Sequence[torch.device | str | int] | None = None,
@@ -94,296 +65,16 @@ class MirroredStrategy(Uncopied):
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
         options = or_default(communication_options, CommunicationOptions)
-        self._devices = resolve(devices)
-        communicator = make_communicator(backend, self._devices, options)
-        self._backend = communicator.name
-        simulated = is_simulated(self._devices)
+        resolved = resolve(devices)
+        simulated = is_simulated(resolved)
         if schedule == "auto":
             schedule = "lockstep" if simulated else "staggered"
         elif schedule == "staggered" and simulated:
             schedule = "concurrent"
-        self._takes_turns = schedule == "lockstep"
-        self._group = ReplicaGroup(
-            self._devices,
-            communicator,
-            strategy=self,
+        super().__init__(
+            resolved,
+            make_communicator(backend, resolved, options),
+            options,
             schedule=schedule,
             weighted=gradient_reduction == "mean",
-            bytes_per_pack=options.bytes_per_pack,
-            wire_dtype=options.wire_dtype,
-            timeout_seconds=options.timeout_seconds,
         )
-        self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
-        weakref.finalize(self, end_threads, self._group.runner.locksteps)
-
-    # What it is
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
-        return len(self._devices)
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The replicas' devices, in replica order."""
-        return self._devices
-
-    @property
-    def backend(self) -> str:
-        """The name of the communication backend."""
-        return self._backend
-
-    def __repr__(self) -> str:
-        devices = ", ".join(map(str, self._devices))
-        return f"{type(self).__name__}([{devices}], backend={self._backend!r})"
-
-    # Mirroring
-
-    def scope(self) -> Scope:
-        """Makes this strategy current; modules created inside are mirrored at their first use.
-
-        Returns:
-            A context manager, for ``with``; it warns if nobody enters it.
-
-        Raises:
-            StrategyError: on entry, inside another strategy's scope, inside ``run``, or after
-                ``close``.
-        """
-        return Scope(self._group)
-
-    def mirror(self, module: ModuleT) -> ModuleT:
-        """Mirrors a module made elsewhere (a pretrained one), in place, and returns it.
-
-        Raises:
-            StrategyError: it holds variables of another strategy, tensor subclasses, or is a
-                ScriptModule.
-            TypeError: it is not a module.
-        """
-        self._check_cross("mirror")
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"mirror takes a torch.nn.Module, got a {type(module).__name__}")
-        self._group.modules.mirror(module)
-        return module
-
-    # Running
-
-    @opaque
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Calls ``fn`` once per replica and returns the results regrouped.
-
-        Every PerReplica inside ``args`` and ``kwargs`` is replaced by the replica's part, anything
-        else is passed as it is. A replica for which a PerReplica has no part sits the step out.
-        Grad mode, inference mode, autocast, default dtype and default device hold in ``fn``.
-
-        Returns:
-            The structure that ``fn`` returns with PerReplica leaves: always for tensors and
-            numbers; another object stays as it is if all replicas return the very same one.
-
-        Raises:
-            DivergenceError: the replicas did not reach the same collectives.
-            StructureError: results differ in structure, or a PerReplica has a wrong number of
-                parts.
-            StrategyError: called inside ``run``, or after ``close``.
-            TypeError: ``fn`` is not a function, or a generator or async one; ``args`` no tuple.
-            BaseException: what ``fn`` raised on a replica, with a note that names it.
-        """
-        check_call(fn, args, kwargs)
-        args, kwargs = tuple(args), dict(kwargs or {})
-        active, weights = taking_part(self.num_replicas_in_sync, args, kwargs)
-
-        def call(replica_id: int) -> Any:
-            own_kwargs = select(kwargs, replica_id) if kwargs else {}
-            own_args = select(args, replica_id) if args else ()
-            return fn(*own_args, **own_kwargs)
-
-        with limits_for(self.num_replicas_in_sync):
-            run = self._group.run(call, active, weights=weights)
-        return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
-
-    def context_of(self, replica: Replica | None) -> ReplicaContext:
-        """Returns what the user sees of a replica; of the only one, outside ``run``, with None."""
-        runner = self._group.runner
-        return ReplicaContext(replica or runner.lone_replica(), runner, self._group.gradients)
-
-    def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
-        """Combines the parts of PerReplica values; keeps structures.
-
-        Args:
-            op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"``, any case, or a ReduceOp.
-            value: PerReplica tensors or numbers, nested.
-            axis: ``None`` combines across replicas, elementwise; shapes must agree, and MEAN
-                weights what comes out of ``run`` by the replicas' ``weight`` there. With an axis
-                also over that axis, where parts may differ; MEAN divides by the total count.
-
-        Returns:
-            Tensors on the first replica's device. Differentiable for sum and mean. The mean of
-            integers is of the default floating dtype.
-
-        Raises:
-            ValueError: unknown ``op``, shapes that do not agree (ShapeError), a sum of a value
-                that is not distributed.
-        """
-        self._check_cross("reduce")
-        return reduce_values(self._group, op, value, axis)
-
-    def gather(self, value: Any, axis: int = 0) -> Any:
-        """Concatenates the parts in replica order on the first replica's device; differentiable.
-
-        Raises:
-            ValueError: 0-d parts, or shapes that differ on another axis.
-        """
-        self._check_cross("gather")
-        return gather_values(self._group, value, axis)
-
-    def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns one entry per replica that took part, in order.
-
-        A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
-        """
-        return local_results(value)
-
-    # Distributing
-
-    def distribute_dataset(
-        self, dataset: Iterable[Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Distributes a DataLoader, or any iterable, of global batches.
-
-        Iterating yields the same structures with PerReplica leaves on the replicas' devices. A
-        batch is split into contiguous parts whose sizes differ by at most one, larger first, or
-        follow ``options.weights``. A background thread reads, splits and copies batches ahead; a
-        dataset that follows the training state (a model's own samples) needs ``prefetch=0``. What
-        draws random numbers in this process is read when asked for, so that a seed gives one
-        result: [Note: Draws of a loader] in ``mirror/data/streams.py``.
-
-        Raises:
-            TypeError: the dataset cannot be iterated.
-            ValueError: the options have not one weight per replica.
-            BatchError: while iterating, for batched leaves of different length.
-        """
-        return self._distribute(dataset, options, joins=False)
-
-    def distribute_dataset_from_function(
-        self, fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Distributes the per-replica batches of ``fn(InputContext)``, which is called once.
-
-        Each step gives N consecutive batches to the N replicas, in order; at the end, replicas
-        for which there is none sit out, or ``options.drop_remainder`` drops the step.
-
-        Raises:
-            TypeError: what ``fn`` returns cannot be iterated.
-            ValueError: the options have weights, which split global batches.
-            BatchError: while iterating, for batches of one step that differ in structure.
-        """
-        self._group.check_usable()
-        if not callable(fn):
-            raise TypeError(
-                f"a function of an InputContext is needed, got a {type(fn).__name__}; a dataset "
-                "of global batches goes to strategy.distribute_dataset"
-            )
-        return self._distribute(fn(InputContext(1, 0, len(self._devices))), options, joins=True)
-
-    def _distribute(
-        self, dataset: Iterable[Any], options: InputOptions | None, *, joins: bool
-    ) -> DistributedDataset:
-        group = self._group
-        group.check_usable()
-        distributed = DistributedDataset(
-            dataset,
-            self._devices,
-            options,
-            joins=joins,
-            measure=group.runner.measure,
-            check_usable=group.check_usable,
-            timeline=group.timeline,
-        )
-        self._datasets.add(distributed)
-        return distributed
-
-    def distribute_values_from_function(self, fn: Callable[[Any], T]) -> Any:
-        """Returns ``fn(context)`` of every replica as PerReplica, keeping structures.
-
-        Args:
-            fn: sees ``context.replica_id_in_sync_group`` and ``context.num_replicas_in_sync``.
-
-        Raises:
-            StructureError: the replicas' values differ in structure.
-        """
-        self._group.check_usable()
-        n = self.num_replicas_in_sync
-        values = [fn(ValueContext(r, n)) for r in range(n)]
-        return map_structure(lambda *parts: PerReplica(parts), *values)
-
-    # Keeping
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Lets gradients accumulate locally; the first reduction after it reduces their sum.
-
-        Every backward pass is weighted as it happens.
-        """
-        self._check_cross("no_sync")
-        with self._group.gradients.deferred_within():
-            yield
-
-    def check_replicas(self) -> int:
-        """Compares parameters and optimizer state of all replicas, bit for bit.
-
-        Returns:
-            The number of parameters compared.
-
-        Raises:
-            ReplicaMismatchError: naming the first variable and replica that differ.
-        """
-        self._check_cross("check_replicas")
-        return compare_replicas(self._group)
-
-    def report(self) -> Report:
-        """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""
-        return report_of(self._group.timeline, takes_turns=self._takes_turns)
-
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Writes what happens inside to ``path``, for chrome://tracing or ui.perfetto.dev.
-
-        Forward and backward passes of every replica, where it waits, reductions, optimizer steps;
-        ``otherData.hidden_share_of_communication``: how much of the reductions was hidden.
-
-        Raises:
-            StrategyError: called inside ``run``, or while another trace is taken.
-            OSError: no file can be written there; raised before what is inside runs.
-        """
-        self._check_cross("trace")
-        timeline = self._group.timeline
-        timeline.use()
-        timeline.start_recording(path)
-        try:
-            yield
-        finally:
-            timeline.stop_recording()
-
-    def close(self) -> None:
-        """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""
-        self._group.close()
-        for dataset in list(self._datasets):
-            dataset.close()
-
-    def __enter__(self) -> MirroredStrategy:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _check_cross(self, what: str) -> None:
-        self._group.check_usable()
-        if current.replica is not None and current.strategy is self:
-            raise StrategyError(
-                f"strategy.{what} was called inside run; use the replica context there: "
-                "mirror.get_replica_context().all_reduce, all_gather or merge_call"
-            )

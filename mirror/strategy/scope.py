@@ -8,21 +8,21 @@ from types import TracebackType
 
 from mirror.errors import StrategyError
 from mirror.execution.current import current, entered
-from mirror.replica.group import ReplicaGroup
 from mirror.replica.modules.recording import recording
+from mirror.strategy.group import Group
 
 
 class Scope(ContextDecorator):
     """What ``strategy.scope()`` returns: ``with`` enters it; it warns if nobody ever does."""
 
-    def __init__(self, group: ReplicaGroup) -> None:
-        self._strategy, self._group = group.strategy, group
+    def __init__(self, group: Group) -> None:
+        self._strategy, self._group = group.replicas.strategy, group
         self._stacks: list[ExitStack] = []
         self._is_used = False
 
     def __enter__(self) -> None:
         self._is_used = True
-        self._group.check_usable()
+        self._group.runner.check_usable()
         if current.replica is not None:
             raise StrategyError(
                 "scope() was entered inside run; enter it in the cross-replica context"

@@ -73,7 +73,7 @@ def test_under_lockstep_the_rows_add_up_to_the_step(make_strategy, ticking, n, w
     for i in range(3):
         step(torch.ones(4, 2))
         assert strategy.report().num_steps == i + 1
-    for whole, lanes in strategy._group.timeline.steps:
+    for whole, lanes in strategy._group.replicas.timeline.steps:
         spent = sum(lane[kind] for lane in lanes for kind in KINDS if kind != WAITING)
         assert 0 < spent <= whole + 1e-9
         # The only replica's forward outside run is a plain call.

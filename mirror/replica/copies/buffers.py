@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from mirror.errors import StrategyError
 from mirror.execution.part import Part
 from mirror.execution.replicas import Replicas
-from mirror.replica.copies.buffer import AGGREGATIONS as AGGREGATIONS
-from mirror.replica.copies.buffer import Buffer
-from mirror.replica.copies.buffer import MirroredBuffer as MirroredBuffer
+from mirror.replica.copies.buffer import Buffer, MirroredBuffer
 from mirror.replica.copies.registry import Registry
 
 

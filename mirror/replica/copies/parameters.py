@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from mirror.execution.current import current
 from mirror.replica.copies.kinds import copied_once, set_to
-from mirror.replica.copies.variable import ReplicaParameter as ReplicaParameter
-from mirror.replica.copies.variable import Variable
+from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.tensors import MirroredTensor
 
 

@@ -23,8 +23,7 @@ from mirror.replica.copies.hooks import refuse_post_accumulate_hook
 from mirror.replica.copies.kinds import derived, refuse_operations
 from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.copies.registry import Registry
-from mirror.replica.copies.variable import GradientAccess, settle
-from mirror.replica.copies.variable import Variable as Variable
+from mirror.replica.copies.variable import GradientAccess, Variable, settle
 from mirror.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 
 

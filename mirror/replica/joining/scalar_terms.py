@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.tensors import MirroredTensor
 from mirror.torch_private import ACCUMULATES, arriving_shape
 

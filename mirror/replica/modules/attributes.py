@@ -38,7 +38,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mirror.compiler import forget_compiled, opaque
 from mirror.execution.current import current
 from mirror.execution.replicas import Replica
-from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.modules.own_values import MISSING, OwnValues
 from mirror.replica.modules.transparent_call import TransparentCall
 from mirror.replica.routing import owner_of, route_of

@@ -17,7 +17,8 @@ from mirror.compiler import opaque
 from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.replica.copies.buffer import MirroredBuffer
-from mirror.replica.copies.parameters import MirroredParameter, ReplicaParameter
+from mirror.replica.copies.parameters import MirroredParameter
+from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.routing import Recorder
 from mirror.replica.tensors import MirroredTensor
 

@@ -14,7 +14,7 @@ from collections import deque
 from typing import Any
 
 from mirror.execution.replicas import Replicas
-from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.copies.variable import ReplicaParameter
 from mirror.torch_private import (
     current_autograd_node,
     current_graph_task_id,

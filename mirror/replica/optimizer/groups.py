@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
-from mirror.replica.copies.parameters import MirroredParameter, ReplicaParameter
-from mirror.replica.copies.variables import Variable
+from mirror.replica.copies.parameters import MirroredParameter
+from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.values import are_identical
 
 

@@ -19,7 +19,7 @@ from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.execution.replicas import Replica
-from mirror.replica.copies.parameters import ReplicaParameter
+from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.optimizer.groups import replicas_reached
 from mirror.replica.optimizer.once import call_once, watched, wrap_in_subclasses
 from mirror.values import map_structure

@@ -18,7 +18,8 @@ from mirror.errors import ReplicaMismatchError
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replicas
 from mirror.replica.bits import same_values
-from mirror.replica.copies.variables import Variable, variable_of
+from mirror.replica.copies.variable import Variable
+from mirror.replica.copies.variables import variable_of
 from mirror.values import are_identical, map_structure
 
 # A replica's state, the key in it, and the key in the shared state if that is to see new entries.

@@ -71,7 +71,7 @@ def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path,
     plain, model = pair(strategy)
     learn(strategy, model, plain)
     begun = threading.Event()
-    communicator = strategy._group.communicator
+    communicator = strategy._group.replicas.communicator
     reduce = communicator.all_reduce_checked
 
     def noted(*args):

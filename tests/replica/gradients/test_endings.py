@@ -106,7 +106,7 @@ def test_a_failing_reduction_is_raised_where_it_is_awaited(make_bucketed, monkey
         raise OSError("cable cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(strategy._group.communicator, "all_reduce_checked", failing)
+        patch.setattr(strategy._group.replicas.communicator, "all_reduce_checked", failing)
         with pytest.raises(OSError, match="cable cut"):
             backward_in_run(strategy, model, torch.randn(10, SIZE))
     batch = torch.randn(10, SIZE)

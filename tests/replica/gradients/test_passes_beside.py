@@ -279,7 +279,7 @@ def test_the_time_of_a_pass_is_on_the_replicas_lanes(make_eager):
         loss_of(strategy, model, batch_of(), 1).backward()
         assert model.ran_at_once()
         optimizer.step()
-    whole, sums = strategy._group.timeline.steps[-1]
+    whole, sums = strategy._group.replicas.timeline.steps[-1]
     for lane in (0, 1, CROSS):
         assert 0 < sums[lane][BACKWARD] < whole
     assert strategy.report().backward < whole

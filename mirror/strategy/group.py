@@ -1,0 +1,118 @@
+"""Group: what one strategy is made of, put together here and known nowhere below."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
+from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_memory
+from mirror.comm.base import Communicator
+from mirror.devices import is_simulated
+from mirror.execution.current import current
+from mirror.execution.part import Part
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
+from mirror.execution.saved_draws import watch_saved_draws
+from mirror.replica.collectives.nodes import order
+from mirror.replica.collectives.reducer import Reducer
+from mirror.replica.copies.assigned import assigned_part
+from mirror.replica.copies.buffers import Buffers
+from mirror.replica.copies.recorded import Recorded
+from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.variables import Variables
+from mirror.replica.gradients.access import Access
+from mirror.replica.gradients.gradients import Gradients
+from mirror.replica.gradients.passes import watch_passes
+from mirror.replica.gradients.plain import PlainVariables
+from mirror.replica.modules.modules import Modules
+from mirror.replica.modules.own_values import Attributes
+from mirror.replica.optimizer.hooks import watch_optimizer_steps
+from mirror.replica.optimizer.optimizers import Optimizers
+
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def all_groups() -> tuple[Group, ...]:
+    """Returns the groups of all strategies alive."""
+    return tuple(_groups)
+
+
+class Group:
+    """The replicas of a strategy, what runs functions on them, and what keeps them equal.
+
+    Args:
+        devices: one per replica.
+        strategy: the one that this is the group of.
+        schedule: how replicas take turns, see [Note: Turns].
+        weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
+        bytes_per_pack: what one collective of gradients takes at most.
+        wire_dtype: what gradients are sent as; ``None``: as they are.
+        timeout_seconds: how long no replica may move before a run fails; ``None``: for ever.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        communicator: Communicator,
+        *,
+        strategy: object,
+        schedule: str,
+        weighted: bool,
+        bytes_per_pack: int,
+        wire_dtype: torch.dtype | None,
+        timeout_seconds: float | None,
+    ) -> None:
+        replicas = Replicas(
+            devices,
+            communicator,
+            strategy=strategy,
+            weighted=weighted,
+            is_nested=current.replica is not None,
+        )
+        runner = Runner(replicas, schedule=schedule, timeout_seconds=timeout_seconds)
+        registry, recorded = Registry(), Recorded()
+        gradients = Gradients(replicas, runner, Reducer(replicas, bytes_per_pack, wire_dtype))
+        access = Access(replicas, runner, gradients)
+        variables, buffers = Variables(replicas, registry, access), Buffers(replicas, registry)
+        attributes = Attributes(runner)
+        self.replicas, self.runner, self.registry = replicas, runner, registry
+        self.gradients, self.variables = gradients, variables
+        self.modules = Modules(
+            replicas, runner, registry, recorded, variables, buffers, attributes
+        )
+        self.optimizers = Optimizers(replicas, runner, access)
+        self.plain = PlainVariables(replicas, registry, recorded)
+        # In the order of [Note: Parts].
+        parts = (
+            self.modules.part(),
+            attributes.part(),
+            assigned_part(),
+            self.plain.part(),
+            self.optimizers.part(),
+            gradients.part(),
+            Part(name="collectives", finish=lambda run: order.lift_this_thread()),
+            variables.part(),
+            access.part(variables),
+            buffers.part(),
+        )
+        # What one replica has, nobody has to agree with.
+        runner.keep(parts if replicas.num_replicas > 1 else parts[:1])
+        self._simulates = replicas.num_replicas > 1 and is_simulated(replicas.devices)
+        watch_passes()
+        watch_optimizer_steps(are_mirrored=replicas.num_replicas > 1)
+        if schedule == "concurrent":
+            watch_saved_draws()
+        if self._simulates:
+            keep_freed_memory()
+        _groups.add(self)
+
+    def close(self) -> None:
+        """Ends threads and the communicator; idempotent."""
+        self.runner.close()
+        self.gradients.buckets.close()
+        self.replicas.communicator.close()
+        if self._simulates:
+            give_back_freed_memory()
