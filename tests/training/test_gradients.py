@@ -180,6 +180,27 @@ def test_backward_with_inputs_fills_only_their_gradients(same):
     same(script)
 
 
+def test_inputs_of_backward_are_found_where_torch_does_not_ask_them(same):
+    """Older versions of torch call no override of what is passed as ``inputs`` alone."""
+
+    def script(place):
+        model = place.put(Net())
+        optimizer = sgd(model)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, x, y)
+            inputs = list(model.head.parameters())
+            with torch._C.DisableTorchFunctionSubclass():
+                loss.backward(inputs=inputs)
+            optimizer.step()
+
+        place.steps(step)
+        return model, optimizer, [p.grad is None for p in model.parameters()]
+
+    same(script)
+
+
 def test_changed_gradients_are_what_the_optimizer_sees(same):
     """Gradients scaled, noised and replaced by hand, centred as some scripts do."""
 

@@ -105,7 +105,7 @@ def _backward(
 ) -> None:
     """``backward(inputs=...)`` outside run means all copies of the parameters."""
     if inputs is not None:
-        inputs = [copy for copies in _spread(inputs) for copy in copies]
+        inputs = all_leaves(inputs)
     torch.autograd.backward(
         resolve(tensors),
         resolve(gradient if grad_tensors is None else grad_tensors),
@@ -114,6 +114,11 @@ def _backward(
         grad_variables,
         inputs,
     )
+
+
+def all_leaves(inputs: Any) -> list[Any]:
+    """Returns where gradients arrive that ``backward(inputs=...)`` asks for."""
+    return [copy for copies in _spread(inputs) for copy in copies]
 
 
 def _spread(inputs: Any) -> list[tuple[Any, ...]]:

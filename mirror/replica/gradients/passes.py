@@ -17,6 +17,8 @@ import torch
 
 from mirror.compiler import opaque
 from mirror.execution.current import current
+from mirror.replica.copies.overrides import all_leaves
+from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.gradients.hooks import refuse_hooks_of
 from mirror.replica.gradients.parallel_pass import backward_at_once
 from mirror.replica.gradients.plain import note_pass
@@ -46,6 +48,7 @@ def watch_passes_of(watch: Watch) -> bool:
 def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
     @opaque
     def noted(*args: Any, **kwargs: Any) -> Any:
+        args = _with_all_leaves(*args)
         timeline, lane = lane_here()
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
@@ -68,6 +71,17 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
                 timeline.end(lane, BACKWARD)
 
     return noted
+
+
+def _with_all_leaves(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
+    """Puts copies where ``backward(inputs=...)`` has mirrored parameters.
+
+    Older versions of torch do not ask the inputs whether they override ``backward``.
+    """
+    retain, create, inputs, *others = rest
+    if any(isinstance(given, MirroredParameter) for given in inputs):
+        inputs = tuple(all_leaves(inputs))
+    return outputs, grads, retain, create, inputs, *others
 
 
 def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
