@@ -1,10 +1,14 @@
 """Optimizers made inside run, and groups added there: one for all replicas, or refused."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import mirror
+from mirror.replica.optimizer.optimizers import optimizers_of
 from tests.ones import ONES, mirrored_layer
 from tests.oracle import assert_same, in_run
 
@@ -225,3 +229,39 @@ def test_optimizer_made_in_run_over_one_replicas_parameter_is_refused(make_strat
     with pytest.raises(mirror.StrategyError, match="made inside"):
         in_run(strategy, step, ONES)
     strategy.check_replicas()
+
+
+# All those of a strategy: how they are found, and for how long.
+
+
+def stepped(strategy):
+    """Returns a model and an optimizer that has stepped once."""
+    model = strategy.mirror(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_each_strategy_has_optimizers_of_its_own(make_strategy):
+    one, other = make_strategy(2), make_strategy(2)
+    kept = [stepped(strategy) for strategy in (one, other)]
+    of_one, of_other = (optimizers_of(model.weight._mirrored.replicas) for model, _ in kept)
+    assert of_one is not of_other
+    assert of_one is optimizers_of(kept[0][0].bias._mirrored.replicas)
+    assert kept[0][1]._mirror.replicas is of_one.replicas
+
+
+def test_no_optimizer_is_lent_between_steps(make_strategy):
+    model, optimizer = stepped(make_strategy(3))
+    assert not optimizers_of(model.weight._mirrored.replicas).lent
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_an_optimizer_is_kept_by_nobody(make_strategy):
+    model, optimizer = stepped(make_strategy(2))
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert model.weight.shape == (2, 3)
