@@ -3,6 +3,7 @@
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make third-party  trains programs over public libraries, and writes docs/third-party.md
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
+# make core TORCH=2.7.0   the three ways, optimizers and the compiler with that torch, likewise
 #
 # Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
 # nothing. torch is pinned in every install command, so that no extra can pull another one.
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test slow-test lint bench third-party smoke smoke-here clean
+.PHONY: demo test slow-test lint bench third-party smoke smoke-here core core-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -45,6 +46,13 @@ smoke:
 smoke-here: $(VENV)/smoke.stamp
 	$(BIN)/python tests/scripts/smoke.py
 
+core:
+	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH)-$(notdir $(PYTHON)) core-here
+
+core-here: $(VENV)/core.stamp
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizer \
+	    tests/compiler tests/test_torch_private.py
+
 clean:
 	rm -rf $(VENV) .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -64,6 +72,11 @@ $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* c
 $(VENV)/smoke.stamp: $(VENV)/torch.stamp setup.py $(wildcard csrc/* csrc/host/*)
 	$(PIP) numpy safetensors
 	$(PIP) --no-deps --editable .
+	touch $@
+
+# What those tests need beside it; torch stays as it is.
+$(VENV)/core.stamp: $(VENV)/smoke.stamp
+	$(PIP) pytest hypothesis expecttest
 	touch $@
 
 $(VENV)/torch.stamp: | $(BIN)/python

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import operator
 import platform
 import threading
@@ -293,15 +294,26 @@ def arriving_shape(node: Any, number: int) -> tuple[int, ...]:
 
 WithoutSubclass: Any = _find("torch._C.DisableTorchFunctionSubclass")
 make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
-_use_count: Callable[[Any], int] = _find("torch._C._storage_Use_Count", lambda storage: 3)
+_counted = itertools.count()
+_use_count: Callable[[Any], int] = _find(
+    "torch._C._storage_Use_Count", lambda storage: next(_counted)
+)
 hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
 # What nn.Parameter(parameter) calls, as weight_norm does.
 NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
 
 
-def use_counts(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns how many hold each tensor's memory: the tensor, the handle counted by, others."""
-    return [_use_count(tensor.untyped_storage()._cdata) for tensor in tensors]
+def num_sharers(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns how many others hold each tensor's memory."""
+    alone = _use_count_alone()
+    return [_use_count(tensor.untyped_storage()._cdata) - alone for tensor in tensors]
+
+
+@functools.cache
+def _use_count_alone() -> int:
+    """Counted are the tensor and, from some torch on, the handle that it is counted by."""
+    tensor = torch.empty(1, device="cpu")
+    return _use_count(tensor.untyped_storage()._cdata)
 
 
 def forget_hooks(parameter: Any) -> None:

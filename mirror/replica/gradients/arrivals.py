@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.tensors import GRAD
-from mirror.torch_private import use_counts
+from mirror.torch_private import num_sharers
 from mirror.values import are_identical
 
 Column = list[Any]  # one replica's local gradients, None where it has none
@@ -73,9 +73,8 @@ def unshare(columns: list[Column]) -> None:
     in ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd looks at the tensor alone.
     """
     for column in columns:
-        for i, count in enumerate(use_counts(column)):
-            # One holder is the gradient, one the handle that is passed.
-            if count > 2:
+        for i, sharers in enumerate(num_sharers(column)):
+            if sharers:
                 column[i] = column[i].clone()
 
 
