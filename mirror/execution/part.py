@@ -14,8 +14,8 @@ tells them, in one fixed order, what happens; a row is a part, from the first to
                                     (merging, too)
     plain        note that the      tell of models
                  strategy is used   made in run
-    optimizers   recover if a step                              take over              give back,
-                 has raised                                     state                  follow the
+    optimizers   recover if a step  refuse unlike               take over              give back,
+                 has raised         options                     state                  follow the
                                                                                        first
     gradients    reduce or defer    reduce or                                          discard
                  the rest           defer the rest

@@ -19,7 +19,7 @@ from mirror.compiler import compiles_backward
 from mirror.execution.current import current, entered
 from mirror.execution.runner import Runner
 from mirror.execution.thread_state import ThreadState
-from mirror.replica.gradients.seams import Node, live_seams, parts_of
+from mirror.replica.gradients.seams import Node, live_seams, pieces_of
 from mirror.timeline import BACKWARD, CROSS
 from mirror.torch_private import current_graph_task_id, functions_interpreter, num_dispatch_modes
 
@@ -39,7 +39,7 @@ def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     if not live_seams or len(args) != 5 or kwargs != _WHOLE_PASS or _is_followed():
         return False
     outputs, grads, keep_graph, create_graph, inputs = args
-    parts = None if create_graph or inputs else parts_of(outputs)
+    parts = None if create_graph or inputs else pieces_of(outputs)
     if parts is None:
         return False
     arrived: dict[Node, Tensor | None] = {}

@@ -106,7 +106,7 @@ def _sewn(runner: Runner, replica_id: int, part: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Parts:
+class Pieces:
     """What a pass comes apart into.
 
     Attributes:
@@ -119,7 +119,7 @@ class Parts:
     seams: dict[int, list[Node]]
 
 
-def parts_of(outputs: Sequence[Any]) -> Parts | None:
+def pieces_of(outputs: Sequence[Any]) -> Pieces | None:
     """Returns what the pass from ``outputs`` comes apart into, ``None`` where it does not."""
     if not all(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
         return None
@@ -145,7 +145,7 @@ def parts_of(outputs: Sequence[Any]) -> Parts | None:
     runner = _runner_of(seams)
     if runner is None:
         return None
-    parts = Parts(runner, ends, {})
+    parts = Pieces(runner, ends, {})
     for seam, node in sorted(seams.items(), key=lambda item: item[0].replica_id):
         parts.seams.setdefault(seam.replica_id, []).append(node)
     if len(parts.seams) < 2:

@@ -88,7 +88,7 @@ class Split:
         return tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
 
 
-class Part:
+class Handed:
     """What one replica is handed of the arguments.
 
     Attributes:

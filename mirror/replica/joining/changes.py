@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.replica.joining.arguments import Part
+from mirror.replica.joining.arguments import Handed
 from mirror.replica.joining.contents import contents_of, fill, held_by, is_held, is_same
 from mirror.replica.joining.joiner import Joiner
 from mirror.values import PerReplica
 
 
-def join_changes(parts: Sequence[Part], joiner: Joiner, where: Callable[[Any], str]) -> None:
+def join_changes(parts: Sequence[Handed], joiner: Joiner, where: Callable[[Any], str]) -> None:
     """Joins what the replicas have changed into the objects that the caller passed.
 
     Args:
@@ -50,7 +50,7 @@ def join_changes(parts: Sequence[Part], joiner: Joiner, where: Callable[[Any], s
 
 
 def _written(
-    parts: Sequence[Part], joiner: Joiner, where: Callable[[Any], str]
+    parts: Sequence[Handed], joiner: Joiner, where: Callable[[Any], str]
 ) -> list[Callable[[], object]]:
     """Returns what writes the tensors that replicas have changed in place."""
     writes: list[Callable[[], object]] = []

@@ -32,7 +32,7 @@ from mirror.concurrency.stack import warn_user
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduction import weighted_mean
 from mirror.replica.gradients.seams import sewn
-from mirror.replica.joining.arguments import Part
+from mirror.replica.joining.arguments import Handed
 from mirror.replica.joining.contents import (
     IMMUTABLE,
     contents_of,
@@ -69,7 +69,7 @@ class Joiner:
         runner: Runner,
         sizes: Sequence[float],
         ids: Sequence[int],
-        parts: Sequence[Part] = (),
+        parts: Sequence[Handed] = (),
         module: nn.Module | None = None,
     ) -> None:
         self._runner = runner

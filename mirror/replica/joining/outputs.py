@@ -9,7 +9,7 @@ from torch import nn
 
 from mirror.errors import StructureError
 from mirror.execution.runner import Runner
-from mirror.replica.joining.arguments import Part
+from mirror.replica.joining.arguments import Handed
 from mirror.replica.joining.joiner import Joiner
 from mirror.values import map_structure
 
@@ -18,7 +18,7 @@ def join_outputs(
     runner: Runner,
     results: dict[int, Any],
     sizes: Sequence[float],
-    parts: Sequence[Part] = (),
+    parts: Sequence[Handed] = (),
     module: nn.Module | None = None,
 ) -> Any:
     """Joins the replicas' outputs into what one device would have returned.

@@ -15,7 +15,7 @@ from mirror.concurrency.stack import add_note
 from mirror.data.split import split_sizes
 from mirror.execution.current import current
 from mirror.execution.runner import Runner
-from mirror.replica.joining.arguments import Part, Split, describe, must_move
+from mirror.replica.joining.arguments import Handed, Split, describe, must_move
 from mirror.replica.joining.changes import join_changes
 from mirror.replica.joining.contents import is_in, leaves_in
 from mirror.replica.joining.joiner import Joiner
@@ -89,7 +89,7 @@ def call_in_turn(
         finally:
             current.in_whole_call = False
     split = Split(sizes, replicas.devices, sum(sizes))
-    parts = {r: Part(split, r) for r in split.active}
+    parts = {r: Handed(split, r) for r in split.active}
     names = _positional_names(module)
 
     def call(replica_id: int) -> Any:
@@ -115,7 +115,7 @@ def _call_whole(
     if not must_move((args, kwargs), runner.replicas.devices[0]):
         return whole(*args, **kwargs)
     split = Split([1], runner.replicas.devices, None)
-    part = Part(split, 0)
+    part = Handed(split, 0)
     own_args, own_kwargs = part.of_call(args, kwargs)
     result = whole(*own_args, **own_kwargs)
     _take_changes(runner, [part], [0], args, kwargs)
@@ -131,7 +131,7 @@ def _held(
 
 def _take_changes(
     runner: Runner,
-    parts: Sequence[Part],
+    parts: Sequence[Handed],
     ids: Sequence[int],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
