@@ -15,6 +15,7 @@ class Parts:
 
     Attributes:
         at_merging: what looks at a run where its replicas merge.
+        at_returned: what hears that all replicas have returned.
     """
 
     def __init__(self, num_replicas: int, parts: Sequence[Part]) -> None:
@@ -24,7 +25,7 @@ class Parts:
             told = (getattr(part, event) for part in parts)
             return tuple(method for method in told if method is not nothing)
 
-        self._at_prepare, self._at_returned = of("prepare"), of("returned")
+        self._at_prepare, self.at_returned = of("prepare"), of("returned")
         self._at_finish, self._at_ran = of("finish"), of("ran")
         self._at_bring_along, self._at_settle = of("bring_along"), of("settle")
         self._at_recover, self.at_merging = of("recover"), of("merging")
@@ -43,11 +44,6 @@ class Parts:
         """Brings all replicas back to the first one's state after something has failed."""
         for recover in self._at_recover:
             recover()
-
-    def returned(self) -> None:
-        """Tells that all replicas have returned."""
-        for returned in self._at_returned:
-            returned()
 
     def finish(self, run: Run) -> None:
         """Ends a run, or a stretch of it: what replicas did apart is joined, or refused."""

@@ -159,7 +159,8 @@ class Runner:
             in_order = state.saved_tensors_hooks is not None
             at_once = False if in_order else None
             run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
-            self._parts.returned()
+            for returned in self._parts.at_returned:
+                returned()
             self._parts.finish(run)
         except BaseException:
             if self._goes_on(run):

@@ -154,16 +154,17 @@ class Strategy(Uncopied):
         """
         check_call(fn, args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
-        active, weights = taking_part(self.num_replicas_in_sync, args, kwargs)
+        num_replicas = len(self._devices)
+        active, weights = taking_part(num_replicas, args, kwargs)
 
         def call(replica_id: int) -> Any:
             own_kwargs = select(kwargs, replica_id) if kwargs else {}
             own_args = select(args, replica_id) if args else ()
             return fn(*own_args, **own_kwargs)
 
-        with limits_for(self.num_replicas_in_sync):
+        with limits_for(num_replicas):
             run = self._group.runner.run(call, active, weights=weights)
-        return regroup(run.results, self.num_replicas_in_sync, run.all_weights())
+        return regroup(run.results, num_replicas, run.all_weights())
 
     def context_of(self, replica: Replica | None) -> ReplicaContext:
         """Returns what the user sees of a replica; of the only one, outside ``run``, with None."""

@@ -93,7 +93,7 @@ class Group:
             self.plain.part(),
             self.optimizers.part(),
             gradients.part(),
-            Part(name="collectives", finish=lambda run: order.lift_this_thread()),
+            Part(name="collectives", finish=order.lift_this_thread),
             variables.part(),
             access.part(variables),
             buffers.part(),

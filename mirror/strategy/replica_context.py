@@ -137,15 +137,14 @@ class ReplicaContext(Uncopied):
         Waits for all replicas. Tensors, numbers and objects that differ arrive as PerReplica (as
         they are without any strategy); each replica gets its part of the result.
         """
-        run, runner, strategy = self._run, self._runner, self.strategy
-        num_replicas = self.num_replicas_in_sync
+        run, runner, replicas = self._run, self._runner, self._replica.replicas
 
         def action(payloads: dict[int, Any]) -> dict[int, Any]:
             if run.is_default:
                 args, kwargs = payloads[0]
             else:
-                args, kwargs = regroup(payloads, num_replicas, run.all_weights())
-            result = runner.call_outside(run, partial(fn, strategy, *args, **kwargs))
+                args, kwargs = regroup(payloads, replicas.num_replicas, run.all_weights())
+            result = runner.call_outside(run, partial(fn, replicas.strategy, *args, **kwargs))
             if result is None:
                 return dict.fromkeys(payloads)
             return {r: select(result, r) for r in payloads}

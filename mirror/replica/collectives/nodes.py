@@ -43,17 +43,23 @@ class Order:
         self._lock = threading.Lock()
         self._live: weakref.WeakSet[Common] = weakref.WeakSet()
         self._latest = 0
+        self._is_in_use = False  # whether any has entered since there was none
 
     def enter(self, common: Common) -> int:
         """Returns a number above those of all collectives whose graphs still live."""
         with self._lock:
             self._latest = self._latest + 1 if len(self._live) else 0
             self._live.add(common)
+            self._is_in_use = True
             return self._latest
 
-    def lift_this_thread(self) -> None:
+    def lift_this_thread(self, run: object = None) -> None:
         """Spends the thread's sequence numbers up to the latest exchange's; often none."""
-        if not len(self._live):
+        if not self._is_in_use:
+            return
+        with self._lock:
+            self._is_in_use = len(self._live) > 0
+        if not self._is_in_use:
             return
         with torch.inference_mode(False), torch.enable_grad():
             anchor = _anchor()

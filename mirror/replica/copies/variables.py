@@ -43,7 +43,7 @@ class Variables:
             name="variables",
             prepare=self._carry_changed,
             bring_along=self._bring_along,
-            settle=lambda: settle(self),
+            settle=self._settle,
             recover=self._follow_first,
         )
 
@@ -91,8 +91,13 @@ class Variables:
 
         return forget
 
+    # In every run: loops without a generator.
+
+    def _settle(self) -> None:
+        settle(tuple(self._by_id.values()))
+
     def _carry_changed(self) -> None:
-        for variable in self:
+        for variable in tuple(self._by_id.values()):
             if variable.handles or variable.copies[0]._version != variable.version:
                 variable.carry()
 

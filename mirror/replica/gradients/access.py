@@ -159,6 +159,8 @@ class Access:
                 target.grad.data.copy_(grad.data)
 
     def _carry_handed_out(self) -> None:
+        if not self.handed_out:
+            return
         for variable, grad in list(self.handed_out.items()):
             if variable.targets[0].grad is grad:
                 self.carry(variable)

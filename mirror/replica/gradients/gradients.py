@@ -37,6 +37,7 @@ from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.part import Part
 from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.copies.variable import Variable
@@ -90,10 +91,18 @@ class Gradients:
         """Returns what reduces gradients, or keeps them back, when a run is over."""
         return Part(
             name="gradients",
-            prepare=lambda: self.finish(self.equal_shares),
-            finish=lambda run: self.finish(run.shares),
+            prepare=self._prepare,
+            finish=self._finish,
             recover=self.discard,
         )
+
+    def _prepare(self) -> None:
+        if self._shown or self.have_arrived():
+            self.finish(self.equal_shares)
+
+    def _finish(self, run: Run) -> None:
+        if self._shown or self.have_arrived():
+            self.finish(run.shares)
 
     def awaited(self, replica_id: int) -> bool:
         """Whether a replica that looks at a gradient must wait for a reduction first."""

@@ -58,7 +58,7 @@ class PlainVariables:
         self._registry, self._recorded = registry, recorded
         self._passes: dict[tuple[CodeType, int, int], int] = {}  # looked at; by place, replica
         self.leaves: weakref.WeakKeyDictionary[Together, PlainLeaves] = weakref.WeakKeyDictionary()
-        self._is_noted = self._has_told = False
+        self._is_noted = self._has_told = self._has_leaves = False
         _by_replicas[replicas] = weakref.ref(self)
 
     def part(self) -> Part:
@@ -94,11 +94,12 @@ class PlainVariables:
 
     def leaves_in(self, run: Together) -> PlainLeaves:
         """Returns what the replicas of a run have trained."""
+        self._has_leaves = True
         return self.leaves.setdefault(run, PlainLeaves())
 
     def _tell(self, run: Run) -> None:
         """Warns, once per strategy, of a model that a replica of the run has made and trained."""
-        if not self.leaves or self._has_told:
+        if not self._has_leaves or self._has_told:
             return
         leaves = self.leaves.get(run)
         if leaves is not None and leaves.has_stepped:

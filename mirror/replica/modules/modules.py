@@ -100,7 +100,7 @@ class Modules:
 
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
-        if self._recorded:
+        if self._recorded.modules or self._recorded.unmade:
             for module in self._recorded.take():
                 self.mirror(module)
 

@@ -36,6 +36,7 @@ class GlobalHooks:
     def __init__(self) -> None:
         self._before: list[RemovableHandle] = []
         self._after: list[RemovableHandle] = []
+        self._num_own = 0  # before a step, and after
         self._all_before: Any = {}  # torch's ordered dicts, once installed
         self._all_after: Any = {}
 
@@ -45,6 +46,7 @@ class GlobalHooks:
             handle.remove()
         self._before = [*map(register_optimizer_step_pre_hook, before)]
         self._after = [*map(register_optimizer_step_post_hook, after)]
+        self._num_own = len(before)
         self._all_before = self._before[0].hooks_dict_ref()
         self._all_after = self._after[0].hooks_dict_ref()
         for handle in reversed(self._before):
@@ -59,7 +61,8 @@ class GlobalHooks:
     @property
     def has_others(self) -> bool:
         """Whether there are hooks of the user's."""
-        return len(self._all_before) > len(self._before) or len(self._all_after) > len(self._after)
+        own = self._num_own
+        return len(self._all_before) > own or len(self._all_after) > own
 
     def __len__(self) -> int:
         return len(self._before)
