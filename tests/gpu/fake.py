@@ -1,0 +1,238 @@
+"""Simulated GPUs: ``torch.cuda`` and tensors on it, on which the order of streams is checked.
+
+    with FakeGpus(2) as gpus:
+        ...                         # anything that uses "cuda:0" and "cuda:1"
+
+Leaving it raises StreamError if a read of memory does not come after its write, if two streams
+write to it in no order, or if memory is given out again while a stream still uses it. What there
+is of torch.cuda is what mirror uses.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from tests.gpu.order import Order
+from tests.gpu.streams import FakeEvent, FakeStream, Streams
+from tests.gpu.tensors import Mode, Table
+
+_CPU = torch.device("cpu")
+_REAL_DEVICE, _REAL_TO = torch._C.TensorBase.device, Tensor.to
+_REAL_LIST, _REAL_NUMPY = Tensor.tolist, Tensor.numpy
+_REAL_TENSOR, _REAL_AS_TENSOR = torch.tensor, torch.as_tensor
+
+
+class FakeGpus:
+    """Some GPUs, for as long as the context is entered, in threads that start meanwhile too.
+
+    Args:
+        num_devices: how many there are.
+        peers: whether they reach each other's memory.
+
+    Attributes:
+        devices: all of them.
+        order: what was done on which stream, and ``violations``.
+        streams: which there are; ``capture`` begins a capture.
+    """
+
+    def __init__(self, num_devices: int, *, peers: bool = True) -> None:
+        self.order = Order()
+        self.streams = Streams(num_devices, self.order)
+        self.table = Table(self.streams)
+        self.devices = [torch.device("cuda", i) for i in range(num_devices)]
+        self._peers = peers
+        self._patches: list[Any] = []
+        self._modes = threading.local()
+
+    @property
+    def violations(self) -> list[str]:
+        """What was found so far, in words; empty it where it was meant to be found."""
+        return self.order.violations
+
+    def __enter__(self) -> FakeGpus:
+        for where, name, value in [*self._of_cuda(), *self._of_tensors(), *self._of_threads()]:
+            patch = mock.patch.object(where, name, value, create=True)
+            patch.start()
+            self._patches.append(patch)
+        self._modes.mine = self.mode()
+        self._modes.mine.__enter__()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._modes.mine.__exit__(kind, error, traceback)
+        while self._patches:
+            self._patches.pop().stop()
+        if kind is None:
+            self.order.check()
+
+    def mode(self) -> Mode:
+        """Returns what sees the operations of a thread that enters it."""
+        return Mode(self.table, self.streams)
+
+    def _of_cuda(self):
+        streams, n = self.streams, self.streams.num_devices
+        generators = tuple(torch.Generator() for _ in range(n))
+        properties = SimpleNamespace(multi_processor_count=16, name="a simulated GPU")
+        fakes = {
+            "Event": lambda enable_timing=False, **_: FakeEvent(streams, enable_timing),
+            "ExternalStream": lambda address, device=None: streams.everywhere[
+                streams.index_of(device), address
+            ],
+            "Stream": lambda device=None, priority=0: FakeStream(streams, device),
+            "_lazy_init": lambda: None,
+            "can_device_access_peer": lambda one, other: self._peers,
+            "current_device": streams.current_device,
+            "current_stream": streams.current_stream,
+            "default_generators": generators,
+            "default_stream": streams.default_stream,
+            "device": streams.using_device,
+            "device_count": lambda: n,
+            "get_device_name": lambda device=None: properties.name,
+            "get_device_properties": lambda device=None: properties,
+            "init": lambda: None,
+            "is_available": lambda: True,
+            "is_current_stream_capturing": streams.is_capturing,
+            "is_initialized": lambda: True,
+            "set_device": streams.set_device,
+            "set_stream": streams.set_stream,
+            "stream": streams.using_stream,
+            "synchronize": streams.synchronize,
+        }
+        return [(torch.cuda, name, value) for name, value in fakes.items()]
+
+    def _of_tensors(self):
+        def getter(method):
+            def get(tensor):
+                if has_torch_function_unary(tensor):
+                    return handle_torch_function(get, (tensor,), tensor)
+                return method(tensor)
+
+            return property(get)
+
+        def function(method):
+            def call(tensor, *args, **kwargs):
+                if has_torch_function_unary(tensor):
+                    return handle_torch_function(call, (tensor,), tensor, *args, **kwargs)
+                return method(tensor, *args, **kwargs)
+
+            return call
+
+        fakes = {
+            "cpu": function(lambda tensor, **kwargs: self._to(tensor, _CPU, **kwargs)),
+            "cuda": function(self._cuda),
+            "device": getter(self._device),
+            "is_cuda": getter(lambda tensor: self._device(tensor).type == "cuda"),
+            "is_pinned": function(self._is_pinned),
+            "numpy": function(self._numpy),
+            "pin_memory": function(self._pin_memory),
+            "record_stream": function(self._record_stream),
+            "to": function(self._to),
+            "tolist": function(lambda tensor: _REAL_LIST(self._to(tensor.detach(), _CPU))),
+        }
+        made = {
+            "as_tensor": partial(self._made, _REAL_AS_TENSOR),
+            "tensor": partial(self._made, _REAL_TENSOR),
+        }
+        return [
+            *((Tensor, name, value) for name, value in fakes.items()),
+            *((torch, name, value) for name, value in made.items()),
+        ]
+
+    def _of_threads(self):
+        real = threading.Thread.run
+
+        def run(thread):
+            with self.mode():
+                real(thread)
+
+        return [(threading.Thread, "run", run)]
+
+    # Methods of tensors
+
+    def _device(self, tensor):
+        with self.streams.lock:
+            return self.table.device(tensor) or _REAL_DEVICE.__get__(tensor)
+
+    def _is_pinned(self, tensor, device=None):
+        place = self.table.place(tensor)
+        return place is not None and place.device.type == "cpu"
+
+    def _pin_memory(self, tensor, device=None):
+        if self._device(tensor).type == "cuda":
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be")
+        if self._is_pinned(tensor):
+            return tensor
+        pinned = torch.empty_like(tensor, device=_CPU, pin_memory=True)
+        return pinned.copy_(tensor)
+
+    def _record_stream(self, tensor, stream):
+        place = self.table.place(tensor)
+        assert place is not None, "record_stream of a tensor of the CPU"
+        assert place.device.type == "cuda", "record_stream of a tensor of the CPU"
+        place.memory.recorded.add(stream.agent)
+
+    def _numpy(self, tensor, **kwargs):
+        if self._device(tensor).type == "cuda":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu()")
+        return _REAL_NUMPY(tensor, **kwargs)
+
+    def _cuda(self, tensor, device=None, non_blocking=False):
+        index = self.streams.index_of(device)
+        return self._to(tensor, torch.device("cuda", index), non_blocking=non_blocking)
+
+    def _to(self, tensor, *args, non_blocking=False, copy=False, **kwargs):
+        device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
+        args = list(args)
+        if args and isinstance(args[0], Tensor):
+            other = args.pop(0)
+            device, dtype = other.device, other.dtype
+        elif args and (args[0] is None or not isinstance(args[0], torch.dtype)):
+            device = args.pop(0)
+        if args:
+            dtype = args.pop(0)
+        if args:
+            non_blocking = args.pop(0)
+        if args:
+            copy = args.pop(0)
+        if device is not None:
+            device = torch.device(device)
+            if device.type == "cuda":
+                device = torch.device("cuda", self.streams.index_of(device))
+        dtype = tensor.dtype if dtype is None else dtype
+        if device is None or device == self._device(tensor):
+            return _REAL_TO(tensor, dtype, copy=copy, **kwargs)
+        return _Copy.apply(tensor, device, dtype, non_blocking)
+
+    def _made(self, real, data, *, device=None, **kwargs):
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if isinstance(data, Tensor) and real is _REAL_AS_TENSOR:
+            made = data
+            if kwargs.get("dtype") is not None:
+                made = made.to(kwargs["dtype"])
+        else:
+            made = real(data, device=_CPU, **kwargs)
+        return made.to(device) if device.type == "cuda" else made
+
+
+class _Copy(torch.autograd.Function):
+    """A copy to another device, whose gradient goes back to where the tensor is."""
+
+    @staticmethod
+    def forward(ctx, tensor, device, dtype, non_blocking):
+        ctx.came_from = tensor.device, tensor.dtype
+        return torch.ops.aten._to_copy(
+            tensor.detach(), dtype=dtype, device=device, non_blocking=non_blocking
+        )
+
+    @staticmethod
+    def backward(ctx, grad):
+        device, dtype = ctx.came_from
+        return grad.to(device, dtype), None, None, None
