@@ -60,6 +60,7 @@ FILES = {
     ),
     "lockstep": (
         "concurrency/lockstep.py",
+        "concurrency/lookout.py",
         "concurrency/merge_point.py",
         "concurrency/pace.py",
         "execution/random_streams.py",

@@ -10,9 +10,11 @@ import json
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 
 import torch
 from arguments import ROUNDS, new_file
@@ -20,6 +22,8 @@ from timing import Samples, interleaved
 from torch import nn
 
 import mirror
+from mirror.concurrency.lockstep import Lockstep
+from mirror.concurrency.merge_point import MergePoint
 
 MERGES = 400
 ACCESSES = 20_000
@@ -125,6 +129,40 @@ def turns(rounds: int) -> list[Row]:
     return rows
 
 
+def standstills(rounds: int) -> list[Row]:
+    """How long after the first of N replicas the last one begins, where each blocks for 30 ms."""
+    rows = []
+    for n in (2, 4, 8):
+        for says_so, how in ((False, ""), (True, ", by hand")):
+            begun, gone_on = _spread_of_blocked(n, rounds, says_so=says_so)
+            rows.append(Row(f"the last of {n} that block begins{how}", begun, MILLISECONDS))
+            rows.append(Row(f"the last of {n} that block goes on{how}", gone_on, MILLISECONDS))
+    return rows
+
+
+def _spread_of_blocked(n: int, rounds: int, *, says_so: bool) -> tuple[Samples, Samples]:
+    names = tuple(f"replica {r}" for r in range(n))
+    lockstep = Lockstep(names, schedule="staggered", timeout_seconds=None)
+    times: tuple[list[float], list[float]] = ([], [])
+    spreads: tuple[list[float], list[float]] = ([], [])
+
+    def block(replica_id: int) -> None:
+        for stretch in times:  # before a merge, and after it
+            stretch.append(time.perf_counter())
+            if says_so:  # as before a backward pass
+                lockstep.let_next_begin(replica_id)
+            time.sleep(0.03)
+            lockstep.merge(replica_id, MergePoint("meet", (), None, lambda payloads: payloads))
+
+    for _ in range(rounds):
+        lockstep.run({r: partial(block, r) for r in range(n)})
+        for stretch, spread in zip(times, spreads, strict=True):
+            spread.append(max(stretch) - min(stretch))
+            stretch.clear()
+    lockstep.close()
+    return Samples(tuple(spreads[0])), Samples(tuple(spreads[1]))
+
+
 def parameter_access(rounds: int) -> list[Row]:
     """``module.weight`` inside run, and on a plain module."""
     with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
@@ -195,7 +233,7 @@ def main() -> int:
     )
     measured = [
         row
-        for measure in (one_replica, turns, parameter_access, start, importing)
+        for measure in (one_replica, turns, standstills, parameter_access, start, importing)
         for row in measure(arguments.rounds)
     ]
     print(f"| {'what':52} | {'median':>9} | {'quartiles':>19} | target |\n|---|---|---|---|")

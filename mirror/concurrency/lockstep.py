@@ -12,7 +12,8 @@ for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per 
     lockstep     the next one, when one stops. The first replica runs in the caller's thread, which
                  saves two hand-overs, and so does the next one if that has returned; with a
                  timeout, which the caller watches, they all have threads of their own
-    staggered    also the next one when those that have it stand still on their device
+    staggered    also the next one when those that have it stand still on their device, see
+                 [Note: Standing still], or say that they will: ``let_next_begin``
     concurrent   as under lockstep, or all at once where they compute for long: what "staggered"
                  is on simulated devices. They share the caller's intra-op threads
 
@@ -30,27 +31,19 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
 from types import FrameType
 from typing import Any
 
 from mirror.concurrency.failure import Failure
+from mirror.concurrency.lookout import Lookout
 from mirror.concurrency.merge_point import Act, MergePoint, Raised, Released, just_act
 from mirror.concurrency.pace import Pace
-from mirror.concurrency.stack import (
-    call_noted,
-    callees_of,
-    frame_of,
-    positions,
-    raise_in,
-)
+from mirror.concurrency.stack import call_noted, callees_of, frame_of, raise_in
 from mirror.concurrency.standstill import are_unlike, divergence, stand, timeout
 from mirror.concurrency.threads import Threads
 from mirror.concurrency.wake import Gate
 from mirror.errors import CollectiveTimeoutError
 
-# A replica that has not moved for this long is taken to be blocked (staggered schedule).
-BLOCKED_AFTER_SECONDS = 0.0003
 # How long an interrupted run waits for its threads before it abandons them.
 DRAIN_SECONDS = 5.0
 
@@ -99,6 +92,7 @@ class Lockstep:
         self._acting = False  # whether a merge's action runs, for which no deadline holds
         self._interrupted = False  # whether one who waited was
         self._moves = 0  # counts turns, so that the caller sees progress
+        self._latest = -1  # who has got the last one
         wants_all = self.pace.is_long if at_once is None else at_once
         self.is_eager = wants_all and self._schedule == "concurrent"
         self.takes_turns = not (self._staggered or self.is_eager)
@@ -158,6 +152,15 @@ class Lockstep:
             raise outcome.error
         return outcome
 
+    def let_next_begin(self, replica_id: int) -> None:
+        """Gives the next one its turn, too: this replica will leave Python, or block, for long.
+
+        Does nothing but under "staggered", and for those who are not the last to have got it.
+        """
+        if self._staggered and replica_id == self._latest and self._runnable:
+            with self._mutex:
+                self._start_more(1)
+
     def close(self) -> None:
         """Ends the threads and waits for that; idempotent. Not while a run is going on."""
         self.usable = False
@@ -204,7 +207,7 @@ class Lockstep:
         successor = self._runnable.popleft()
         self._running.add(successor)
         self._unstarted.discard(successor)
-        self._moves += 1
+        self._moves, self._latest = self._moves + 1, successor
         return successor
 
     def _meet(self, last: int) -> None:
@@ -295,30 +298,26 @@ class Lockstep:
     # The caller.
 
     def _await(self) -> None:
-        """Waits until all replicas have ended; starts the next one, watches the clock."""
-        wait = BLOCKED_AFTER_SECONDS if self._staggered else self._limit
+        """Waits until all replicas have ended; starts the next ones, watches the clock."""
+        lookout = Lookout(self._limit, is_staggered=self._staggered)
         try:
-            seen: object = None
-            deadline = monotonic() + self._limit
-            while not self._finished.wait(wait):
-                position = self._position()
-                if position != seen or self._acting:
-                    seen, deadline = position, monotonic() + self._limit
-                elif self._staggered:
+            while not self._finished.wait(lookout.pause_seconds):
+                running = map(self._threads.of, tuple(self._running))
+                where = () if self._acting else lookout.where(running)
+                num_due = lookout.look(self._moves, where, len(self._runnable))
+                if num_due:
                     with self._mutex:
-                        if self._runnable and self._running and self._failure.error is None:
-                            self._threads.wake(self._next(), near=False)
-                if monotonic() > deadline:
+                        self._start_more(num_due)
+                if lookout.is_overdue:
                     self._abandon(timeout(self._limit, self._tell_where()))
                     return
         except BaseException as interrupt:
             self._abandon(interrupt)
 
-    def _position(self) -> object:
-        """Returns what changes while any replica moves: turns taken, instructions executed."""
-        if not self._staggered:
-            return self._moves
-        return self._moves, positions(map(self._threads.of, tuple(self._running)))
+    def _start_more(self, num_replicas: int) -> None:
+        for _ in range(num_replicas):
+            if self._runnable and self._running and self._failure.error is None:
+                self._threads.wake(self._next(), near=False)
 
     def _abandon(self, failure: BaseException) -> None:
         """Fails the run from outside; threads that cannot be stopped are left to themselves."""

@@ -12,6 +12,9 @@ class NoMerges:
 
     takes_turns, is_eager, pace = True, False, Pace()
 
+    def let_next_begin(self, replica_id: int) -> None:
+        """Does nothing: there is no next one."""
+
     def merge(self, replica_id: int, point: MergePoint) -> object:
         """Refuses: nobody can wait here."""
         raise StrategyError(

@@ -22,7 +22,19 @@ _looking = threading.Lock()
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Returns the frame that another thread is in.
+    """Returns the frame that another thread is in."""
+    return _frames().get(thread.ident or -1)
+
+
+def positions(threads: Iterable[threading.Thread]) -> list[tuple[int, int]]:
+    """Returns what changes while any of these threads executes Python."""
+    known = _frames()
+    frames = [known.get(thread.ident or -1) for thread in threads]
+    return [(id(frame), -1 if frame is None else frame.f_lasti) for frame in frames]
+
+
+def _frames() -> dict[int, FrameType]:
+    """Returns where all threads are.
 
     A garbage collection inside ``sys._current_frames`` can freeze CPython 3.11, if a finalizer
     lets another thread call it, too (gh-106883): so one call at a time, without collections.
@@ -31,16 +43,10 @@ def frame_of(thread: threading.Thread) -> FrameType | None:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames().get(thread.ident or -1)
+            return sys._current_frames()
         finally:
             if collecting:
                 gc.enable()
-
-
-def positions(threads: Iterable[threading.Thread]) -> list[tuple[int, int]]:
-    """Returns what changes while any of these threads executes Python."""
-    frames = map(frame_of, threads)
-    return [(id(frame), -1 if frame is None else frame.f_lasti) for frame in frames]
 
 
 def callees_of(thread: threading.Thread, method: Callable[..., object]) -> list[Any]:

@@ -52,6 +52,7 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
         timeline, lane = lane_here()
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
+        replica = None
         if lane != CROSS:
             args = _with_own_gradients(*args)
             replica = current.replica
@@ -61,6 +62,8 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
                 refuse_hooks_of(args[4])
         told = _tell_watches() if kwargs.get("accumulate_grad", True) else ()
         try:
+            if replica is not None:  # the engine works without the interpreter
+                replica.run.lockstep.let_next_begin(lane)
             if lane != CROSS or not backward_at_once(run, args, kwargs):
                 return run(*args, **kwargs)
             return None
