@@ -17,7 +17,6 @@ TESTED_BY = {
     "comm/nccl/communicators.py": "comm/nccl/test_clique.py",
     "comm/topology.py": "comm/kernels/test_hierarchical.py",
     "concurrency/stack.py": "concurrency/test_standstill.py",
-    "concurrency/wake.py": "concurrency/test_interrupts.py",
     "data/join.py": "strategy/test_input.py",
     "data/position.py": "data/test_resume.py",
     "data/source.py": "data/test_distribute.py",

@@ -21,12 +21,13 @@ from contextlib import suppress
 class Gate:
     """Where one thread waits until another one lets it go on."""
 
-    __slots__ = ("_lock", "_sleeper")
+    __slots__ = ("_lock", "_moved", "_moving", "_sleeper")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._moving = threading.Lock(), threading.Lock()
         self._lock.acquire()
-        self._sleeper: tuple[int, set[int]] | None = None  # the thread, and its affinity
+        self._sleeper: int | None = None  # the thread that waits, as the system numbers them
+        self._moved: tuple[set[int], set[int]] | None = None  # to where, and from where
 
     def wait(self, timeout: float = math.inf) -> bool:
         """Waits until the gate is opened and closes it; returns whether it was in time.
@@ -34,16 +35,14 @@ class Gate:
         Args:
             timeout: seconds.
         """
-        timeout = -1 if timeout == math.inf else timeout
-        if _current_cpu is None:
-            return self._lock.acquire(timeout=timeout)
-        allowed = os.sched_getaffinity(0)
-        self._sleeper = threading.get_native_id(), allowed
+        self._sleeper = threading.current_thread().native_id
         try:
-            return self._lock.acquire(timeout=timeout)
+            return self._lock.acquire(timeout=-1 if timeout == math.inf else timeout)
         finally:
-            self._sleeper = None
-            os.sched_setaffinity(0, allowed)
+            with self._moving:  # from here on nobody moves this thread
+                self._sleeper = None
+            if self._moved is not None:
+                self._move_back()
 
     def open(self, *, near: bool) -> None:
         """Lets one thread through.
@@ -54,13 +53,21 @@ class Gate:
         Raises:
             RuntimeError: the gate is open already.
         """
-        sleeper = self._sleeper if near else None
-        if sleeper is not None and _current_cpu is not None:
-            cpu = _current_cpu()
-            if cpu in sleeper[1]:
-                with suppress(OSError):  # the thread has ended
-                    os.sched_setaffinity(sleeper[0], {cpu})
+        if near and _current_cpu is not None:
+            with self._moving, suppress(OSError):  # the thread has ended
+                if self._sleeper is not None:
+                    here, allowed = {_current_cpu()}, os.sched_getaffinity(self._sleeper)
+                    if here < allowed:
+                        self._moved = here, allowed
+                        os.sched_setaffinity(self._sleeper, here)
         self._lock.release()
+
+    def _move_back(self) -> None:
+        """Gives the calling thread its affinity back, unless somebody has set another one."""
+        assert self._moved is not None
+        (here, allowed), self._moved = self._moved, None
+        if os.sched_getaffinity(0) == here:
+            os.sched_setaffinity(0, allowed)
 
 
 def _cpu_finder() -> Callable[[], int] | None:
