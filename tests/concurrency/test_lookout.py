@@ -57,12 +57,12 @@ def test_looks_come_fast_after_a_turn_and_slower_while_replicas_move():
     watch = Lookout(float("inf"), is_staggered=True)
     assert watch.pause_seconds == FIRST_SECONDS
     pauses = []
-    for i in range(5):
+    for i in range(9):
         watch.look(1, [i], 1)
         pauses.append(watch.pause_seconds)
     assert pauses == sorted(pauses)
     assert pauses[-1] == LAST_SECONDS
-    watch.look(2, [5], 0)
+    watch.look(2, [8], 0)
     assert watch.pause_seconds == FIRST_SECONDS
 
 
