@@ -123,8 +123,10 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    cuda = device.type == "cuda"
-    return torch.cuda.default_generators[device.index] if cuda else torch.default_generator
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()  # there are no generators before, and to look at devices does not do it
+    return torch.cuda.default_generators[device.index]
 
 
 def separate_streams(generators: Sequence[torch.Generator]) -> None:

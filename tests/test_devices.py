@@ -191,6 +191,19 @@ def test_devices_seeded_alike_get_streams_of_their_own_from_the_one_seed():
     assert generators_of([torch.device("cpu")] * 3) == []
 
 
+def test_generators_of_gpus_are_there_before_cuda_is_initialised(monkeypatch):
+    # To ask how many GPUs there are initialises nothing, and till then there are none.
+    made = [torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)]
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(
+        torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", made)
+    )
+    assert generators_of(cuda(1, 0)) == [made[1], made[0]]
+    state = devices.random_state(cuda(0)[0])
+    devices.set_random_state(cuda(1)[0], state)
+    assert torch.equal(made[1].get_state(), state)
+
+
 def test_a_device_that_was_seeded_apart_keeps_its_stream():
     generators = [torch.Generator().manual_seed(1), torch.Generator().manual_seed(5)]
     separate_streams(generators)
