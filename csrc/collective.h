@@ -293,14 +293,22 @@ DEVICE void write_total(char* scratch, long long i, const Pack<T>& pack) {
   for (int v = 0; v < kVectors<T>; ++v) to[v] = bits.vector[v];
 }
 
-// The kernel of a template, under a name without mangling, for the element type that the compiler
-// was given (-DMIRROR_ELEMENT=BFloat16). simulate.cpp takes the templates themselves.
-#ifdef MIRROR_ELEMENT
-#define MIRROR_KERNEL(name)                                        \
+// The kernel of a template, under a name without mangling. Reductions are compiled for the element
+// type that the compiler was given (-DMIRROR_ELEMENT=BFloat16); copies, which see bytes, are a unit
+// of their own (-DMIRROR_COPIES), so that no element type compiles them again. simulate.cpp takes
+// the templates themselves.
+#define MIRROR_KERNEL_OF(name, Element)                            \
   extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)     \
       name##_kernel(const __grid_constant__ Arguments arguments) { \
-    name<MIRROR_ELEMENT>(arguments);                               \
+    name<Element>(arguments);                                      \
   }
+#ifdef MIRROR_ELEMENT
+#define MIRROR_REDUCTION(name) MIRROR_KERNEL_OF(name, MIRROR_ELEMENT)
 #else
-#define MIRROR_KERNEL(name)
+#define MIRROR_REDUCTION(name)
+#endif
+#ifdef MIRROR_COPIES
+#define MIRROR_COPY(name) MIRROR_KERNEL_OF(name, unsigned char)
+#else
+#define MIRROR_COPY(name)
 #endif

@@ -43,7 +43,7 @@ DEVICE void direct_one_shot(const Arguments& a) {
   }
   leave(mail, epoch);
 }
-MIRROR_KERNEL(direct_one_shot)
+MIRROR_REDUCTION(direct_one_shot)
 
 // Where a replica puts what it has made: into every tensor, or into its own alone.
 enum class To { kAll, kSelf };
@@ -92,14 +92,14 @@ template <class T>
 DEVICE void direct_two_shot(const Arguments& a) {
   direct_reduce_chunk<T, To::kAll>(a);
 }
-MIRROR_KERNEL(direct_two_shot)
+MIRROR_REDUCTION(direct_two_shot)
 
 // Reduce-scatter: the first half of two-shot. (n - 1) / n * bytes read from peers per replica.
 template <class T>
 DEVICE void direct_reduce_scatter(const Arguments& a) {
   direct_reduce_chunk<T, To::kSelf>(a);
 }
-MIRROR_KERNEL(direct_reduce_scatter)
+MIRROR_REDUCTION(direct_reduce_scatter)
 
 // Replica i copies chunk i from one tensor into all others; in bytes, whatever the elements.
 DEVICE void direct_copy_chunk(const Arguments& a, const Self& self, int from) {
@@ -128,7 +128,7 @@ DEVICE void direct_all_gather(const Arguments& a) {
   const Self self = self_of(a);
   direct_copy_chunk(a, self, self.id);
 }
-MIRROR_KERNEL(direct_all_gather)
+MIRROR_COPY(direct_all_gather)
 
 // Broadcast: replica i reads chunk i from the root and writes it to the others, so that the root's
 // link carries each byte about once, and not n - 1 times.
@@ -136,4 +136,4 @@ template <class T>
 DEVICE void direct_broadcast(const Arguments& a) {
   direct_copy_chunk(a, self_of(a), a.root);
 }
-MIRROR_KERNEL(direct_broadcast)
+MIRROR_COPY(direct_broadcast)

@@ -188,25 +188,25 @@ template <class T>
 DEVICE void hierarchical_all_reduce(const Arguments& a) {
   island_reduce<T>(a, true);
 }
-MIRROR_KERNEL(hierarchical_all_reduce)
+MIRROR_REDUCTION(hierarchical_all_reduce)
 
 // Hierarchical reduce-scatter: the first half of it.
 template <class T>
 DEVICE void hierarchical_reduce_scatter(const Arguments& a) {
   island_reduce<T>(a, false);
 }
-MIRROR_KERNEL(hierarchical_reduce_scatter)
+MIRROR_REDUCTION(hierarchical_reduce_scatter)
 
 // Hierarchical all-gather: a chunk crosses to each island once, and is spread inside.
 template <class T>
 DEVICE void hierarchical_all_gather(const Arguments& a) {
   island_spread(a, -1, -1);
 }
-MIRROR_KERNEL(hierarchical_all_gather)
+MIRROR_COPY(hierarchical_all_gather)
 
 // Hierarchical broadcast: the root's island reads from the root, in shards, one per member.
 template <class T>
 DEVICE void hierarchical_broadcast(const Arguments& a) {
   island_spread(a, a.root, a.position[a.root] / a.island_size);
 }
-MIRROR_KERNEL(hierarchical_broadcast)
+MIRROR_COPY(hierarchical_broadcast)

@@ -252,7 +252,7 @@ DEVICE void ring_all_reduce(const Arguments& a) {
   }
   ring_leave(at);
 }
-MIRROR_KERNEL(ring_all_reduce)
+MIRROR_REDUCTION(ring_all_reduce)
 
 // Ring reduce-scatter: the first half. (n - 1) / n * bytes written to the next replica.
 template <class T>
@@ -265,7 +265,7 @@ DEVICE void ring_reduce_scatter(const Arguments& a) {
   }
   ring_leave(at);
 }
-MIRROR_KERNEL(ring_reduce_scatter)
+MIRROR_REDUCTION(ring_reduce_scatter)
 
 // Ring all-gather: the second half, in bytes. (n - 1) / n * bytes written to the next replica.
 template <class T>
@@ -280,7 +280,7 @@ DEVICE void ring_all_gather(const Arguments& a) {
   }
   ring_leave(at);
 }
-MIRROR_KERNEL(ring_all_gather)
+MIRROR_COPY(ring_all_gather)
 
 // Ring broadcast: a chain from the root to the replica before it, in bytes, segment by segment.
 // Everyone but the last writes the whole message once. The edge that ends at the root rests.
@@ -297,4 +297,4 @@ DEVICE void ring_broadcast(const Arguments& a) {
   }
   ring_leave(at);
 }
-MIRROR_KERNEL(ring_broadcast)
+MIRROR_COPY(ring_broadcast)

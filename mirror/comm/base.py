@@ -221,6 +221,12 @@ class Communicator(Uncopied, ABC):
                 for buffer, part in zip(buffers, parts, strict=True):
                     copy_back(buffer, part)
 
+    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Gets ready for collectives of these dtypes: compiles kernels, where there are such.
+
+        Nobody has to call it; else the first collective of each dtype takes that much longer.
+        """
+
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.devices))
         return f"{type(self).__name__}([{devices}]){' (closed)' if self._closed else ''}"

@@ -7,54 +7,48 @@ and skips with the reason. What runs without one is the compiler, over the very 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from mirror.comm.kernels.binaries import (
+    COPIES,
+    ELEMENTS,
+    binary,
+    compile_all,
+    kernels_of,
+    source_folder,
+    unit_of,
+)
 from mirror.comm.kernels.layout import FLAG_BYTES, Arguments, workspace_bytes
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 
-# No contraction: a * b + c must have the same bits as on simulated devices.
-OPTIONS = ("--std=c++20", "--fmad=false")
-# The names in csrc/portable.h.
-ELEMENTS = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.int32: "int",
-    torch.int64: "long long",
-    torch.uint8: "unsigned char",
-}
-_COPIES = ("all_gather", "broadcast")
-KERNELS = {
-    "direct": ("one_shot", "two_shot", "reduce_scatter", *_COPIES),
-    "ring": ("all_reduce", "reduce_scatter", *_COPIES),
-    "hierarchical": ("all_reduce", "reduce_scatter", *_COPIES),
-}
 # kMaxThreads in csrc/collective.h.
 _THREADS_PER_BLOCK = 512
 # As many as others use who copy by registers (NCCL's rings 16 to 32, vLLM 36); to be measured.
 _MAX_BLOCKS = 32
 _PEER_ACCESS_ALREADY_ENABLED = 704
-_INCLUDE = re.compile(r'^#include "(\w+\.\w+)"$', re.MULTILINE)
+
+_Place = tuple[str, torch.device]
+"""A kernel, by name, on a device."""
 
 
 class CudaDevices:
     """GPUs, some of which may be those of several replicas.
 
-    All replicas of a GPU are rows of one cooperative launch, on torch's current stream of that
-    GPU: all its blocks are resident together, or the launch fails. ``__launch_bounds__`` makes
-    one block fit on each multiprocessor, so that there may be as many blocks as those.
+    All replicas of a GPU are rows of one launch, on torch's current stream of that GPU. Where
+    there are several, it is a cooperative one: all its blocks are resident together, or it fails.
+    ``__launch_bounds__`` makes one block fit on each multiprocessor, so that there may be as many
+    blocks as those. A replica alone on its GPU is launched plainly, and need not find room for
+    the whole grid at once: a block waits for the blocks of its own number, on other GPUs, and
+    blocks start in the order of their numbers.
 
     While kernels wait for each other, nothing may wait for one of them before all are launched.
     So modules are loaded, on every device, and all memory is there before the first launch.
@@ -63,8 +57,18 @@ class CudaDevices:
     # 4 packs for each thread; below that another block costs more than it brings.
     bytes_per_block = 4 * 16 * _THREADS_PER_BLOCK
 
-    def __init__(self, devices: Sequence[torch.device], source: str, scratch_bytes: int) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        source: str,
+        scratch_bytes: int,
+        linked: Sequence[tuple[torch.device, torch.device]],
+    ) -> None:
         """Opens the devices' memory to each other, and makes the workspaces.
+
+        Args:
+            linked: the pairs of which the one reaches the other's memory. No others are opened: a
+                GPU has so many peers at most.
 
         Raises:
             BackendError: a GPU has fewer multiprocessors than replicas.
@@ -79,15 +83,24 @@ class CudaDevices:
             self.max_blocks = min(self.max_blocks, processors // len(rows))
         if self.max_blocks == 0:
             raise BackendError("a GPU has fewer multiprocessors than replicas; use fewer replicas")
-        _open_memory(tuple(self._rows))
-        # The caching allocator aligns to 512 bytes. Zeroed on the current streams: wait for them.
+        _open_memory(linked)
         num_bytes = workspace_bytes(self.max_blocks, scratch_bytes)
-        self._workspaces = [
-            torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in devices
-        ]
-        # Pinned memory has one address on the host and on all devices.
-        self._errors = torch.zeros(len(devices) * FLAG_BYTES, dtype=torch.uint8, pin_memory=True)
+        # They outlive the inference mode and the default device of whoever makes them.
+        with torch.inference_mode(False):
+            # The caching allocator aligns to 512 bytes. Zeroed on the current streams: wait.
+            self._workspaces = [
+                torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in devices
+            ]
+            # Pinned memory has one address on the host and on all devices.
+            self._errors = torch.zeros(
+                len(devices) * FLAG_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
         self._synchronize()
+
+    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Compiles what collectives of these dtypes need, all at once."""
+        units = [COPIES, *(ELEMENTS[dtype] for dtype in dtypes)]
+        compile_all(self._source, units, {_capability(device) for device in self._rows})
 
     def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
         """Enqueues the kernel on all devices, one right after the other."""
@@ -96,7 +109,7 @@ class CudaDevices:
         arguments.errors = self._errors.data_ptr()
         arguments.scratch_bytes = self._scratch_bytes
         arguments.state_blocks = self.max_blocks
-        compiled = _load(self._source, ELEMENTS[dtype], tuple(self._rows))[kernel]
+        compiled = _load(self._source, unit_of(kernel, dtype), tuple(self._rows))
         cupy = import_module("cupy")
         launches = []
         for device, rows in self._rows.items():
@@ -107,14 +120,13 @@ class CudaDevices:
             launches.append((device, len(rows), by_value, external))
         for device, num_rows, by_value, external in launches:
             with torch.cuda.device(device):
-                # `kernel` is the function on the current device. Only the launch is cooperative:
-                # CuPy would link the device runtime for it, a file that toolkits alone have.
-                compiled.kernel(
+                # `.kernel` is the function on the current device.
+                compiled[kernel, device].kernel(
                     (blocks, num_rows),
                     (_THREADS_PER_BLOCK,),
                     (by_value,),
                     stream=external,
-                    enable_cooperative_groups=True,
+                    enable_cooperative_groups=num_rows > 1,
                 )
 
     def error_words(self) -> list[int]:
@@ -129,9 +141,10 @@ class CudaDevices:
         self._synchronize()
 
     def close(self) -> None:
-        # Memory must not go to others while a peer's kernel may still write to it.
-        self._synchronize()
-        self._workspaces = []
+        if self._workspaces:
+            # Memory must not go to others while a peer's kernel may still write to it.
+            self._synchronize()
+            self._workspaces = []
 
     def _synchronize(self) -> None:
         for device in self._rows:
@@ -155,74 +168,40 @@ def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | 
     return None
 
 
-def source_folder() -> Path | None:
-    """Returns the folder of the kernels' source: in the package, or beside it in a checkout."""
-    here = Path(__file__).resolve().parents[1]  # mirror/comm
-    for folder in (here / "csrc", here.parents[1] / "csrc"):
-        if (folder / "portable.h").exists():
-            return folder
-    return None
-
-
-def kernel_source(name: str, element: str) -> str:
-    """Returns the source of a file of kernels for one element type, headers included.
-
-    One piece of text is all that a compiler in a library takes without a search path.
-
-    Raises:
-        BackendError: the sources are not installed.
-    """
-    folder = source_folder()
-    if folder is None:
-        raise BackendError("the sources of the kernels (csrc/) are not installed")
-    included = set()
-
-    def include(match: re.Match[str]) -> str:
-        if match[1] in included:
-            return ""
-        included.add(match[1])
-        return expanded(match[1])
-
-    def expanded(file: str) -> str:
-        text = (folder / file).read_text(encoding="ascii")
-        return _INCLUDE.sub(include, text.replace("#pragma once\n", ""))
-
-    return f"#define MIRROR_ELEMENT {element}\n{expanded(f'{name}.cu')}"
-
-
 @cache
-def _load(source: str, element: str, devices: tuple[torch.device, ...]) -> dict[str, Any]:
-    """Compiles the kernels (CuPy keeps the result on disk) and loads them on every device."""
-    module = import_module("cupy").RawModule(
-        code=kernel_source(source, element),
-        options=OPTIONS,
-        backend="nvrtc",
-    )
-    kernels: dict[str, Any] = {}
-    for name in KERNELS[source]:
-        kernel = module.get_function(f"{source}_{name}_kernel")
-        for device in devices:
+def _load(source: str, unit: str, devices: tuple[torch.device, ...]) -> dict[_Place, Any]:
+    """Loads a unit on every device; compiles it if nobody has."""
+    cupy = import_module("cupy")
+    kernels: dict[_Place, Any] = {}
+    for device in devices:
+        module = cupy.RawModule(path=str(binary(source, unit, _capability(device))))
+        for name in kernels_of(source, unit):
+            kernel = module.get_function(f"{name}_kernel")
             with torch.cuda.device(device):
                 # Asking for an attribute loads the kernel now; a launch might find the device
                 # busy with one that waits for it.
                 if kernel.local_size_bytes > 0:
                     raise BackendError(f"the compiler gave {name} local memory; report this")
-        kernels[f"{source}_{name}"] = kernel
+            kernels[name, device] = kernel
     return kernels
 
 
-def _open_memory(devices: Sequence[torch.device]) -> None:
-    """Lets all devices that can do so access each other's memory, torch's and CuPy's."""
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _open_memory(pairs: Sequence[tuple[torch.device, torch.device]]) -> None:
+    """Lets the first device of each pair access the second one's memory, torch's and CuPy's."""
     runtime: ModuleType = import_module("cupy").cuda.runtime
-    for one in devices:
-        for other in devices:
-            if one == other or not torch.cuda.can_device_access_peer(one, other):
-                continue
-            # A copy by torch opens what its allocator maps by itself (expandable segments).
-            torch.ones(1, device=other).to(one)
-            with torch.cuda.device(one):
-                try:
-                    runtime.deviceEnablePeerAccess(other.index)
-                except runtime.CUDARuntimeError as error:
-                    if error.status != _PEER_ACCESS_ALREADY_ENABLED:
-                        raise
+    for one, other in dict.fromkeys(pairs):
+        if one == other or not torch.cuda.can_device_access_peer(one, other):
+            continue
+        # A copy by torch opens what its allocator maps by itself (expandable segments).
+        torch.ones(1, device=other).to(one)
+        with torch.cuda.device(one):
+            try:
+                runtime.deviceEnablePeerAccess(other.index)
+            except runtime.CUDARuntimeError as error:
+                if error.status != _PEER_ACCESS_ALREADY_ENABLED:
+                    raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -26,6 +27,9 @@ class Machine(Protocol):
 
     max_blocks: int
     bytes_per_block: int
+
+    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Compiles what collectives of these dtypes need; it is not needed before ``run``."""
 
     def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
         """Enqueues the kernel for all replicas; fills in the addresses of workspaces."""
@@ -91,7 +95,11 @@ class KernelCommunicator(Communicator):
             self._machine = simulator.SimulatedDevices(len(self.devices), self.scratch_bytes)
         else:
             self.scratch_bytes = self.cuda_scratch_bytes
-            self._machine = cuda_kernels.CudaDevices(self.devices, self.source, self.scratch_bytes)
+            self._machine = cuda_kernels.CudaDevices(
+                self.devices, self.source, self.scratch_bytes, self._linked(self.devices)
+            )
+        # Not at exit: the driver may be gone by then, and the process gives everything back.
+        weakref.finalize(self, self._machine.close).atexit = False
 
     @classmethod
     @abstractmethod
@@ -105,8 +113,14 @@ class KernelCommunicator(Communicator):
             return f"it serves at most {MAX_REPLICAS} replicas"
         if is_simulated(devices):
             return simulator.missing_reason()
-        pairs = [(devices[i], devices[j]) for i, j in cls.linked_pairs(len(devices))]
-        return cuda_kernels.missing_reason(pairs)
+        return cuda_kernels.missing_reason(cls._linked(devices))
+
+    @classmethod
+    def _linked(cls, devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
+        return [(devices[i], devices[j]) for i, j in cls.linked_pairs(len(devices))]
+
+    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+        self._machine.prepare(dtypes)
 
     def close(self) -> None:
         if not self._closed:

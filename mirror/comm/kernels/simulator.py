@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +39,9 @@ class SimulatedDevices:
         self._errors = _aligned_zeros(num_replicas * FLAG_BYTES)
         num_bytes = workspace_bytes(_MAX_BLOCKS, scratch_bytes)
         self._workspaces = [_aligned_zeros(num_bytes) for _ in range(num_replicas)]
+
+    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Everything was compiled when mirror was built."""
 
     def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
         num_replicas = len(self._workspaces)

@@ -1,141 +1,177 @@
-"""cuda_kernels.py: the kernels for GPUs, as far as a compiler can tell, and on GPUs.
+"""cuda_kernels.py: what it asks of torch and CuPy, by fakes; and kernels, where there is a GPU."""
 
-The compilers are NVRTC, from the packages nvidia-cuda-nvrtc-cu12 (CUDA 12) and nvidia-cuda-nvrtc
-(CUDA 13), which need no driver, and nvcc where there is one. What needs a GPU skips without.
-"""
-
-import ctypes
-import importlib.util
-import re
-import shutil
-import subprocess
-from pathlib import Path
+import gc
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mirror import comm
-from mirror.comm.kernels import cuda_kernels
-from mirror.comm.kernels.cuda_kernels import ELEMENTS, KERNELS, OPTIONS, kernel_source
-from mirror.errors import BackendError
+from mirror.comm.kernels import cuda_kernels, kernels
+from mirror.comm.kernels.layout import Arguments
 
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
-LIBRARIES = {"CUDA 12": "cuda_nvrtc/lib/libnvrtc.so.12", "CUDA 13": "cu13/lib/libnvrtc.so.13"}
+NAMES = ("direct", "ring", "hierarchical")
 
 
-def nvrtc_library(name):
-    """Returns the path of a compiler's library; None where its package is not installed."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = spec.submodule_search_locations if spec else ()
-    paths = [Path(folder) / LIBRARIES[name] for folder in folders or ()]
-    return next((path for path in paths if path.exists()), None)
+class Stream:
+    cuda_stream = 77
 
 
-COMPILERS = [name for name in LIBRARIES if nvrtc_library(name)]
-if not COMPILERS and shutil.which("nvcc"):
-    COMPILERS = ["nvcc"]
+class FakeGpus:
+    """What CudaDevices asks of torch.cuda and of CuPy: notes what it is asked; does nothing."""
 
-
-class Nvrtc:
-    def __init__(self, path):
-        self.library = ctypes.CDLL(str(path))
-
-    def compile(self, source, architecture):
-        """Returns the PTX and the binary."""
-        program = ctypes.c_void_p()
-        self.check(
-            self.library.nvrtcCreateProgram(
-                ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
-            )
+    def __init__(self, monkeypatch, processors=100):
+        self.peers, self.launches, self.loaded, self.synchronized = [], [], [], []
+        self.here, self.kept = None, []
+        properties = SimpleNamespace(multi_processor_count=processors)
+        for name, value in {
+            "get_device_properties": lambda device: properties,
+            "get_device_capability": lambda device: (9, device.index),
+            "can_device_access_peer": lambda one, other: True,
+            "current_stream": lambda device: Stream,
+            "synchronize": self.synchronized.append,
+            "device": self.device,
+            "Event": lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "zeros", self.on_the_host(torch.zeros))
+        monkeypatch.setattr(torch, "ones", lambda size, device: SimpleNamespace(to=str))
+        runtime = SimpleNamespace(deviceEnablePeerAccess=self.enable, CUDARuntimeError=OSError)
+        cuda = SimpleNamespace(runtime=runtime, ExternalStream=lambda *stream: stream)
+        cupy = SimpleNamespace(cuda=cuda, RawModule=self.module)
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr(cuda_kernels, "binary", lambda *unit: unit)
+        monkeypatch.setattr(
+            cuda_kernels, "compile_all", lambda *what: setattr(self, "compiled", what)
         )
-        options = [*OPTIONS, f"--gpu-architecture=sm_{architecture}"]
-        array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        status = self.library.nvrtcCompileProgram(program, len(options), array)
-        log = self.output(program, "ProgramLog").decode()
-        assert status == 0, log
-        assert not re.search(r"warning|error", log), log
-        parts = self.output(program, "PTX").decode(), self.output(program, "CUBIN")
-        self.check(self.library.nvrtcDestroyProgram(ctypes.byref(program)))
-        return parts
+        monkeypatch.setattr(cuda_kernels, "missing_reason", lambda pairs: None)
+        monkeypatch.setattr(kernels, "is_simulated", lambda devices: False)
+        monkeypatch.setattr("mirror.comm.base.resolve", tuple)
+        cuda_kernels._load.cache_clear()
 
-    def output(self, program, what):
-        size = ctypes.c_size_t()
-        self.check(self.library[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
-        text = ctypes.create_string_buffer(size.value)
-        self.check(self.library[f"nvrtcGet{what}"](program, text))
-        return text.raw
+    @contextmanager
+    def device(self, device):
+        before, self.here = self.here, device
+        yield
+        self.here = before
 
-    def check(self, status):
-        assert status == 0, f"NVRTC returned {status}"
+    def enable(self, index):
+        self.peers.append((self.here.index, index))
 
+    def on_the_host(self, make):
+        def made(*shape, device=None, pin_memory=False, **options):
+            if pin_memory:
+                assert torch.device(device).type == "cpu"
+            return make(*shape, device="cpu", **options)
 
-class Nvcc:
-    def __init__(self, folder):
-        self.folder = folder
+        return made
 
-    def compile(self, source, architecture):
-        file = self.folder / "kernels.cu"
-        file.write_text(source)
-        outputs = []
-        for kind in ("ptx", "cubin"):
-            output = self.folder / f"kernels.{kind}"
-            command = ["nvcc", *OPTIONS, f"-arch=sm_{architecture}", f"--{kind}", str(file)]
-            subprocess.run([*command, "-o", str(output)], check=True)
-            outputs.append(output.read_bytes())
-        return outputs[0].decode(), outputs[1]
+    def module(self, path):
+        self.loaded.append(path)
 
+        def function(name):
+            def launch(grid, block, arguments, stream, enable_cooperative_groups):
+                (by_value,) = arguments
+                told = Arguments.from_buffer_copy(by_value.tobytes())
+                self.launches.append((self.here, name, grid, told, enable_cooperative_groups))
 
-@pytest.fixture(params=COMPILERS or ["none"])
-def compiler(request, tmp_path):
-    if request.param == "none":
-        pytest.skip("there is neither nvcc nor a package nvidia-cuda-nvrtc-cu12")
-    if request.param == "nvcc":
-        return Nvcc(tmp_path)
-    return Nvrtc(nvrtc_library(request.param))
+            return SimpleNamespace(local_size_bytes=0, kernel=launch)
+
+        return SimpleNamespace(get_function=function)
+
+    def create(self, name, indices, **options):
+        kind = comm.choose.known(name)
+        return kind([torch.device("cuda", index) for index in indices], **options)
 
 
-def check(compiler, source, element, architecture):
-    ptx, binary = compiler.compile(kernel_source(source, element), architecture)
-    for name in KERNELS[source]:
-        assert f".entry {source}_{name}_kernel" in ptx
-    # A section .nv.local is what a kernel has that keeps arrays or spilled registers in memory.
-    assert b".nv.local" not in binary
-    flags = re.findall(r"\b(?:ld|st|atom|red|fence)\.(?:acquire|release|relaxed|acq_rel)\S*", ptx)
-    assert {flag.split(".", 2)[:2][1] for flag in flags} == {"acquire", "release"}
-    assert all(flag.startswith(("ld.acquire.sys.", "st.release.sys.")) for flag in flags)
-    assert not re.search(r"\b(membar|trap|ld\.global\.nc)\b", ptx)
+@pytest.fixture
+def gpus(monkeypatch):
+    fake = FakeGpus(monkeypatch)
+    yield fake
+    for communicator in fake.kept:
+        communicator.close()
+    cuda_kernels._load.cache_clear()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("source", KERNELS)
-def test_kernels_compile_for_every_architecture(compiler, source, architecture):
-    # bfloat16: the one type for which architectures differ.
-    check(compiler, source, ELEMENTS[torch.bfloat16], architecture)
+def machine(gpus, name, indices):
+    gpus.kept.append(gpus.create(name, indices))
+    return gpus.kept[-1]._machine
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", KERNELS)
-def test_kernels_compile_for_every_element_type(compiler, source):
-    for element in ELEMENTS.values():
-        check(compiler, source, element, 90)
+def run(machine, kernel, dtype=torch.float32):
+    machine.run(kernel, dtype, Arguments(), 2)
 
 
-def test_the_source_is_one_piece_of_ascii_without_includes():
-    for source in KERNELS:
-        text = kernel_source(source, "float")
-        assert text.isascii()
-        # Those left are for the CPU alone, behind __CUDACC__.
-        assert re.findall(r'#include ".*"', text) == []
-        assert text.count("struct Arguments {") == 1
+def test_a_ring_opens_the_memory_of_neighbours_alone(gpus):
+    machine(gpus, "ring", range(10))
+    assert set(Counter(one for one, _ in gpus.peers).values()) == {2}
+    assert all((one - other) % 10 in (1, 9) for one, other in gpus.peers)
+    gpus.peers.clear()
+    machine(gpus, "direct", range(4))
+    assert sorted(gpus.peers) == list(permutations(range(4), 2))
+
+
+@pytest.mark.parametrize("indices", [(0, 1), (0, 0), (0, 0, 1)], ids=str)
+def test_only_gpus_with_several_replicas_are_launched_cooperatively(gpus, indices):
+    run(machine(gpus, "direct", indices), "direct_two_shot")
+    assert {device.index: cooperative for device, *_, cooperative in gpus.launches} == {
+        index: number > 1 for index, number in Counter(indices).items()
+    }
+    for device, name, grid, arguments, _ in gpus.launches:
+        rows = [i for i, index in enumerate(indices) if index == device.index]
+        assert (name, grid) == ("direct_two_shot_kernel", (2, len(rows)))
+        assert arguments.rows[: len(rows)] == rows
+
+
+def test_every_gpu_loads_the_binary_of_its_kind_before_the_first_launch(gpus):
+    both = machine(gpus, "ring", (0, 1))
+    run(both, "ring_broadcast", torch.uint8)
+    assert gpus.loaded == [str(("ring", "copies", 90)), str(("ring", "copies", 91))]
+    run(both, "ring_all_reduce", torch.uint8)
+    assert gpus.loaded[2] == str(("ring", "unsigned char", 90))
+
+
+def test_what_a_trial_needs_is_compiled_at_once(gpus):
+    machine(gpus, "direct", (0, 1)).prepare([torch.float32, torch.int64])
+    assert gpus.compiled == ("direct", ["copies", "float", "long long"], {90, 91})
+
+
+def test_default_device_and_inference_mode_are_not_its_own(gpus):
+    with torch.device("meta"), torch.inference_mode():
+        made = machine(gpus, "direct", (0, 1))
+    memory = [made._errors, *made._workspaces]
+    assert not any(tensor.is_inference() or tensor.is_meta for tensor in memory)
+    made.reset()
+
+
+def test_one_that_is_dropped_waits_for_its_kernels_before_it_gives_memory_back(gpus):
+    dropped = gpus.create("ring", (0, 1))
+    machine = dropped._machine
+    gpus.synchronized.clear()
+    del dropped
+    gc.collect()
+    assert [device.index for device in gpus.synchronized] == [0, 1]
+    assert machine._workspaces == []
+
+
+def test_one_that_is_closed_waits_once(gpus):
+    closed = gpus.create("ring", (0, 1))
+    gpus.synchronized.clear()
+    closed.close()
+    closed.close()
+    del closed
+    gc.collect()
+    assert [device.index for device in gpus.synchronized] == [0, 1]
 
 
 def test_sources_that_are_not_installed_are_a_reason(monkeypatch):
     monkeypatch.setattr(cuda_kernels, "source_folder", lambda: None)
     monkeypatch.setattr(cuda_kernels, "find_spec", lambda name: True)
     assert "csrc/" in cuda_kernels.missing_reason([])
-    with pytest.raises(BackendError, match="not installed"):
-        kernel_source("ring", "float")
 
 
 def test_blocking_launches_are_a_reason(monkeypatch):
@@ -151,7 +187,7 @@ def test_blocking_launches_are_a_reason(monkeypatch):
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-@pytest.fixture(params=[(n, name) for n in (2, 4, 8) for name in KERNELS], ids=str)
+@pytest.fixture(params=[(n, name) for n in (2, 4, 8) for name in NAMES], ids=str)
 def on_one_gpu(request):
     n, name = request.param
     devices = [torch.device("cuda:0")] * n

@@ -1,0 +1,278 @@
+"""binaries.py: the kernels for GPUs, as far as a compiler can tell, and where they are kept.
+
+The compilers are NVRTC, from the packages nvidia-cuda-nvrtc-cu12 (CUDA 12) and nvidia-cuda-nvrtc
+(CUDA 13), which need no driver, and nvcc where there is one.
+"""
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mirror.comm.kernels import binaries
+from mirror.comm.kernels.binaries import (
+    COPIES,
+    ELEMENTS,
+    OPTIONS,
+    binary,
+    compile_all,
+    kernels_of,
+    unit_of,
+    unit_source,
+)
+from mirror.errors import BackendError
+
+SOURCES = ("direct", "ring", "hierarchical")
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+LIBRARIES = {"CUDA 12": "cuda_nvrtc/lib/libnvrtc.so.12", "CUDA 13": "cu13/lib/libnvrtc.so.13"}
+
+
+def nvrtc_library(name):
+    """Returns the path of a compiler's library; None where its package is not installed."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec else ()
+    paths = [Path(folder) / LIBRARIES[name] for folder in folders or ()]
+    return next((path for path in paths if path.exists()), None)
+
+
+COMPILERS = [name for name in LIBRARIES if nvrtc_library(name)]
+if not COMPILERS and shutil.which("nvcc"):
+    COMPILERS = ["nvcc"]
+
+
+class Nvrtc:
+    def __init__(self, path):
+        self.library = ctypes.CDLL(str(path))
+
+    def compile(self, source, architecture):
+        """Returns the PTX and the binary."""
+        program = ctypes.c_void_p()
+        self.check(
+            self.library.nvrtcCreateProgram(
+                ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
+            )
+        )
+        options = [*OPTIONS, f"--gpu-architecture=sm_{architecture}"]
+        array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = self.library.nvrtcCompileProgram(program, len(options), array)
+        log = self.output(program, "ProgramLog").decode()
+        assert status == 0, log
+        assert not re.search(r"warning|error", log), log
+        parts = self.output(program, "PTX").decode(), self.output(program, "CUBIN")
+        self.check(self.library.nvrtcDestroyProgram(ctypes.byref(program)))
+        return parts
+
+    def output(self, program, what):
+        size = ctypes.c_size_t()
+        self.check(self.library[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        self.check(self.library[f"nvrtcGet{what}"](program, text))
+        return text.raw
+
+    def check(self, status):
+        assert status == 0, f"NVRTC returned {status}"
+
+
+class Nvcc:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def compile(self, source, architecture):
+        file = self.folder / "kernels.cu"
+        file.write_text(source)
+        outputs = []
+        for kind in ("ptx", "cubin"):
+            output = self.folder / f"kernels.{kind}"
+            command = ["nvcc", *OPTIONS, f"-arch=sm_{architecture}", f"--{kind}", str(file)]
+            subprocess.run([*command, "-o", str(output)], check=True)
+            outputs.append(output.read_bytes())
+        return outputs[0].decode(), outputs[1]
+
+
+@pytest.fixture(params=COMPILERS or ["none"])
+def compiler(request, tmp_path):
+    if request.param == "none":
+        pytest.skip("there is neither nvcc nor a package nvidia-cuda-nvrtc-cu12")
+    if request.param == "nvcc":
+        return Nvcc(tmp_path)
+    return Nvrtc(nvrtc_library(request.param))
+
+
+def check(compiler, source, unit, architecture):
+    ptx, binary = compiler.compile(unit_source(source, unit), architecture)
+    assert set(re.findall(r"\.entry (\w+)_kernel\b", ptx)) == set(kernels_of(source, unit))
+    # A section .nv.local is what a kernel has that keeps arrays or spilled registers in memory.
+    assert b".nv.local" not in binary
+    flags = re.findall(r"\b(?:ld|st|atom|red|fence)\.(?:acquire|release|relaxed|acq_rel)\S*", ptx)
+    assert {flag.split(".", 2)[:2][1] for flag in flags} == {"acquire", "release"}
+    assert all(flag.startswith(("ld.acquire.sys.", "st.release.sys.")) for flag in flags)
+    assert not re.search(r"\b(membar|trap|ld\.global\.nc)\b", ptx)
+    # Denormal numbers are numbers, as on simulated devices.
+    assert ".ftz" not in ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_kernels_compile_for_every_architecture(compiler, source, architecture):
+    # bfloat16: the one type for which architectures differ.
+    check(compiler, source, ELEMENTS[torch.bfloat16], architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_kernels_compile_for_every_element_type(compiler, source):
+    for unit in (*ELEMENTS.values(), COPIES):
+        check(compiler, source, unit, 90)
+
+
+def test_the_source_is_one_piece_of_ascii_without_includes():
+    for source in SOURCES:
+        text = unit_source(source, "float")
+        assert text.isascii()
+        # Those left are for the CPU alone, behind __CUDACC__.
+        assert re.findall(r'#include ".*"', text) == []
+        assert text.count("struct Arguments {") == 1
+
+
+def test_every_kernel_is_in_one_unit():
+    for source in SOURCES:
+        assert unit_of(f"{source}_all_gather", torch.uint8) == COPIES
+        assert unit_of(f"{source}_broadcast", torch.float32) == COPIES
+        for dtype, element in ELEMENTS.items():
+            assert unit_of(f"{source}_reduce_scatter", dtype) == element
+        copies, reductions = kernels_of(source, COPIES), kernels_of(source, "float")
+        assert not set(copies) & set(reductions)
+
+
+def test_sources_that_are_not_installed_are_an_error(monkeypatch):
+    monkeypatch.setattr(binaries, "source_folder", lambda: None)
+    with pytest.raises(BackendError, match="not installed"):
+        unit_source("ring", "float")
+
+
+# ------------------------------------------------------------------ compiling, and keeping
+
+
+class Compiler(SimpleNamespace):
+    """The functions of cupy.cuda.nvrtc, in that they are called as it demands."""
+
+    NVRTCError = type("NVRTCError", (RuntimeError,), {})
+
+    def __init__(self, archs=(75, 80, 90)):
+        self.archs, self.programs, self.calls, self.error = archs, {}, [], None
+        self.version, self.meet, self.numbers = (12, 9), None, count()
+
+    def getVersion(self):
+        return self.version
+
+    def getSupportedArchs(self):
+        return self.archs
+
+    def createProgram(self, text, name, headers, include_names):
+        program = next(self.numbers)
+        self.programs[program] = text
+        return program
+
+    def compileProgram(self, program, options):
+        self.calls.append((self.programs[program], options))
+        if self.meet is not None:
+            self.meet.wait(timeout=20)
+        if self.error:
+            raise self.NVRTCError("NVRTC_ERROR_COMPILATION (6)")
+
+    def getProgramLog(self, program):
+        return self.error
+
+    def getCUBIN(self, program):
+        return b"machine code of " + self.programs[program][:40].encode()
+
+    def getPTX(self, program):
+        return "text of " + self.programs[program][:40]
+
+    def destroyProgram(self, program):
+        del self.programs[program]
+
+
+@pytest.fixture
+def nvrtc(monkeypatch, tmp_path):
+    compiler = Compiler()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nvrtc=compiler))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
+    binaries._folder.cache_clear()
+    yield compiler
+    binaries._folder.cache_clear()
+
+
+def test_a_unit_is_compiled_once_and_kept_on_disk(nvrtc, tmp_path):
+    file = binary("direct", "float", 90)
+    assert file.parent == tmp_path / "kept"
+    assert file.read_bytes().startswith(b"machine code of #define MIRROR_ELEMENT float")
+    assert binary("direct", "float", 90) == file
+    assert len(nvrtc.calls) == 1
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    others = [binary("direct", "Half", 90), binary("ring", "float", 90)]
+    others += [binary("direct", "float", 80), binary("direct", COPIES, 90)]
+    nvrtc.version = (13, 0)
+    others.append(binary("direct", "float", 90))
+    assert len({file, *others}) == 6
+
+
+def test_denormals_are_not_flushed_and_sums_not_contracted(nvrtc):
+    binary("ring", "float", 90)
+    ((_, options),) = nvrtc.calls
+    assert options == (*OPTIONS, "--gpu-architecture=sm_90")
+    assert not any("ftz" in option for option in options)
+
+
+def test_a_gpu_newer_than_the_compiler_gets_what_its_driver_translates(nvrtc):
+    assert binary("ring", "float", 100).read_bytes().startswith(b"text of #define")
+    assert nvrtc.calls[0][1][-1] == "--gpu-architecture=compute_90"
+
+
+def test_what_the_compiler_says_is_told(nvrtc, tmp_path):
+    nvrtc.error = "mirror.cu(3): error: expected a semicolon"
+    with pytest.raises(BackendError, match=r"NVRTC refuses .*expected a semicolon"):
+        binary("ring", "float", 90)
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_units_are_compiled_in_threads(nvrtc, monkeypatch):
+    monkeypatch.setattr(binaries.os, "cpu_count", lambda: 4)
+    nvrtc.meet = threading.Barrier(4)  # nobody goes on before four are there
+    compile_all("direct", ["float", "Half", "long long", COPIES], {90})
+    assert len(nvrtc.calls) == 4
+    nvrtc.meet = None
+    compile_all("direct", ["float", COPIES], {90})
+    compile_all("direct", [], {90})
+    assert len(nvrtc.calls) == 4
+
+
+def test_a_folder_that_cannot_be_written_is_replaced(nvrtc, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
+    file = binary("direct", "float", 90)
+    assert file.exists()
+    assert tmp_path not in file.parents
+    shutil.rmtree(file.parent)
+
+
+def test_cupys_own_binding_compiles_a_unit(tmp_path, monkeypatch):
+    pytest.importorskip("cupy", exc_type=ImportError)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    binaries._folder.cache_clear()
+    try:
+        assert binary("direct", COPIES, 90).read_bytes().startswith(b"\x7fELF")
+        assert b".entry direct_broadcast_kernel" in binary("direct", COPIES, 999).read_bytes()
+    finally:
+        binaries._folder.cache_clear()
