@@ -1,1 +1,1 @@
-"""Keeps one module's variables equal on all replicas and runs code on each; knows no strategy."""
+"""Keeps variables equal on all replicas; knows no strategy."""
