@@ -41,7 +41,8 @@ class Side:
             done = self._thread.submit(work)
             return lambda: done.result()
         if not self._streams:
-            self._streams = [torch.cuda.Stream(device) for device in self._devices]
+            # Else a reduction waits until the computation has no more work for the whole GPU.
+            self._streams = [torch.cuda.Stream(device, priority=-1) for device in self._devices]
         with ExitStack() as stack:
             for device, stream in zip(self._devices, self._streams, strict=True):
                 stream.wait_stream(torch.cuda.current_stream(device))
