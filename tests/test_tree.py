@@ -20,7 +20,6 @@ TESTED_BY = {
     "data/join.py": "strategy/test_input.py",
     "data/position.py": "data/test_resume.py",
     "data/source.py": "data/test_distribute.py",
-    "data/steps.py": "data/test_drawing.py",
     "data/streams.py": "data/test_drawing.py",
     "data/tfrecord/compressed.py": "data/tfrecord/test_tfrecord.py",
     "data/tfrecord/open_files.py": "data/tfrecord/test_dataset.py",

@@ -78,6 +78,30 @@ class CopyStreams:
             if device.type == "cuda"
         }
 
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor of the host from whose parts copies do not wait.
+
+        One for all parts: to pin memory costs the host more than to copy it. The tensor itself
+        where that needs no copy: one that is pinned, or on a GPU, or of simulated devices. So is
+        what has a gradient, for which the copies are part of the graph.
+        """
+        on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if not self._streams or not on_host or tensor.requires_grad or tensor.is_pinned():
+            return tensor
+        # Pinned memory has the strides of the original, and cannot be written to where it lies
+        # over itself, as expand has it.
+        return (tensor.contiguous() if 0 in tensor.stride() else tensor).pin_memory()
+
+    def deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the tensor on the device, for what the calling thread enqueues from now on."""
+        part = self.copy(tensor, device)
+        stream = self._streams.get(device)
+        if stream is not None:
+            consumer = torch.cuda.current_stream(device)
+            consumer.wait_stream(stream)
+            part.record_stream(consumer)
+        return part
+
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns the tensor on the device; for a GPU through pinned memory, without waiting.
 
@@ -89,10 +113,15 @@ class CopyStreams:
             return tensor.to(device)
         if tensor.device.type == "cuda":
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        elif not tensor.requires_grad and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
+        else:
+            tensor = self.pinned(tensor)
         with torch.cuda.stream(stream):
             return tensor.to(device, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Has the host wait until the copies enqueued so far are done."""
+        for event in self.departed():
+            event.synchronize()
 
     def departed(self) -> tuple[Any, ...]:
         """Returns events that happen when the copies enqueued so far are done, one per GPU."""

@@ -89,6 +89,7 @@ def split_batch(
     *,
     sizes: Sequence[int] | None = None,
     weight_of: Callable[[Any], Any] | None = None,
+    pin: Callable[[Tensor], Tensor] | None = None,
     copy: Copy = Tensor.to,
 ) -> Any:
     """Splits a global batch into contiguous parts, one per replica, each on its device.
@@ -116,6 +117,7 @@ def split_batch(
     Args:
         sizes: of the parts; by default those of ``split_sizes``.
         weight_of: gives a part's weight, see ``InputOptions``.
+        pin: makes a whole tensor ready for ``copy`` of its parts.
         copy: brings a tensor to a device.
 
     Raises:
@@ -138,8 +140,12 @@ def split_batch(
             if tree.ndim == 0:
                 # Not one for all: what a replica does to its own in place must not reach others.
                 return PerReplica([tree, *(tree.clone() for _ in devices[1:])])
-            return per_replica(lambda start, size: _narrow(tree, start, size))
+            whole = tree if pin is None else pin(tree)
+            return per_replica(lambda start, size: _narrow(whole, start, size))
         if isinstance(tree, np.ndarray) and tree.ndim:
+            tensor = tree if pin is None else host_part(tree)
+            if isinstance(tensor, Tensor):
+                return split(tensor)
             return per_replica(lambda start, size: host_part(tree[start : start + size]))
         if _is_strings(tree) and len(tree) == num_examples:
             return per_replica(lambda start, size: tree[start : start + size])

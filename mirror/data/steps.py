@@ -84,6 +84,7 @@ class Assembly:
                 self.devices,
                 sizes=sizes,
                 weight_of=self.options.weight_of,
+                pin=self.streams.pinned if self.copies else None,
                 copy=self.streams.copy,
             )
         return Delivery(batch, sizes, self.streams.departed())
