@@ -12,6 +12,7 @@ from contextvars import copy_context
 from typing import Any
 
 from mirror.accelerator.stopwatch import Stopwatch
+from mirror.accelerator.streams import CopyStreams
 from mirror.concurrency.lockstep import Lockstep, Tasks
 from mirror.devices import (
     backward_in_calling_thread,
@@ -48,6 +49,7 @@ class Runner:
         parallel_pass: the backward pass outside ``run`` that has the replicas' threads.
         locksteps: the replicas' threads, by depth of runs inside runs.
         stopwatches: one per replica once somebody measures.
+        copies: by what arguments travel from the host to GPUs; ``None`` on simulated devices.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Runner:
         self._generators = generators_of(replicas.devices)
         self._streams = Streams(schedule == "lockstep" and not self._generators)
         self._simulates = is_simulated(replicas.devices)
+        self.copies = None if self._simulates else CopyStreams(replicas.devices)
         self.is_closed = False
         _runners[replicas] = weakref.ref(self)
 

@@ -27,7 +27,7 @@ tokens are spread, and a mean that is added to it (an auxiliary loss) stays a me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -36,7 +36,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from mirror.accelerator.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
+from mirror.execution.current import current
 from mirror.replica.joining.contents import (
     IMMUTABLE,
     contents_of,
@@ -64,13 +66,32 @@ class Split:
     Attributes:
         active: the replicas that take part.
         num_examples: of the whole batch; ``None`` for a call that one replica makes whole.
+
+    Args:
+        copies: what tensors of the host travel by to GPUs.
     """
 
-    __slots__ = ("active", "devices", "num_examples", "sizes", "starts")
+    __slots__ = (
+        "_copies",
+        "_pinned",
+        "_reads_callers",
+        "active",
+        "devices",
+        "num_examples",
+        "sizes",
+        "starts",
+    )
 
     def __init__(
-        self, sizes: Sequence[int], devices: Sequence[torch.device], num_examples: int | None
+        self,
+        sizes: Sequence[int],
+        devices: Sequence[torch.device],
+        num_examples: int | None,
+        copies: CopyStreams | None = None,
     ) -> None:
+        self._copies = copies
+        self._pinned: dict[int, tuple[Tensor, Tensor]] = {}
+        self._reads_callers = False  # memory that the caller has pinned
         self.sizes = sizes
         self.starts = list(accumulate(sizes, initial=0))
         self.devices = devices
@@ -86,6 +107,38 @@ class Split:
         """Returns a replica's view of a batched tensor."""
         # narrow, not split: a single view may be changed in place under autograd.
         return tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
+
+    def pin(self, values: Iterable[Any]) -> None:
+        """Makes the tensors of the host among the values ready to travel, once for all parts."""
+        if self._copies is not None:
+            for value in values:
+                if _travels(value):
+                    whole = self._copies.pinned(value)
+                    self._pinned[id(value)] = value, whole
+                    self._reads_callers |= whole is value
+
+    def finish(self) -> None:
+        """Waits until nothing reads the caller's own memory any more: it may be written to."""
+        if self._copies is not None and self._reads_callers:
+            self._copies.synchronize()
+
+    def delivered(self, tensor: Tensor, replica_id: int) -> Tensor:
+        """Returns a replica's rows of a tensor, or all of it, on its device; maybe itself.
+
+        A host that waited for a copy would wait for the GPU's earlier work, too, and hold up the
+        other replicas: see [Note: Turns].
+        """
+        device = self.devices[replica_id]
+        is_ready = id(tensor) in self._pinned
+        _, tensor = self._pinned.get(id(tensor), (tensor, tensor))
+        part = self.rows(tensor, replica_id) if self.is_batched(tensor) else tensor
+        if self._copies is None or part.device == device:
+            return part.to(device)
+        if is_ready or (_travels(part) and not part.is_pinned()):
+            return self._copies.deliver(part, device)
+        if part.device.type == "cpu" and current.replica is not None:
+            current.replica.run.lockstep.let_next_begin(replica_id)
+        return part.to(device)
 
 
 class Handed:
@@ -198,21 +251,27 @@ class Handed:
     def _of_tensor(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, MirroredTensor) or tensor.is_meta:
             return tensor
-        split, device = self.split, self.split.devices[self.replica_id]
+        split = self.split
         if split.is_batched(tensor):
-            view = split.rows(tensor, self.replica_id)
-            part = view.to(device)
-            if part is view:
-                return view
+            part = split.delivered(tensor, self.replica_id)
+            if tensor.device == split.devices[self.replica_id]:
+                return part  # a view
         elif len(split.active) > 1 and _is_copied(tensor):
             # Not in the caller's inference mode, so that it has a version.
             with torch.inference_mode(False), torch.no_grad():
-                part = tensor.to(device, copy=True)
+                part = split.delivered(tensor, self.replica_id)
+                part = part.clone() if part is tensor else part
         else:
-            part = tensor.to(device)
+            part = split.delivered(tensor, self.replica_id)
         if not part.is_inference():
             self.tensors.append((tensor, part, part._version))
         return part
+
+
+def _travels(value: Any) -> bool:
+    """Whether a value goes to GPUs by way of pinned memory: its copies are in no graph."""
+    is_plain = type(value) is Tensor and value.layout is torch.strided
+    return is_plain and value.device.type == "cpu" and not value.requires_grad
 
 
 def must_move(value: Any, device: torch.device) -> bool:

@@ -88,7 +88,8 @@ def call_in_turn(
             return _call_whole(runner, args, kwargs, whole)
         finally:
             current.in_whole_call = False
-    split = Split(sizes, replicas.devices, sum(sizes))
+    split = Split(sizes, replicas.devices, sum(sizes), runner.copies)
+    split.pin(leaves_in((args, kwargs)))
     parts = {r: Handed(split, r) for r in split.active}
     names = _positional_names(module)
 
@@ -105,6 +106,8 @@ def call_in_turn(
     except Exception as error:
         add_note(error, _told(module, split, args, kwargs))
         raise
+    finally:
+        split.finish()
     return joined
 
 
@@ -114,10 +117,14 @@ def _call_whole(
     """Calls a module on the first replica, with its arguments moved there."""
     if not must_move((args, kwargs), runner.replicas.devices[0]):
         return whole(*args, **kwargs)
-    split = Split([1], runner.replicas.devices, None)
+    split = Split([1], runner.replicas.devices, None, runner.copies)
     part = Handed(split, 0)
-    own_args, own_kwargs = part.of_call(args, kwargs)
-    result = whole(*own_args, **own_kwargs)
+    split.pin(leaves_in((args, kwargs)))
+    try:
+        own_args, own_kwargs = part.of_call(args, kwargs)
+        result = whole(*own_args, **own_kwargs)
+    finally:
+        split.finish()
     _take_changes(runner, [part], [0], args, kwargs)
     return result
 

@@ -1,8 +1,15 @@
 """Which calls split their arguments over the replicas."""
 
-import torch
-from torch import nn
+import copy
+from contextlib import contextmanager
+from unittest import mock
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mirror
+from tests.gpu.fake import FakeGpus
 from tests.oracle import assert_same
 
 
@@ -28,3 +35,79 @@ def test_submodules_of_an_unsplit_call_do_not_split(make_strategy):
     with make_strategy(2).scope():
         model = Generator()
     assert_same(model(4), Generator()(4))
+
+
+@contextmanager
+def noted_copies():
+    """Gives the shapes that were pinned, and those copied to GPUs while the host waited."""
+    to, pin = Tensor.to, Tensor.pin_memory
+    pinned, awaited = [], []
+
+    def noting_to(tensor, *args, **kwargs):
+        moved = to(tensor, *args, **kwargs)
+        is_host = tensor.device.type == "cpu" and moved.device.type == "cuda"
+        if is_host and not (kwargs.get("non_blocking") and tensor.is_pinned()):
+            awaited.append(tuple(tensor.shape))
+        return moved
+
+    def noting_pin(tensor):
+        pinned.append(tuple(tensor.shape))
+        return pin(tensor)
+
+    with (
+        mock.patch.object(Tensor, "to", noting_to),
+        mock.patch.object(Tensor, "pin_memory", noting_pin),
+    ):
+        yield pinned, awaited
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x, scale, extra=None):
+        assert extra is None or extra["mask"].device == x.device
+        return self.layer(x) * scale
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_no_replica_waits_for_the_copy_of_a_batch_of_the_host(n):
+    # Each waited for all earlier work of its GPU, and the next one began after that: N GPUs went
+    # one after the other.
+    plain = Scaled()
+    x, scale, mask = torch.randn(8, 4), torch.tensor(2.0), torch.ones(8, 1)
+    with FakeGpus(n) as gpus:
+        strategy = mirror.MirroredStrategy(gpus.devices, backend="naive")
+        model = strategy.mirror(copy.deepcopy(plain))
+        for _ in range(3):
+            with noted_copies() as (pinned, awaited):
+                out = model(x, scale, extra={"mask": mask})
+            assert awaited == []
+            assert sorted(pinned) == [(), (8, 1), (8, 4)]  # once for all parts
+            assert_same(out.to("cpu"), plain(x, scale))
+        strategy.close()
+
+
+def test_a_batch_of_the_host_that_needs_a_gradient_gets_it():
+    plain = Scaled()
+    with FakeGpus(2) as gpus:
+        strategy = mirror.MirroredStrategy(gpus.devices, backend="naive")
+        model = strategy.mirror(copy.deepcopy(plain))
+        x, expected = (torch.ones(6, 4, requires_grad=True) for _ in range(2))
+        model(x, torch.tensor(2.0)).sum().backward()
+        plain(expected, torch.tensor(2.0)).sum().backward()
+        assert_same(x.grad, expected.grad)
+        strategy.close()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_memory_that_the_caller_has_pinned_may_be_written_to_after_the_call(n):
+    with FakeGpus(n) as gpus:
+        strategy = mirror.MirroredStrategy(gpus.devices, backend="naive")
+        model = strategy.mirror(Scaled())
+        x = torch.ones(8, 4).pin_memory()
+        for i in range(3):
+            model(x, torch.tensor(2.0))
+            x.fill_(i)
+        strategy.close()
