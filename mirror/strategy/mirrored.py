@@ -29,7 +29,7 @@ class MirroredStrategy(Strategy):
             model = Net()
             optimizer = torch.optim.AdamW(model.parameters())
             for x, y in loader:
-                loss = F.cross_entropy(model(x), y)
+                loss = F.cross_entropy(model(x), y.to(strategy.devices[0]))
                 optimizer.zero_grad(); loss.backward(); optimizer.step()
 
     Args:
