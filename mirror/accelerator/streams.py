@@ -130,20 +130,15 @@ class CopyStreams:
     def receive(self, events: Sequence[Any], tensors: Iterable[torch.Tensor]) -> None:
         """Makes the streams of computation wait for the events, and keeps the tensors for them.
 
-        Those are the calling thread's current stream of each GPU, and the default one, on which
-        replicas in threads of their own compute. The host does not wait.
+        Those are the calling thread's current stream of each GPU, on which the replicas compute,
+        too. The host does not wait.
         """
-        consumers = {device: _streams_of_computation(device) for device in self._streams}
+        consumers = {device: torch.cuda.current_stream(device) for device in self._streams}
         for device, event in zip(self._streams, events, strict=True):
-            for stream in consumers[device]:
-                stream.wait_event(event)
+            consumers[device].wait_event(event)
         if not consumers:
             return
         for tensor in tensors:
-            for stream in consumers.get(tensor.device, ()):
+            if tensor.device in consumers:
                 # Its memory must not be used again while work enqueued there reads it.
-                tensor.record_stream(stream)
-
-
-def _streams_of_computation(device: torch.device) -> set[Any]:
-    return {torch.cuda.current_stream(device), torch.cuda.default_stream(device)}
+                tensor.record_stream(consumers[tensor.device])

@@ -13,6 +13,7 @@ from mirror.comm.base import Communicator
 from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.merge_point import MergePoint
 from mirror.concurrency.no_merges import NoMerges
+from mirror.devices import is_simulated
 from mirror.timeline import Timeline
 
 
@@ -30,11 +31,13 @@ class Replicas:
         weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
         is_nested: whether a replica of another strategy has made them.
         device_types: the types of their devices, and ``"cpu"``.
+        are_simulated: whether their devices are CPU devices.
         is_one_device: whether they are all on one device.
     """
 
     __slots__ = (
         "__weakref__",
+        "are_simulated",
         "communicator",
         "device_types",
         "devices",
@@ -68,6 +71,7 @@ class Replicas:
         self.is_nested = is_nested
         self.timeline = Timeline(self.names)
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
+        self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from mirror.accelerator.current_streams import ReplicasStreams
 from mirror.accelerator.stopwatch import Stopwatch
 from mirror.compiler import let_go, take_hold
 from mirror.concurrency.lockstep import Lockstep
@@ -40,6 +41,7 @@ class Run:
 
     __slots__ = (
         "__weakref__",
+        "_on_streams",
         "active",
         "assigned",
         "checks",
@@ -84,6 +86,7 @@ class Run:
         self.stepped: dict[Stepped, dict[int, object]] = {}
         self.stopwatches = stopwatches
         self.streams = streams
+        self._on_streams = None if replicas.are_simulated else ReplicasStreams(replicas.devices)
         self.members = {
             r: Replica(replicas, self, r, 1.0 if weights is None else float(weights[r]))
             for r in active
@@ -127,6 +130,8 @@ class Run:
             )
         if replica.lent:
             replica.give_back()
+        if self._on_streams is not None:
+            self._on_streams.note(replica_id)
         watch = self.stopwatches[replica_id] if self.stopwatches else None
         timeline = self.replicas.timeline
         hold = let_go()  # actions are no code of the user's
@@ -158,9 +163,14 @@ class Run:
             self._check()
         enter(self.replicas.strategy, None)
         try:
-            return action(payloads)
+            if self._on_streams is None:
+                return action(payloads)
+            with self._on_streams.joined():
+                return action(payloads)
         finally:
             leave()
+            if self._on_streams is not None:
+                self._on_streams.forget()
 
     def enter_stream(self, replica_id: int) -> None:
         """Has a replica, which has got the turn, draw from its own stream."""

@@ -17,7 +17,6 @@ from mirror.concurrency.lockstep import Lockstep, Tasks
 from mirror.devices import (
     backward_in_calling_thread,
     generators_of,
-    is_simulated,
     separate_streams,
     using,
 )
@@ -66,8 +65,7 @@ class Runner:
         self._claims: dict[str, int] = {}
         self._generators = generators_of(replicas.devices)
         self._streams = Streams(schedule == "lockstep" and not self._generators)
-        self._simulates = is_simulated(replicas.devices)
-        self.copies = None if self._simulates else CopyStreams(replicas.devices)
+        self.copies = None if replicas.are_simulated else CopyStreams(replicas.devices)
         self.is_closed = False
         _runners[replicas] = weakref.ref(self)
 
@@ -152,7 +150,7 @@ class Runner:
         if len(self._generators) > 1:
             separate_streams(self._generators)
         sharers = len(active) if self._schedule == "concurrent" else 1
-        state = ThreadState.capture(self.replicas.device_types, sharers)
+        state = ThreadState.capture(self.replicas, sharers)
         tasks = {r: self._task(fn, run, r, state) for r in active}
         timeline = self.replicas.timeline
         self.running = run
@@ -244,7 +242,7 @@ class Runner:
             if len(run.active) == 1:
                 with using(device):
                     return call()
-            if self._simulates:  # on the CPU there is nothing to enter
+            if self.replicas.are_simulated:  # on the CPU there is nothing to enter
                 return state.call(lambda: variables.run(call), device)
             with using(device), backward_in_calling_thread((device,)):
                 return state.call(lambda: variables.run(call), device)

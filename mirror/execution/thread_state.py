@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mirror.accelerator.current_streams import CallersStreams
+from mirror.execution.replicas import Replicas
 from mirror.torch_private import num_function_modes, set_grad_enabled, top_saved_tensors_hooks
 
 _CPU = torch.device("cpu")
@@ -25,6 +27,7 @@ class ThreadState:
     Attributes:
         num_threads: intra-op threads of the caller.
         sharers: how many replicas compute at once and share them.
+        streams: of the GPUs, if they are any. See [Note: Whose stream is current].
     """
 
     grad: bool
@@ -35,18 +38,19 @@ class ThreadState:
     saved_tensors_hooks: Any
     num_threads: int
     sharers: int
+    streams: CallersStreams | None
     _has_set_threads: bool = False
     _caller: int = field(default_factory=threading.get_ident)
 
     @classmethod
-    def capture(cls, device_types: tuple[str, ...], sharers: int) -> ThreadState:
+    def capture(cls, replicas: Replicas, sharers: int) -> ThreadState:
         """Returns the state of the calling thread."""
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
                 (kind, torch.get_autocast_dtype(kind))
-                for kind in device_types
+                for kind in replicas.device_types
                 if torch.is_autocast_enabled(kind)
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
@@ -55,6 +59,7 @@ class ThreadState:
             saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=torch.get_num_threads(),
             sharers=sharers,
+            streams=None if replicas.are_simulated else CallersStreams(replicas.devices),
         )
 
     def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
@@ -72,6 +77,8 @@ class ThreadState:
             is_here = threading.get_ident() == self._caller  # where all holds already
             if not is_here and self._needs_contexts():
                 fn = partial(self._call_in_contexts, fn)
+            if self.streams is not None and not is_here:
+                fn = partial(_call_in, self.streams, device, fn)
             same_kind = self.default_device.type == device.type
             default_device = device if same_kind else self.default_device
             if default_device == (self.default_device if is_here else _CPU):
@@ -104,3 +111,8 @@ class ThreadState:
         # Threads that start later begin with the number that was set last.
         if self._has_set_threads:
             torch.set_num_threads(self.num_threads)
+
+
+def _call_in(streams: CallersStreams, device: torch.device, fn: Callable[[], Any]) -> Any:
+    with streams.entered(device):
+        return fn()

@@ -23,7 +23,7 @@ is in its second: autograd may be adding to the very slots that the bucket would
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.accelerator.current_streams import ReplicasStreams
 from mirror.accelerator.streams import Side
 from mirror.comm.packing import plan_packs
 from mirror.compiler import opaque
@@ -97,6 +98,8 @@ class Buckets:
         self._watch = watch
         self._are_wanted = may_launch
         self._side = Side(replicas.devices)
+        # Of those that have arrived.
+        self._streams = None if replicas.are_simulated else ReplicasStreams(replicas.devices)
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
         self.on_their_way: list[_Reduction] = []
@@ -192,19 +195,24 @@ class Buckets:
             for unsettled in self._watch.unsettled:
                 unsettled.remove(reductions)
         self._is_held = False
+        if self._streams is not None:
+            self._streams.forget()
         return reductions
 
     @opaque
     def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self._launching:
+            if self._streams is not None:
+                self._streams.note(copy.replica_id)
             if index > len(self.on_their_way):
                 before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
                 self.is_disordered |= local_grad(before) is None
             if plan is self._plan and index == len(self.on_their_way) and not self._is_held:
                 part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
                 if self._may_launch():
-                    self._launch(plan.order, part)
+                    with nullcontext() if self._streams is None else self._streams.joined():
+                        self._launch(plan.order, part)
 
     def _may_launch(self) -> bool:
         if not self._are_wanted():

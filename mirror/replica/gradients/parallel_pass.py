@@ -80,7 +80,7 @@ class ParallelPass:
     def run(self, passes: dict[int, Callable[[], Any]]) -> None:
         """Runs each replica's pass in its thread."""
         self._moving.update(passes)
-        state = ThreadState.capture(self._replicas.device_types, len(passes))
+        state = ThreadState.capture(self._replicas, len(passes))
         tasks = {r: self._task(r, passes[r], state) for r in passes}
         try:
             self._runner.run_parallel_pass(self, tasks)

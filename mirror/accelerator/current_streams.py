@@ -1,0 +1,90 @@
+"""The streams that are current in one thread, carried to others: of the caller, and of replicas.
+
+[Note: Whose stream is current]
+Which stream of a GPU is current, every thread says for itself. So what one thread enqueues and
+another one uses is in order only if both mean the same stream. Two do not by themselves:
+
+    the caller and its replicas     Replicas in threads of their own begin with the caller's
+                                    streams, so ``with torch.cuda.stream(s): strategy.run(...)``
+                                    reads what was enqueued on ``s``, and so does what follows.
+    a replica and who acts for all  Where replicas meet, one thread works with what all have
+                                    brought: on the stream of each that it had when it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+
+class CallersStreams:
+    """The streams of some GPUs that are current where this is made."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        gpus = dict.fromkeys(devices)
+        self._streams = {gpu: torch.cuda.current_stream(gpu) for gpu in gpus}
+        # Those that other threads do not begin with.
+        self._unusual = {
+            gpu: stream
+            for gpu, stream in self._streams.items()
+            if stream != torch.cuda.default_stream(gpu)
+        }
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Makes them current in this thread, with ``device``; puts back what was."""
+        with ExitStack() as stack:
+            for gpu, stream in self._unusual.items():
+                if gpu != device:
+                    stack.enter_context(torch.cuda.stream(stream))
+            # Usual or not: what a replica may set without a context is undone.
+            stack.enter_context(torch.cuda.stream(self._streams[device]))
+            yield
+
+
+class ReplicasStreams:
+    """The streams on which replicas have enqueued what they bring to where they meet.
+
+    Args:
+        devices: one per replica, GPUs.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._noted: dict[torch.device, dict[Any, None]] = {}
+
+    def note(self, replica_id: int) -> None:
+        """Notes the stream of a replica, whose thread this is."""
+        device = self._devices[replica_id]
+        stream = torch.cuda.current_stream(device)
+        self._noted.setdefault(device, {})[stream] = None
+
+    def forget(self) -> None:
+        """Drops what was noted."""
+        self._noted = {}
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Makes them current in this thread; of several on one GPU one, ordered with the others.
+
+        What is enqueued inside comes after what was enqueued on all of them, and before what will
+        be.
+        """
+        with ExitStack() as stack:
+            others: list[tuple[Any, Any]] = []
+            for device, noted in tuple(self._noted.items()):
+                current = torch.cuda.current_stream(device)
+                chosen, *rest = (current, *noted) if current in noted else tuple(noted)
+                if chosen != current:
+                    stack.enter_context(torch.cuda.stream(chosen))
+                others += [(chosen, stream) for stream in rest if stream != chosen]
+            for chosen, stream in others:
+                chosen.wait_stream(stream)
+            try:
+                yield
+            finally:
+                for chosen, stream in others:
+                    stream.wait_stream(chosen)

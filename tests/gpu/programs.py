@@ -1,0 +1,105 @@
+"""A training over simulated GPUs, in each of the ways in which programs choose streams."""
+
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+import mirror
+
+# Small enough that a model of some hundred parameters has several buckets.
+SMALL_PACKS = mirror.CommunicationOptions(bytes_per_pack=600)
+WAYS = ("plain", "callers", "replicas", "changing", "transparent", "dataset")
+NUM_STEPS = 4
+
+
+def names(num_devices):
+    return [f"cuda:{i}" for i in range(num_devices)]
+
+
+def train(devices, way, **options):
+    """Returns the losses of some steps.
+
+    Args:
+        way: "plain": all on the streams that are current anyway; "callers": the caller is on
+            streams of its own; "replicas": the function of each replica is, for the whole step;
+            "changing": but for the optimizer; "transparent": model(x), loss.backward()
+            without run; "dataset": batches come from a distributed dataset.
+    """
+    torch.manual_seed(0)
+    options = {"backend": "naive", "communication_options": SMALL_PACKS, **options}
+    with mirror.MirroredStrategy(devices, **options) as strategy:
+        model = strategy.mirror(
+            nn.Sequential(
+                nn.Linear(8, 16),
+                nn.BatchNorm1d(16),
+                nn.ReLU(),
+                nn.Linear(16, 16),
+                nn.ReLU(),
+                nn.Linear(16, 4),
+            )
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = [(torch.randn(16, 8), torch.randn(16, 4)) for _ in range(NUM_STEPS)]
+        is_changing = way == "changing"
+        own = [torch.cuda.Stream(d) for d in devices] if way in _NEEDS_STREAMS else []
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            with on(own[here()]) if is_changing else ExitStack():
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        def step_on_own_stream(batch):
+            with on(own[here()]):
+                return step(batch)
+
+        if way == "dataset":
+            batches = strategy.distribute_dataset(data)
+        else:
+            batches = ([t.to(devices[0], non_blocking=True) for t in batch] for batch in data)
+        losses = []
+        for batch in batches:
+            with ExitStack() as stack:
+                if way == "callers":
+                    for stream in own:
+                        stack.enter_context(on(stream))
+                # Made here and now: on the caller's streams.
+                batch = batch if way == "dataset" else [t + 0 for t in batch]
+                if way == "transparent":
+                    loss = step(batch)
+                else:
+                    parts = batch if way == "dataset" else split(strategy, batch, devices)
+                    fn = step_on_own_stream if way == "replicas" else step
+                    loss = strategy.reduce("mean", strategy.run(fn, args=(parts,)))
+                losses.append(loss * 1)
+        return [loss.item() for loss in losses]
+
+
+_NEEDS_STREAMS = ("callers", "replicas", "changing")
+
+
+def here():
+    return mirror.get_replica_context().replica_id_in_sync_group
+
+
+def split(strategy, batch, devices):
+    """Returns each replica's part of a batch, on its device."""
+    chunks = [t.tensor_split(len(devices)) for t in batch]
+    return tuple(
+        mirror.PerReplica([part.to(d) for part, d in zip(parts, devices, strict=True)])
+        for parts in chunks
+    )
+
+
+@contextmanager
+def on(stream):
+    """Goes on on a stream after what is enqueued; and after it where it was, as torch demands."""
+    before = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
+    before.wait_stream(stream)

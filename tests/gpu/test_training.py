@@ -1,0 +1,58 @@
+"""A training on simulated GPUs: its streams are in order, whichever the program is on."""
+
+import pytest
+import torch
+
+import mirror
+from tests.gpu.fake import FakeGpus
+from tests.gpu.programs import WAYS, names, train
+
+TWICE = ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {
+        (n, way): train(["cpu"] * n, way)
+        for n in (1, 2, 4, 8)
+        for way in ("plain", "transparent", "dataset")
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_training_is_in_order_and_has_the_losses_of_simulated_devices(n, way, expected):
+    with FakeGpus(n) as gpus:
+        losses = train(names(n), way)
+        sides = [s for s in gpus.streams.everywhere.values() if s.cuda_stream != 0]
+    assert losses == pytest.approx(expected.get((n, way), expected[n, "plain"]), rel=1e-5)
+    assert sides or n == 1  # buckets were reduced beside the backward pass
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_schedule_is_in_order(way, schedule):
+    with FakeGpus(2):
+        train(names(2), way, schedule=schedule)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_that_share_gpus_are_in_order(way):
+    with FakeGpus(2):
+        train(TWICE, way)
+
+
+def test_what_a_replica_sets_without_a_context_ends_with_its_run():
+    seen = []
+    with FakeGpus(2) as gpus, mirror.MirroredStrategy(names(2), "naive") as strategy:
+
+        def fn():
+            device = mirror.get_replica_context().device
+            seen.append(torch.cuda.current_stream(device))
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+
+        for _ in range(2):
+            strategy.run(fn)
+        defaults = [gpus.streams.default_stream(d) for d in gpus.devices]
+    assert set(seen) == set(defaults)
+    assert len(seen) == 4
