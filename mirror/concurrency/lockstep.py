@@ -302,8 +302,10 @@ class Lockstep:
         lookout = Lookout(self._limit, is_staggered=self._staggered)
         try:
             while not self._finished.wait(lookout.pause_seconds):
-                running = map(self._threads.of, tuple(self._running))
-                where = () if self._acting else lookout.where(running)
+                running = tuple(self._running)
+                begun = self._threads.begun(running)
+                is_moving = self._acting or len(begun) < len(running)
+                where = () if is_moving else lookout.where(begun)
                 num_due = lookout.look(self._moves, where, len(self._runnable))
                 if num_due:
                     with self._mutex:
@@ -327,7 +329,7 @@ class Lockstep:
             run.usable = False
             run._failure.error = failure if run is self else Released()
             run._failure.replica_id = None
-            for thread in set(map(run._threads.of, tuple(run._running))) - unwound:
+            for thread in set(run._threads.begun(tuple(run._running))) - unwound:
                 unwound.add(thread)
                 raise_in(thread, Released)
                 # It may wait for a run that it has started, and hear nothing before that ends.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from mirror.concurrency.wake import Gate
@@ -49,6 +49,10 @@ class Threads:
     def of(self, replica_id: int) -> threading.Thread:
         """Returns the thread that a replica is in."""
         return self.caller if replica_id == self.here else self._threads[replica_id]
+
+    def begun(self, replica_ids: Iterable[int]) -> list[threading.Thread]:
+        """Returns the threads that replicas are in, without those that are being started."""
+        return [self.of(r) for r in replica_ids if r == self.here or r in self._threads]
 
     def close(self) -> None:
         """Ends the threads and waits for that; idempotent. Not while a run is going on."""

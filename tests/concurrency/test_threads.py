@@ -1,10 +1,12 @@
 """What a thread sets stays its own, what the caller has set holds on all replicas."""
 
 import contextvars
+from time import sleep
 
 import torch
 
 import mirror
+from mirror.concurrency.threads import Threads
 from tests.concurrency.meeting import N, me, meet
 from tests.oracle import finishes
 
@@ -75,3 +77,15 @@ def test_runs_inside_merge_call_nest(strategy):
     results, error, _ = finishes(lambda: strategy.run(outer))
     assert error is None
     assert [v.item() for v in results.values] == [((r + N) * 10 + N) * 10 for r in range(N)]
+
+
+def test_the_caller_looks_at_no_thread_that_is_only_being_started(monkeypatch):
+    start = Threads._start
+
+    def start_late(self, replica_id):
+        sleep(0.01)  # the caller looks every 10 us
+        start(self, replica_id)
+
+    monkeypatch.setattr(Threads, "_start", start_late)
+    with mirror.MirroredStrategy(["cpu"] * 3, schedule="staggered") as strategy:
+        assert strategy.run(lambda: 1).values == (1, 1, 1)
