@@ -68,8 +68,9 @@ class Table:
         """Returns where a tensor is; ``None`` for the CPU's usual memory."""
         if not self._places or tensor.layout is not torch.strided:
             return None
-        self._drain()
-        return self._places.get(_storage(tensor)._cdata)
+        with self._streams.lock:
+            self._drain()
+            return self._places.get(_storage(tensor)._cdata)
 
     def device(self, tensor: Tensor) -> torch.device | None:
         """Returns the device that a tensor claims to be on; ``None`` for its real one."""
@@ -80,6 +81,7 @@ class Table:
         """Has a new tensor be on a GPU, or in pinned memory, where it is on the CPU."""
         if tensor.layout is not torch.strided:
             return
+        self._drain()  # it may lie where another one did
         home = None
         if device.type == "cuda":
             home = self._streams.current_stream(device).agent
