@@ -1,11 +1,13 @@
 """What a thread sets stays its own, what the caller has set holds on all replicas."""
 
 import contextvars
+from functools import partial
 from time import sleep
 
 import torch
 
 import mirror
+from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.threads import Threads
 from tests.concurrency.meeting import N, me, meet
 from tests.oracle import finishes
@@ -87,5 +89,6 @@ def test_the_caller_looks_at_no_thread_that_is_only_being_started(monkeypatch):
         start(self, replica_id)
 
     monkeypatch.setattr(Threads, "_start", start_late)
-    with mirror.MirroredStrategy(["cpu"] * 3, schedule="staggered") as strategy:
-        assert strategy.run(lambda: 1).values == (1, 1, 1)
+    lockstep = Lockstep(["a", "b", "c"], schedule="staggered", timeout_seconds=20)
+    assert lockstep.run({r: partial(int, r) for r in range(3)}) == {0: 0, 1: 1, 2: 2}
+    lockstep.close()
