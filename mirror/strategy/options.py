@@ -24,7 +24,9 @@ class CommunicationOptions:
             ``None`` waits for ever.
         wire_dtype: what float32 and float64 gradients travel as, ``torch.bfloat16`` for instance:
             half the bytes, rounded once before and once after the sum, which is accumulated in
-            float32. Every replica still gets the same bits. ``None``: as they are.
+            float32. Every replica still gets the same bits. ``None``: as they are. ``ring`` and
+            ``hierarchical`` pass partial sums on, as float32: there the half of the way on which
+            is reduced keeps its four bytes.
         deterministic: only a backend whose sums do not depend on packing or algorithm.
 
     Raises:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from mirror.comm.base import HALF_DTYPES, Communicator, in_place
+from mirror.comm.base import Communicator, in_place
 from mirror.comm.choose import register
-
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-}
+from mirror.comm.ordered import reduced
 
 
 @register("naive")
@@ -28,7 +21,7 @@ class NaiveCommunicator(Communicator):
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)
         with in_place(tensors):
-            result = _reduced(tensors, op, scale)
+            result = reduced(tensors, op, scale)
             for tensor in tensors:
                 tensor.copy_(result)
 
@@ -42,7 +35,7 @@ class NaiveCommunicator(Communicator):
         self.check_tensors(tensors, op)
         with in_place(tensors):
             for i, chunks in enumerate(_chunks(tensors)):
-                chunks[i].copy_(_reduced(chunks, op))
+                chunks[i].copy_(reduced(chunks, op))
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
         self.check_tensors(tensors)
@@ -50,16 +43,6 @@ class NaiveCommunicator(Communicator):
             for i, chunks in enumerate(_chunks(tensors)):
                 for chunk in chunks:
                     chunk.copy_(chunks[i])
-
-
-def _reduced(tensors: Sequence[Tensor], op: str, scale: float = 1.0) -> Tensor:
-    """Returns ``scale * op(tensors)`` on the first tensor's device, added up in replica order."""
-    first = tensors[0]
-    dtype = torch.float32 if first.dtype in HALF_DTYPES else first.dtype
-    total = first.to(dtype)
-    for tensor in tensors[1:]:
-        total = _COMBINE[op](total, tensor.to(first.device, dtype))
-    return (total if scale == 1 else total * scale).to(first.dtype)
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

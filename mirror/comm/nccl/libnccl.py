@@ -105,6 +105,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "ncclBroadcast": [_P, _P, _N, _I, _I, _P, _P],
     "ncclReduceScatter": [_P, _P, _N, _I, _I, _P, _P],
     "ncclAllGather": [_P, _P, _N, _I, _P, _P],
+    "ncclSend": [_P, _N, _I, _I, _P, _P],
+    "ncclRecv": [_P, _N, _I, _I, _P, _P],
 }
 
 

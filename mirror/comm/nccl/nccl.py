@@ -1,4 +1,17 @@
-"""The backend "nccl": NVIDIA's library, driven for all GPUs by one thread."""
+"""The backend "nccl": NVIDIA's library, driven for all GPUs by one thread.
+
+[Note: Two bytes]
+Half types are to be added up in float32 and rounded once, and are to travel in their two bytes.
+So NCCL does not reduce them. Every replica owns a chunk, and the others send it theirs of it; it
+adds them up in float32, scales and rounds; and what came of it goes to all the others:
+
+    n = 3, replica r sends its chunk to its owner, a sum is rounded where it is made
+        0->1:1 0->2:2  1->0:0 1->2:2  2->0:0 2->1:1     all to all, two bytes
+        0: sum of 0    1: sum of 1    2: sum of 2       float32, in registers
+        0->1:0 0->2:0  1->0:1 1->2:1  2->0:2 2->1:2     all-gather, two bytes
+
+Each replica sends 2 (n - 1) / n * 2 bytes per element, as NCCL's ring would of float16.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +28,7 @@ from mirror.comm.choose import register
 from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.clique import Call, Clique
 from mirror.comm.nccl.libnccl import DTYPES, OPS, NcclLibrary, version_name
+from mirror.comm.ordered import reduced
 from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
 
@@ -27,12 +41,13 @@ _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 class NcclCommunicator(Communicator):
     """One NCCL communicator per GPU; a collective is one group of calls, on the current streams.
 
-    What travels differs from what is reduced where NCCL would break the contract. It adds half
-    types up in half precision, rounding at every hop: they travel as float32, which doubles the
-    bytes. Its min and max drop NaNs: floats travel as integers in the same order. Sums are scaled
-    afterwards, because ncclAvg and its like cannot use the adders of an NVLink switch.
+    Where NCCL would break the contract it only moves bytes. It adds half types up in half
+    precision, rounding at every hop: see [Note: Two bytes]. Its min and max drop NaNs: floats
+    travel as integers in the same order. Sums are scaled afterwards, because ncclAvg and its like
+    cannot use the adders of an NVLink switch.
 
-    NCCL decides the order of a sum: all replicas get the same bits, but other packs give others.
+    The order of a sum is NCCL's, or torch's: all replicas get the same bits, but other packs give
+    others.
 
     **It has not yet been run on a GPU**; a trial on the very devices goes before its first use.
     """
@@ -108,6 +123,11 @@ class NcclCommunicator(Communicator):
         self.check_tensors(tensors, op, scale)
         if tensors[0].numel() == 0:
             return
+        if tensors[0].dtype in HALF_DTYPES:
+            self._reduce_halves("all_reduce", tensors, op, scale)
+            if len(tensors) > 1:
+                self._run("all_reduce", tensors, _all_gather_calls(tensors))
+            return
         with in_place(tensors):
             wires = [_to_wire(tensor, op) for tensor in tensors]
             count, dtype = wires[0].numel(), DTYPES[wires[0].dtype]
@@ -141,6 +161,9 @@ class NcclCommunicator(Communicator):
         self.check_tensors(tensors, op)
         if tensors[0].numel() == 0:
             return
+        if tensors[0].dtype in HALF_DTYPES:
+            self._reduce_halves("reduce_scatter", tensors, op)
+            return
         with in_place(tensors):
             wires = [_to_wire(tensor, op).view(-1) for tensor in tensors]
             self._run("reduce_scatter", tensors, _reduce_scatter_calls(wires, OPS[op]))
@@ -152,6 +175,24 @@ class NcclCommunicator(Communicator):
         self.check_tensors(tensors)
         if tensors[0].numel() > 0:
             self._run("all_gather", tensors, _all_gather_calls(tensors))
+
+    def _reduce_halves(
+        self, collective: str, tensors: Sequence[Tensor], op: str, scale: float = 1.0
+    ) -> None:
+        """Leaves chunk ``i`` of the reduction in chunk ``i`` of ``tensors[i]``."""
+        chunks = [tensor.view(-1).tensor_split(len(tensors)) for tensor in tensors]
+        with in_place(tensors):
+            # Those of each owner: one row from each replica.
+            terms = [
+                chunks[i][i].new_empty((len(tensors), chunks[i][i].numel()))
+                for i in range(len(tensors))
+            ]
+            if len(tensors) > 1:
+                self._run(collective, tensors, _exchange_calls(chunks, terms))
+            for i, rows in enumerate(terms):
+                own = chunks[i][i]
+                rows[i].copy_(own)
+                own.copy_(_reduced_rows(rows, op, scale))
 
     def _run(self, collective: str, tensors: Sequence[Tensor], calls: Sequence[Call]) -> None:
         first = tensors[0]
@@ -199,6 +240,29 @@ def _reduce_scatter_calls(wires: Sequence[Tensor], op: int) -> list[Call]:
     ]
 
 
+def _exchange_calls(chunks: Sequence[Sequence[Tensor]], terms: Sequence[Tensor]) -> list[Call]:
+    """Every replica sends every other one the chunk that this one owns, into its own row there."""
+    calls: list[Call] = []
+    for i in range(len(chunks)):
+        for peer in range(len(chunks)):
+            if peer == i:
+                continue
+            sent, row = chunks[i][peer], terms[i][peer]
+            if sent.numel() > 0:
+                calls.append((i, "ncclSend", (sent.data_ptr(), sent.nbytes, _BYTES, peer)))
+            if row.numel() > 0:
+                calls.append((i, "ncclRecv", (row.data_ptr(), row.nbytes, _BYTES, peer)))
+    return calls
+
+
+def _reduced_rows(rows: Tensor, op: str, scale: float) -> Tensor:
+    """Returns the rows of a half type, reduced in float32 and scaled; sums by one kernel."""
+    if op != "sum":
+        return reduced(rows.unbind(0), op, scale)
+    total = rows.sum(0, dtype=torch.float32)
+    return total if scale == 1 else total.mul_(scale)
+
+
 def _all_gather_calls(tensors: Sequence[Tensor]) -> list[Call]:
     n, numel, size = len(tensors), tensors[0].numel(), tensors[0].element_size()
     pointers = [tensor.data_ptr() for tensor in tensors]
@@ -225,14 +289,13 @@ def _chunks(numel: int, n: int) -> list[tuple[int, int]]:
 
 def _to_wire(tensor: Tensor, op: str) -> Tensor:
     """Returns what travels for a tensor: itself where NCCL reduces it as the contract wants."""
-    if not tensor.is_floating_point() or (op in ("sum", "prod") and tensor.dtype in _KEYS):
+    if not tensor.is_floating_point() or op in ("sum", "prod"):
         return tensor
-    wide = tensor.float() if tensor.dtype in HALF_DTYPES else tensor
-    return wide if op in ("sum", "prod") else _ordered(wide, op)
+    return _ordered(tensor, op)
 
 
 def _from_wire(wire: Tensor, tensor: Tensor, op: str, scale: float = 1.0) -> None:
-    """Leaves in the tensor what has arrived for it, scaled, and rounded once."""
+    """Leaves in the tensor what has arrived for it, scaled."""
     if tensor.is_floating_point() and op in ("min", "max"):
         wire = _flipped(wire).view(torch.float64 if wire.dtype == torch.int64 else torch.float32)
     if wire.data_ptr() != tensor.data_ptr():

@@ -6,7 +6,8 @@
 //
 // Stricter than NCCL where mirror should be careful: half types and floating min and max are
 // refused (NCCL would round at every hop, and drop NaNs), so are communicators in the wrong state,
-// ranks whose calls do not match, and handles that are not alive; the last are counted.
+// ranks whose calls do not match, messages to oneself or in a group with collectives, and handles
+// that are not alive; the last are counted.
 //
 //   fake_reset()                    no faults, no counts; 0 polls
 //   fake_polls(n)                   how long everything is in progress
@@ -17,6 +18,7 @@
 //   fake_stall(function)            what these calls started stays in progress; "" for nothing
 //   fake_absent(rank)               that rank's calls are lost: it never joins; -1 for none
 //   fake_spoil(bytes)               from now on results are wrong in the last of so many bytes
+//   fake_sent()                     bytes that ranks have sent each other, by the least there is
 //   fake_alive(), fake_calls(function), fake_misuses()
 //
 // One thread at a time, but for hanging calls and aborts.
@@ -35,7 +37,7 @@
 namespace {
 
 enum Result { kSuccess, kCuda, kSystem, kInternal, kArgument, kUsage, kRemote, kInProgress };
-enum Kind { kAllReduce, kReduce, kBroadcast, kReduceScatter, kAllGather };
+enum Kind { kAllReduce, kReduce, kBroadcast, kReduceScatter, kAllGather, kSend, kReceive };
 
 constexpr int kUndefined = INT32_MIN;
 
@@ -60,6 +62,7 @@ struct Operation {
   size_t count;
   int type, op, root;
 
+  bool is_message() const { return kind == kSend || kind == kReceive; }
   bool matches(const Operation &other) const {
     return kind == other.kind && count == other.count && type == other.type && op == other.op &&
            root == other.root;
@@ -93,7 +96,7 @@ std::map<std::string, std::map<int, int>> failures;  // function, call -> result
 std::map<std::string, std::set<int>> hangs;
 std::string stalled;
 int polls = 0, absent = -1, misuses = 0, next_id = 0, poison = 0;
-size_t spoiled = 0;
+size_t spoiled = 0, sent = 0;
 const char *last_error = "";
 
 // As in NCCL, a group belongs to a thread.
@@ -194,12 +197,14 @@ void execute(const std::vector<const Operation *> &ops) {
       result.assign(from, from + bytes);
       break;
     }
-    case kAllGather:
+    default:  // kAllGather
       for (const Operation *op : ops) {
         auto *from = static_cast<const char *>(op->send);
         result.insert(result.end(), from, from + bytes);
       }
   }
+  bool scatters = first.kind == kReduceScatter || first.kind == kAllGather;
+  sent += (n - 1) * bytes * (scatters ? n : first.kind == kAllReduce ? 2 : 1);
   if (spoiled && result.size() >= spoiled) result[spoiled - 1] ^= 1;
   for (size_t r = 0; r < n; r++) {
     if (first.kind == kReduce && static_cast<int>(r) != first.root) continue;
@@ -207,6 +212,33 @@ void execute(const std::vector<const Operation *> &ops) {
     size_t size = first.kind == kReduceScatter ? bytes : result.size();
     std::memcpy(ops[r]->receive, result.data() + offset, size);
   }
+}
+
+// Hands over the messages of a group; the k-th from one rank to another is the k-th that it awaits.
+Result deliver(Clique &clique) {
+  using Messages = std::map<std::pair<int, int>, std::vector<const Operation *>>;
+  Messages out, in;
+  for (auto &[rank, comm] : clique.ranks) {
+    for (const Operation &op : comm->operations) {
+      if (!op.is_message()) return refuse(kUsage, "a group of messages and collectives");
+      if (op.kind == kSend) out[{rank, op.root}].push_back(&op);
+      else in[{op.root, rank}].push_back(&op);
+    }
+  }
+  if (out.size() != in.size()) return refuse(kUsage, "a message that nobody awaits, or sends");
+  for (auto &[way, messages] : out) {
+    auto &awaited = in[way];
+    if (awaited.size() != messages.size()) return refuse(kUsage, "more messages than are awaited");
+    for (size_t i = 0; i < messages.size(); i++) {
+      size_t bytes = messages[i]->count * bytes_of(messages[i]->type);
+      if (bytes != awaited[i]->count * bytes_of(awaited[i]->type))
+        return refuse(kUsage, "a message of another length");
+      std::memcpy(awaited[i]->receive, messages[i]->send, bytes);
+      if (spoiled && bytes >= spoiled) static_cast<char *>(awaited[i]->receive)[spoiled - 1] ^= 1;
+      sent += bytes;
+    }
+  }
+  return kSuccess;
 }
 
 // Does what is in progress if everybody is ready and waited for long enough.
@@ -219,8 +251,17 @@ void advance(Clique &clique) {
   Result outcome = static_cast<Result>(poison);
   poison = 0;
   size_t length = clique.ranks[0]->operations.size();
+  bool has_messages = false;
   for (auto &[rank, comm] : clique.ranks) {
-    if (comm->operations.size() != length) outcome = refuse(kUsage, "ranks differ in calls");
+    for (const Operation &op : comm->operations) has_messages |= op.is_message();
+  }
+  if (has_messages) {
+    if (outcome == kSuccess) outcome = deliver(clique);
+    length = 0;
+  }
+  for (auto &[rank, comm] : clique.ranks) {
+    if (!has_messages && comm->operations.size() != length)
+      outcome = refuse(kUsage, "ranks differ in calls");
   }
   for (size_t i = 0; i < length && outcome == kSuccess; i++) {
     std::vector<const Operation *> ops;
@@ -254,6 +295,8 @@ Result collective(const char *function, Kind kind, const void *send, void *recei
   bool reduces = kind == kAllReduce || kind == kReduce || kind == kReduceScatter;
   if (reduces && (type == 6 || type == 9)) return refuse(kArgument, "half types lose accuracy");
   if (reduces && (type == 7 || type == 8) && op >= 2) return refuse(kArgument, "NaNs get lost");
+  bool is_message = kind == kSend || kind == kReceive;
+  if (is_message && root == comm->rank) return refuse(kArgument, "a message to oneself");
   if (comm->rank == absent) return kSuccess;
   comm->operations.push_back({kind, send, receive, count, type, op, root});
   join(comm, function);
@@ -278,7 +321,7 @@ void fake_reset() {
   stalled.clear();
   polls = misuses = poison = 0;
   absent = -1;
-  spoiled = 0;
+  spoiled = sent = 0;
 }
 
 void fake_polls(int n) { polls = n; }
@@ -288,6 +331,7 @@ void fake_spoil(size_t bytes) { spoiled = bytes; }
 void fake_stall(const char *function) { stalled = function; }
 int fake_alive() { return static_cast<int>(alive.size()); }
 int fake_misuses() { return misuses; }
+size_t fake_sent() { return sent; }
 
 int fake_calls(const char *function) {
   std::lock_guard lock(mutex);
@@ -445,6 +489,14 @@ int ncclReduceScatter(const void *send, void *receive, size_t count, int type, i
 
 int ncclAllGather(const void *send, void *receive, size_t count, int type, Comm *comm, void *) {
   return collective("ncclAllGather", kAllGather, send, receive, count, type, 0, 0, comm);
+}
+
+int ncclSend(const void *send, size_t count, int type, int peer, Comm *comm, void *) {
+  return collective("ncclSend", kSend, send, nullptr, count, type, 0, peer, comm);
+}
+
+int ncclRecv(void *receive, size_t count, int type, int peer, Comm *comm, void *) {
+  return collective("ncclRecv", kReceive, nullptr, receive, count, type, 0, peer, comm);
 }
 
 }  // extern "C"

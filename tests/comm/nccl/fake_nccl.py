@@ -1,5 +1,6 @@
 """The libnccl of fake_nccl.cpp, and communicators on it."""
 
+import ctypes
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ class FakeNccl:
     def __init__(self):
         self.library = build()
         self.c = self.library._c
+        self.c.fake_sent.restype = ctypes.c_size_t
         self.c.fake_reset()
 
     def communicator(self, n=3, **options):
@@ -45,6 +47,11 @@ class FakeNccl:
 
     def calls(self, function):
         return self.c.fake_calls(function.encode())
+
+    @property
+    def sent(self):
+        """Bytes that the ranks have sent each other."""
+        return self.c.fake_sent()
 
     @property
     def alive(self):
