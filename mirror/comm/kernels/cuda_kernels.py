@@ -6,17 +6,19 @@ and skips with the reason. What runs without one is the compiler, over the very 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
+from mirror.comm.kernels import launcher
 from mirror.comm.kernels.binaries import (
     COPIES,
     ELEMENTS,
@@ -26,6 +28,7 @@ from mirror.comm.kernels.binaries import (
     source_folder,
     unit_of,
 )
+from mirror.comm.kernels.launcher import Launch, launch
 from mirror.comm.kernels.layout import FLAG_BYTES, Arguments, workspace_bytes
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
@@ -38,6 +41,19 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 
 _Place = tuple[str, torch.device]
 """A kernel, by name, on a device."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A kernel on a device.
+
+    Attributes:
+        kernel: CuPy's, which keeps its module loaded.
+        function: the driver's handle of it, a CUfunction.
+    """
+
+    kernel: Any
+    function: int
 
 
 class CudaDevices:
@@ -110,24 +126,22 @@ class CudaDevices:
         arguments.scratch_bytes = self._scratch_bytes
         arguments.state_blocks = self.max_blocks
         compiled = _load(self._source, unit_of(kernel, dtype), tuple(self._rows))
-        cupy = import_module("cupy")
         launches = []
         for device, rows in self._rows.items():
             arguments.rows[: len(rows)] = rows
-            by_value = np.frombuffer(bytes(arguments), dtype=np.dtype(Arguments))
-            stream = torch.cuda.current_stream(device)
-            external = cupy.cuda.ExternalStream(stream.cuda_stream, device.index)
-            launches.append((device, len(rows), by_value, external))
-        for device, num_rows, by_value, external in launches:
-            with torch.cuda.device(device):
-                # `.kernel` is the function on the current device.
-                compiled[kernel, device].kernel(
-                    (blocks, num_rows),
-                    (_THREADS_PER_BLOCK,),
-                    (by_value,),
-                    stream=external,
-                    enable_cooperative_groups=num_rows > 1,
+            launches.append(
+                Launch(
+                    function=compiled[kernel, device].function,
+                    stream=torch.cuda.current_stream(device).cuda_stream,
+                    arguments=ctypes.pointer(Arguments.from_buffer_copy(arguments)),
+                    device=device.index,
+                    blocks=blocks,
+                    rows=len(rows),
+                    threads=_THREADS_PER_BLOCK,
+                    is_cooperative=len(rows) > 1,
                 )
+            )
+        launch(launches, kernel)
 
     def error_words(self) -> list[int]:
         words: list[int] = self._errors.view(torch.int32)[:: FLAG_BYTES // 4].tolist()
@@ -165,14 +179,14 @@ def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | 
     pair = unreachable_pair(pairs)
     if pair is not None:
         return f"{pair[0]} cannot access the memory of {pair[1]}"
-    return None
+    return launcher.missing_reason()
 
 
 @cache
-def _load(source: str, unit: str, devices: tuple[torch.device, ...]) -> dict[_Place, Any]:
+def _load(source: str, unit: str, devices: tuple[torch.device, ...]) -> dict[_Place, _Loaded]:
     """Loads a unit on every device; compiles it if nobody has."""
     cupy = import_module("cupy")
-    kernels: dict[_Place, Any] = {}
+    kernels: dict[_Place, _Loaded] = {}
     for device in devices:
         module = cupy.RawModule(path=str(binary(source, unit, _capability(device))))
         for name in kernels_of(source, unit):
@@ -182,7 +196,8 @@ def _load(source: str, unit: str, devices: tuple[torch.device, ...]) -> dict[_Pl
                 # busy with one that waits for it.
                 if kernel.local_size_bytes > 0:
                     raise BackendError(f"the compiler gave {name} local memory; report this")
-            kernels[name, device] = kernel
+                # `.kernel` is the function on the current device.
+                kernels[name, device] = _Loaded(kernel, kernel.kernel.ptr)
     return kernels
 
 

@@ -26,7 +26,7 @@ class FakeGpus:
 
     def __init__(self, monkeypatch, processors=100):
         self.peers, self.launches, self.loaded, self.synchronized = [], [], [], []
-        self.here, self.kept = None, []
+        self.here, self.kept, self.functions = None, [], []
         properties = SimpleNamespace(multi_processor_count=processors)
         for name, value in {
             "get_device_properties": lambda device: properties,
@@ -41,13 +41,14 @@ class FakeGpus:
         monkeypatch.setattr(torch, "zeros", self.on_the_host(torch.zeros))
         monkeypatch.setattr(torch, "ones", lambda size, device: SimpleNamespace(to=str))
         runtime = SimpleNamespace(deviceEnablePeerAccess=self.enable, CUDARuntimeError=OSError)
-        cuda = SimpleNamespace(runtime=runtime, ExternalStream=lambda *stream: stream)
+        cuda = SimpleNamespace(runtime=runtime)
         cupy = SimpleNamespace(cuda=cuda, RawModule=self.module)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setattr(cuda_kernels, "binary", lambda *unit: unit)
         monkeypatch.setattr(
             cuda_kernels, "compile_all", lambda *what: setattr(self, "compiled", what)
         )
+        monkeypatch.setattr(cuda_kernels, "launch", self.launch)
         monkeypatch.setattr(cuda_kernels, "missing_reason", lambda pairs: None)
         monkeypatch.setattr(kernels, "is_simulated", lambda devices: False)
         monkeypatch.setattr("mirror.comm.base.resolve", tuple)
@@ -74,14 +75,18 @@ class FakeGpus:
         self.loaded.append(path)
 
         def function(name):
-            def launch(grid, block, arguments, stream, enable_cooperative_groups):
-                (by_value,) = arguments
-                told = Arguments.from_buffer_copy(by_value.tobytes())
-                self.launches.append((self.here, name, grid, told, enable_cooperative_groups))
-
-            return SimpleNamespace(local_size_bytes=0, kernel=launch)
+            self.functions.append(name)
+            handle = SimpleNamespace(ptr=len(self.functions) - 1)
+            return SimpleNamespace(local_size_bytes=0, kernel=handle)
 
         return SimpleNamespace(get_function=function)
+
+    def launch(self, launches, what):
+        for one in launches:
+            told = Arguments.from_buffer_copy(one.arguments.contents)
+            place = torch.device("cuda", one.device), self.functions[one.function or 0]
+            grid = one.blocks, one.rows
+            self.launches.append((*place, grid, told, bool(one.is_cooperative)))
 
     def create(self, name, indices, **options):
         kind = comm.choose.known(name)
@@ -175,11 +180,12 @@ def test_sources_that_are_not_installed_are_a_reason(monkeypatch):
 
 
 def test_blocking_launches_are_a_reason(monkeypatch):
+    monkeypatch.setattr(cuda_kernels.launcher, "missing_reason", lambda: "no driver")
     monkeypatch.setattr(cuda_kernels, "find_spec", lambda name: True)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert "unset it" in cuda_kernels.missing_reason([])
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
-    assert cuda_kernels.missing_reason([]) is None
+    assert cuda_kernels.missing_reason([]) == "no driver"
 
 
 # ------------------------------------------------------------------ with a GPU; never run so far

@@ -1,0 +1,91 @@
+"""Launcher: the kernels of one collective, launched on all GPUs by one call of C.
+
+Why not one after the other from Python: csrc/host/launch.cpp says it. Not yet run on a GPU: what
+runs without one is the same library over a driver of the tests' own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from mirror.comm.kernels.layout import Arguments
+from mirror.errors import BackendError
+
+PATH = Path(__file__).parents[1] / "_launch.so"
+DRIVER = "libcuda.so.1"
+
+
+class Launch(ctypes.Structure):
+    """One kernel on one device: the struct of the same name in csrc/host/launch.cpp.
+
+    A kernel has one parameter, an ``Arguments``, which the driver copies when it launches. Its
+    grid is ``blocks`` x ``rows``: a row for each replica of the device.
+    """
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(Arguments)),
+        ("device", ctypes.c_int),
+        ("blocks", ctypes.c_uint),
+        ("rows", ctypes.c_uint),
+        ("threads", ctypes.c_uint),
+        ("is_cooperative", ctypes.c_int),
+    ]
+
+
+def launch(launches: Sequence[Launch], what: str) -> None:
+    """Launches kernels in order; the interpreter's lock is not held meanwhile.
+
+    Args:
+        what: what they are, for messages.
+
+    Raises:
+        BackendError: the driver refuses one; those before it are launched.
+    """
+    failed = ctypes.c_int()
+    array = (Launch * len(launches))(*launches)
+    result = library().mirror_launch(array, len(launches), ctypes.byref(failed))
+    if result != 0:
+        text = library().mirror_driver_error(result).decode()
+        raise BackendError(
+            f"the CUDA driver refused to launch {what} on cuda:{launches[failed.value].device}: "
+            f"{text} ({result})"
+        )
+
+
+@cache
+def missing_reason() -> str | None:
+    """Returns why kernels cannot be launched here; ``None`` when they can."""
+    if not PATH.exists():
+        return (
+            f"its library {PATH.name} is not built; install mirror with pip where there is g++, "
+            "or run `python setup.py build_ext --inplace` in a checkout"
+        )
+    try:
+        size = library().mirror_launch_bytes()
+    except (OSError, AttributeError) as error:
+        return f"its library {PATH.name} does not load ({error}); reinstall mirror"
+    if size != ctypes.sizeof(Launch):
+        return f"its library {PATH.name} was built from another version of csrc/; build it again"
+    if not library().mirror_load_driver(DRIVER.encode()):
+        return f"the CUDA driver's library {DRIVER} does not load, or is older than CUDA 11.8"
+    return None
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Returns the library of this process, which it loads at the first call."""
+    loaded = ctypes.CDLL(str(PATH))
+    loaded.mirror_launch.argtypes = [
+        ctypes.POINTER(Launch),
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_int),
+    ]
+    loaded.mirror_load_driver.argtypes = [ctypes.c_char_p]
+    loaded.mirror_load_driver.restype = ctypes.c_bool
+    loaded.mirror_driver_error.restype = ctypes.c_char_p
+    return loaded
