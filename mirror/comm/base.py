@@ -25,7 +25,7 @@ from mirror.comm.checks import (
     refuse_tensors,
     refuse_unlike,
 )
-from mirror.comm.packing import copy_back, flatten, plan_packs
+from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
 from mirror.comm.turns import in_turn
 from mirror.devices import resolve
 from mirror.errors import BackendError, ShapeError
@@ -208,6 +208,7 @@ class Communicator(Uncopied, ABC):
         first = columns[0]
         packs = plan_packs([t.nbytes for t in first], [t.dtype for t in first], bytes_per_pack)
         with in_place(chain(*columns)):
+            columns = in_memory_order(columns)
             for pack in packs:
                 parts = [[column[i] for i in pack] for column in columns]
                 sent = wire_dtype if parts[0][0].dtype in WIDE_DTYPES else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -43,6 +44,40 @@ def plan_packs(
             pack_bytes += sizes_bytes[i]
         packs.append(tuple(pack))
     return tuple(packs)
+
+
+def in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+    """Returns flat views of tensors that are not contiguous, where no replica needs a copy.
+
+    A weight in channels-last layout has a gradient like it: to flatten that row by row copies it,
+    and to copy it back takes a launch of its own. Its elements may as well travel as they lie.
+    """
+    if False not in [tensor.is_contiguous() for tensor in chain(*columns)]:
+        return columns
+    rows = [
+        [tensor.as_strided((tensor.numel(),), (1,)) for tensor in row] if lie_alike(row) else row
+        for row in zip(*columns, strict=True)
+    ]
+    return list(zip(*rows, strict=True))
+
+
+def lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether element by element in memory is element by element of the tensors."""
+    if False not in [tensor.is_contiguous() for tensor in tensors]:
+        return True
+    first = tensors[0]
+    strides = first.stride()
+    return all(tensor.stride() == strides for tensor in tensors) and _is_gapless(first)
+
+
+def _is_gapless(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mirror.comm.packing import copy_back, flatten, plan_packs
+from mirror.comm.host.naive import NaiveCommunicator
+from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
 
 F, L = torch.float32, torch.int64
 MIB = 2**20
@@ -60,3 +63,57 @@ def test_tensors_of_any_strides_come_back_as_they_went():
     assert tensors[0].tolist() == [[0, 30], [10, 40], [20, 50]]
     assert tensors[0].stride() == (1, 3)
     assert tensors[1].item() == 60
+
+
+class Copies(TorchDispatchMode):
+    """Notes copies of single tensors, and copies of lists between unlike strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name == "_foreach_copy_":
+            unlike = [a.shape for a, b in zip(*args[:2], strict=True) if a.stride() != b.stride()]
+            self.found += [(name, shape) for shape in unlike]
+        elif name in ("clone", "contiguous"):
+            self.found.append((name, args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bytes_per_pack", [0, 100, MIB])
+def test_gradients_in_channels_last_layout_travel_without_copies_of_their_own(bytes_per_pack):
+    columns = []
+    for _ in range(3):
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 2)).to(
+            memory_format=torch.channels_last
+        )
+        x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
+        net(x).square().sum().backward()
+        columns.append([p.grad for p in net.parameters()])
+    assert not all(grad.is_contiguous() for grad in columns[0])
+    expected = [sum(grads) for grads in zip(*columns, strict=True)]
+    strides = [grad.stride() for grad in columns[0]]
+    with Copies() as copies:
+        NaiveCommunicator(["cpu"] * 3).all_reduce_checked(columns, "sum", 1.0, bytes_per_pack)
+    assert copies.found == []
+    for column in columns:
+        assert [grad.stride() for grad in column] == strides
+        assert all(map(torch.equal, column, expected))
+
+
+def test_tensors_that_do_not_lie_alike_travel_row_by_row():
+    x = torch.arange(6.0).view(2, 3)
+    rows = {
+        "one transposed": (x.t().contiguous().t(), x.clone()),
+        "with gaps": tuple(torch.zeros(2, 4)[:, :3].copy_(x) for _ in range(2)),
+        "contiguous": (x.clone(), x.clone()),
+    }
+    for name, row in rows.items():
+        travelling = in_memory_order([[tensor] for tensor in row])
+        assert all(a is b for (a,), b in zip(travelling, row, strict=True)), name
+    both = [[x.clone().t()], [x.clone().t()]]
+    (flat,), _ = in_memory_order(both)
+    assert flat.tolist() == list(range(6))
+    assert flat.data_ptr() == both[0][0].data_ptr()

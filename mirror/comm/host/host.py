@@ -13,6 +13,7 @@ from mirror.comm.base import Communicator, in_place
 from mirror.comm.checks import refuse_shared_memory
 from mirror.comm.choose import register
 from mirror.comm.host.host_library import missing_reason, require
+from mirror.comm.packing import lie_alike
 from mirror.devices import is_simulated, parse
 
 
@@ -69,7 +70,7 @@ class HostCommunicator(Communicator):
         copied: dict[int, list[Tensor]] = {}
         if False in [tensor.is_contiguous() for tensor in chain(*columns)]:
             rows = list(zip(*columns, strict=True))
-            copied = {i: _copies(row) for i, row in enumerate(rows) if not _lie_alike(row)}
+            copied = {i: _copies(row) for i, row in enumerate(rows) if not lie_alike(row)}
             for i, copies in copied.items():
                 rows[i] = tuple(copies)
             reduced: Sequence[Sequence[Tensor]] = list(zip(*rows, strict=True))
@@ -99,7 +100,7 @@ class HostCommunicator(Communicator):
     ) -> list[list[Tensor]]:
         columns = super().check_lists(lists, op, scale)
         # Tensors with gaps may lie in each other's gaps, and are reduced through copies.
-        rows = [row for row in zip(*columns, strict=True) if _lie_alike(row)]
+        rows = [row for row in zip(*columns, strict=True) if lie_alike(row)]
         addresses = list(chain(*[_addresses(row) for row in rows]))
         if rows and self._library.overlap(addresses, [row[0].nbytes for row in rows]):
             refuse_shared_memory()
@@ -130,22 +131,3 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-
-
-def _lie_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether element by element in memory is element by element of the tensors."""
-    if False not in [tensor.is_contiguous() for tensor in tensors]:
-        return True
-    first = tensors[0]
-    strides = first.stride()
-    return all(tensor.stride() == strides for tensor in tensors) and _is_gapless(first)
-
-
-def _is_gapless(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
