@@ -53,6 +53,7 @@ TESTED_BY = {
     "replica/optimizer/optimizers.py": "replica/optimizer/test_making.py",
     "replica/tensors.py": "replica/test_functions.py",
     "strategy/arguments.py": "strategy/test_gradients.py",
+    "strategy/backend.py": "strategy/test_constructor.py",
     "strategy/base.py": "strategy/test_run.py",
     "strategy/group.py": "strategy/test_constructor.py",
     "strategy/inspection.py": "replica/copies/test_identity.py",

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from mirror.comm.base import Communicator
-from mirror.comm.choose import known, unavailable_reason
+from mirror.comm.choose import known
 from mirror.comm.topology import Matrix, link_matrix, peer_matrix, topology_of
 from mirror.devices import are_distinct, is_simulated
+from mirror.errors import BackendError
 
 _logger = logging.getLogger("mirror")
 
@@ -112,30 +113,38 @@ def pick(
 
 def choose(
     devices: Sequence[torch.device],
-    make: Callable[[str], Communicator],
+    make: Callable[[str], Communicator | str],
     *,
     deterministic: bool = False,
 ) -> tuple[Communicator, Choice]:
-    """Makes the communicator that "auto" means, and logs why it is that one; never fails.
+    """Makes the communicator that "auto" means, and logs why it is that one.
 
     Args:
         devices: as ``resolve`` returns them.
-        make: makes the communicator of a name; where it raises, the next one is taken.
+        make: makes the communicator of a name, or says why not; then, and where it raises, the
+            next one is taken. One that needs a trial has been tried.
         deterministic: as for ``pick``.
     """
     made: dict[str, Communicator] = {}
 
     def unavailable(name: str) -> str | None:
-        reason = unavailable_reason(name, devices)
-        if reason is None:
-            try:
-                made[name] = make(name)
-            except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
-                reason = f"{type(error).__name__}: {error}"
-        return reason
+        try:
+            found = make(name)
+        except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
+            return f"{type(error).__name__}: {error}"
+        if isinstance(found, str):
+            return found
+        made[name] = found
+        return None
 
-    choice = pick(facts_of(devices), unavailable, deterministic=deterministic)
+    facts = facts_of(devices)
+    choice = pick(facts, unavailable, deterministic=deterministic)
     communicator = made.get(choice.name) or make(choice.name)
+    if isinstance(communicator, str):
+        raise BackendError(f"not even {choice.name!r} can serve: {communicator}; report this")
     where = ", ".join(map(str, devices))
-    _logger.info("backend %r for %s: %s", choice.name, where, choice.reason)
+    # A slower way to train than the one that is there for distinct GPUs: nobody asked for it.
+    is_worse = preferences(facts)[0].name == "nccl" != choice.name and not deterministic
+    level = logging.WARNING if is_worse else logging.INFO
+    _logger.log(level, "backend %r for %s: %s", choice.name, where, choice.reason)
     return communicator, choice

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import ClassVar
 
@@ -227,6 +227,11 @@ class Communicator(Uncopied, ABC):
 
         Nobody has to call it; else the first collective of each dtype takes that much longer.
         """
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Has collectives inside end within so many seconds, if replicas wait for each other."""
+        yield
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.devices))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,8 @@ from mirror.devices import is_simulated, parse, resolve
 from mirror.errors import BackendError
 
 C = TypeVar("C", bound=type[Communicator])
+
+_UNKNOWN = "there is no backend of that name"
 
 _registered: dict[str, type[Communicator]] = {}
 
@@ -64,14 +67,35 @@ def create(name: str, devices: Sequence[torch.device | str], **options: object) 
         DeviceError: a device does not exist.
     """
     resolved = resolve(devices)
-    reason = unavailable_reason(name, resolved)
-    if reason is not None:
+    made = attempt(name, resolved, **options)
+    if isinstance(made, str):
         raise BackendError(
-            f"backend {name!r} cannot serve {', '.join(map(str, resolved))}: {reason}; pass one "
+            f"backend {name!r} cannot serve {', '.join(map(str, resolved))}: {made}; pass one "
             f"of {', '.join(available(resolved))}"
         )
-    factory: Callable[..., Communicator] = _registered[name]
-    return factory(resolved, **options)
+    return made
+
+
+def attempt(name: str, devices: tuple[torch.device, ...], **options: object) -> Communicator | str:
+    """Makes the communicator of a backend, or says why it cannot serve.
+
+    On GPUs one that needs a trial is tried itself, unless one like it has been in this process.
+    """
+    kind = known(name)
+    if kind is None:
+        return _UNKNOWN
+    reason = kind.unavailable_reason(devices) or self_test.known_failure(kind, devices)
+    if reason is not None:
+        return reason
+    factory: Callable[..., Communicator] = kind
+    made = factory(devices, **options)
+    if kind.needs_trial and not is_simulated(devices):
+        reason = self_test.trial(made)
+        if reason is not None:
+            with suppress(Exception):  # it would say the same again
+                made.close()
+            return reason
+    return made
 
 
 def known(name: str) -> type[Communicator] | None:
@@ -95,7 +119,7 @@ def unavailable_reason(name: str, devices: Sequence[torch.device | str]) -> str 
     resolved = parse(devices)
     kind = known(name)
     if kind is None:
-        return "there is no backend of that name"
+        return _UNKNOWN
     reason = kind.unavailable_reason(resolved)
     if reason is None and kind.needs_trial and not is_simulated(resolved):
         reason = self_test.failure(kind, resolved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,13 +13,19 @@ from mirror.errors import BackendError
 
 # In one block of a kernel, and in many; in chunks of equal size, if replicas are 2, 4, 8, and not.
 SIZES = (3, 4_096, 262_147)
-# Long enough for a busy GPU, short enough for a person who waits.
+# Of a collective: long enough for a busy GPU, short enough for a person who waits.
 SECONDS = 20.0
+# A kernel is compiled for every element type: those of a trial are one of each kind.
+TRIAL_DTYPES = (torch.float32, torch.float16, torch.int64)
 
 Collective = Callable[[list[Tensor]], None]
 
 
-def examine(communicator: Communicator) -> int:
+_found: dict[tuple[type[Communicator], tuple[torch.device, ...]], str | None] = {}
+"""How the trial of a backend on devices failed; ``None`` where it passed."""
+
+
+def examine(communicator: Communicator, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
     """Runs every collective over small integers, and compares with what must come out.
 
     Integers that small are exact in every dtype, whatever the order of a sum.
@@ -50,7 +55,7 @@ def examine(communicator: Communicator) -> int:
         values = _values(size, n)
         for name, collective, expect in cases:
             expected = expect(values)
-            for dtype in DTYPES if size < SIZES[-1] else (torch.float32,):
+            for dtype in dtypes if size < SIZES[-1] else (torch.float32,):
                 tensors = [
                     value.to(device, dtype, copy=True)
                     for value, device in zip(values, communicator.devices, strict=True)
@@ -63,26 +68,48 @@ def examine(communicator: Communicator) -> int:
 
 
 def failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
-    """Returns how a backend's self-test failed on these devices; ``None`` when it passed.
+    """Returns how a backend's trial failed on these devices; ``None`` when it passed.
 
     It runs once in a process for each backend and devices.
     """
-    return _failure(kind, tuple(devices))
-
-
-@cache
-def _failure(kind: type[Communicator], devices: tuple[torch.device, ...]) -> str | None:
-    factory: Callable[..., Communicator] = kind
-    try:
-        waits = {"timeout_seconds": SECONDS} if kind.waits else {}
-        communicator = factory(devices, **waits)
+    place = kind, tuple(devices)
+    if place not in _found:
+        factory: Callable[..., Communicator] = kind
         try:
-            examine(communicator)
-        finally:
-            communicator.close()
-    except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
-        return f"its self-test on these devices failed: {type(error).__name__}: {error}"
-    return None
+            communicator = factory(devices, **({"timeout_seconds": SECONDS} if kind.waits else {}))
+            try:
+                trial(communicator)
+            finally:
+                communicator.close()
+        except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
+            _found[place] = _found.get(place) or _told(error)
+    return _found[place]
+
+
+def known_failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
+    """Returns how a trial failed that has been; ``None`` if none has failed."""
+    return _found.get((kind, tuple(devices)))
+
+
+def trial(communicator: Communicator) -> str | None:
+    """Tries a communicator, if none of its kind has been tried on its devices; says how it failed.
+
+    So one that is to be used is made once, which for NCCL takes many seconds.
+    """
+    place = type(communicator), communicator.devices
+    if place not in _found:
+        try:
+            communicator.prepare(TRIAL_DTYPES)
+            with communicator.within(SECONDS):
+                examine(communicator, TRIAL_DTYPES)
+            _found[place] = None
+        except Exception as error:
+            _found[place] = _told(error)
+    return _found[place]
+
+
+def _told(error: Exception) -> str:
+    return f"its self-test on these devices failed: {type(error).__name__}: {error}"
 
 
 def _values(size: int, n: int) -> list[Tensor]:

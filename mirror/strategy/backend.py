@@ -6,7 +6,7 @@ import torch
 
 from mirror.comm.auto import choose
 from mirror.comm.base import Communicator
-from mirror.comm.choose import create, known
+from mirror.comm.choose import attempt, create, known
 from mirror.errors import BackendError
 from mirror.strategy.options import CommunicationOptions
 from mirror.wording import in_words
@@ -33,18 +33,21 @@ def make_communicator(
     if not isinstance(backend, str):
         raise BackendError(f"backend must be a name or a Communicator, got {in_words(backend)}")
 
-    def make(name: str) -> Communicator:
-        kind = known(name)
-        if kind is not None and kind.waits and options.timeout_seconds is not None:
-            return create(name, devices, timeout_seconds=options.timeout_seconds)
-        return create(name, devices)
+    def timeout_of(name: str) -> dict[str, object]:
+        kind, seconds = known(name), options.timeout_seconds
+        waits = kind is not None and kind.waits and seconds is not None
+        return {"timeout_seconds": seconds} if waits else {}
 
     if backend == "auto":
-        return choose(devices, make, deterministic=options.deterministic)[0]
+        return choose(
+            devices,
+            lambda name: attempt(name, devices, **timeout_of(name)),
+            deterministic=options.deterministic,
+        )[0]
     kind = known(backend)
     if options.deterministic and kind is not None and not kind.deterministic:
         raise BackendError(
             f"deterministic=True needs a backend that sums in replica order, and {backend!r} sums "
             "in an order of its own; pass 'direct', 'host' or 'naive'"
         )
-    return make(backend)
+    return create(backend, devices, **timeout_of(backend))

@@ -1,15 +1,19 @@
 """mirror/comm/auto.py: what "auto" means on machines that are made up, and that it is told."""
 
 import logging
+from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
 
 import mirror
+from mirror import comm
 from mirror.comm import auto, choose, self_test, topology
 from mirror.comm.auto import Choice, Facts, facts_of, pick, preferences
 from mirror.comm.host.host import HostCommunicator
 from mirror.comm.host.naive import NaiveCommunicator
+from mirror.errors import BackendError
 
 ALL = {"nccl", "direct", "hierarchical", "ring", "naive", "host"}
 
@@ -194,19 +198,99 @@ def test_auto_on_gpus_takes_what_passes_its_self_test(monkeypatch):
     facts = machine(range(4))
     failures = {"nccl": "replica 1 got 5 instead of 4", "direct": None}
     monkeypatch.setattr(auto, "facts_of", lambda devices: facts)
-    for kind in ("nccl", "direct"):
-        monkeypatch.setattr(choose.known(kind), "unavailable_reason", lambda devices: None)
-    monkeypatch.setattr(self_test, "failure", lambda kind, devices: failures[kind.name])
     made = []
 
     def make(name):
-        made.append(name)
-        return NaiveCommunicator(["cpu"] * 4)
+        if failures[name] is not None:
+            return failures[name]
+        made.append((name, NaiveCommunicator(["cpu"] * 4)))
+        return made[-1][1]
 
-    _, choice = auto.choose(devices, make)
+    communicator, choice = auto.choose(devices, make)
     assert choice.name == "direct"
     assert "not nccl: replica 1 got 5 instead of 4" in choice.reason
-    assert made == ["direct"]
+    assert made == [("direct", communicator)]
+
+
+@pytest.mark.parametrize(
+    ("failures", "deterministic", "level"),
+    [({}, False, "INFO"), ({"nccl": "late"}, False, "WARNING"), ({"nccl": "late"}, True, "INFO")],
+)
+def test_distinct_gpus_without_nccl_are_a_warning(
+    monkeypatch, caplog, failures, deterministic, level
+):
+    facts = machine(range(4))
+    monkeypatch.setattr(auto, "facts_of", lambda devices: facts)
+
+    def make(name):
+        return failures.get(name) or NaiveCommunicator(["cpu"] * 4)
+
+    with caplog.at_level(logging.INFO, "mirror"):
+        auto.choose(facts.devices, make, deterministic=deterministic)
+    assert [record.levelname for record in caplog.records] == [level]
+
+
+class Tried(NaiveCommunicator):
+    """Stands for a backend on GPUs that needs a trial."""
+
+    needs_trial = waits = True
+    made: ClassVar[list[NaiveCommunicator]] = []
+    trials, bad = 0, False
+
+    def __init__(self, devices, *, timeout_seconds=600.0):
+        super().__init__(devices)
+        self.seconds = timeout_seconds
+        Tried.made.append(self)
+
+    @contextmanager
+    def within(self, seconds):
+        Tried.trials += 1
+        before, self.seconds = self.seconds, seconds
+        yield
+        self.seconds = before
+
+    def broadcast(self, tensors, root=0):
+        if self.bad:
+            raise OSError("no link")
+        super().broadcast(tensors, root)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    monkeypatch.setattr(choose, "_registered", {"nccl": Tried, "naive": NaiveCommunicator})
+    monkeypatch.setattr(choose, "is_simulated", lambda devices: False)
+    monkeypatch.setattr(self_test, "_found", {})
+    monkeypatch.setattr(Tried, "made", [])
+    monkeypatch.setattr(Tried, "trials", 0)
+    facts = machine(range(2))
+    monkeypatch.setattr(auto, "facts_of", lambda devices: facts)
+    return Tried
+
+
+def test_what_passed_its_trial_is_what_the_strategy_uses(tried):
+    # Making NCCL's communicators takes many seconds: once.
+    for number in (1, 2):
+        options = mirror.CommunicationOptions(timeout_seconds=50)
+        with mirror.MirroredStrategy(["cpu"] * 2, communication_options=options) as strategy:
+            assert strategy.backend == tried.name
+            assert len(tried.made) == number
+            assert tried.made[-1].seconds == 50
+            assert not tried.made[-1]._closed
+        assert tried.made[-1]._closed
+    assert tried.trials == 1
+
+
+def test_what_failed_its_trial_is_closed_and_not_made_again(tried, monkeypatch, caplog):
+    monkeypatch.setattr(tried, "bad", True)
+    for _ in range(2):
+        with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+            assert strategy.backend == "naive"
+    assert [communicator._closed for communicator in tried.made] == [True]
+    for _, level, text in caplog.record_tuples:
+        assert (level, text.count("not nccl: its self-test")) == (logging.WARNING, 1)
+        assert "OSError: no link" in text
+    with pytest.raises(BackendError, match=r"'nccl' cannot serve .*no link; pass one of naive"):
+        comm.create("nccl", ["cpu"] * 2)
 
 
 def test_deterministic_strategies_get_a_deterministic_backend():

@@ -37,7 +37,9 @@ def test_gpus_are_served_by_what_passes_its_self_test_on_them(monkeypatch):
     monkeypatch.setattr("mirror.comm.kernels.cuda_kernels.missing_reason", lambda pairs: None)
     monkeypatch.setattr("mirror.comm.nccl.libnccl.missing_reason", lambda: None)
     failures = {"direct": None, "ring": "a bit is wrong", "hierarchical": "slow", "nccl": None}
-    monkeypatch.setattr(choose.self_test, "failure", lambda kind, _: failures[kind.name])
+    both = torch.device("cuda", 0), torch.device("cuda", 1)
+    found = {(choose.known(name), both): how for name, how in failures.items()}
+    monkeypatch.setattr(choose.self_test, "_found", found)
     assert comm.available(["cuda:0", "cuda:1"]) == ("direct", "naive", "nccl")
     with pytest.raises(BackendError, match="'ring' cannot serve cuda:0, cuda:1: a bit is wrong"):
         comm.create("ring", ["cuda:0", "cuda:1"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
 import torch
@@ -85,8 +86,7 @@ class KernelCommunicator(Communicator):
         if reason is not None:
             raise BackendError(f"the backend {self.name!r} cannot be used: {reason}")
         seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-        # Within what a 64-bit count of nanoseconds holds, also for an infinite timeout.
-        self._timeout_ns = int(min(seconds, 1e9) * 1e9)
+        self._timeout_ns = _nanoseconds(seconds)
         self._calls: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED_CALLS)
         self._num_calls = 0
         self._machine: Machine
@@ -121,6 +121,14 @@ class KernelCommunicator(Communicator):
 
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
         self._machine.prepare(dtypes)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        before, self._timeout_ns = self._timeout_ns, _nanoseconds(seconds)
+        try:
+            yield
+        finally:
+            self._timeout_ns = before
 
     def close(self) -> None:
         if not self._closed:
@@ -214,3 +222,8 @@ class KernelCommunicator(Communicator):
             f"not: {who}; see what the replicas waited for were doing, or allow more with "
             "timeout_seconds"
         )
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Returns a timeout within what a 64-bit count holds, also of an infinite one."""
+    return int(min(seconds, 1e9) * 1e9)

@@ -55,6 +55,7 @@ _logger = logging.getLogger("mirror")
 @dataclass
 class _Operation:
     what: str
+    seconds: float  # that it may take
     deadline: float
     events: list[Event] = field(default_factory=list)
 
@@ -71,9 +72,17 @@ class Clique:
     """
 
     def __init__(
-        self, library: NcclLibrary, devices: Sequence[torch.device], timeout_seconds: float
+        self,
+        library: NcclLibrary,
+        devices: Sequence[torch.device],
+        timeout_seconds: float,
+        init_seconds: float,
     ) -> None:
         """Makes the communicators.
+
+        Args:
+            timeout_seconds: what an operation may take.
+            init_seconds: what making them may take.
 
         Raises:
             BackendError: NCCL refuses.
@@ -81,7 +90,7 @@ class Clique:
         """
         self._library = library
         self._devices = tuple(devices)
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._communicators = Communicators(library, self._devices)
         self._turn = threading.Lock()
         self._mutex = threading.Lock()
@@ -95,7 +104,7 @@ class Clique:
         self._watcher = threading.Thread(target=self._watch, name="mirror-nccl", daemon=True)
         self._watcher.start()
         try:
-            with self._operation("making its communicators"):
+            with self._operation("making its communicators", init_seconds):
                 self._make()
         except BaseException:
             self._closed = True
@@ -147,11 +156,12 @@ class Clique:
     # What the caller's thread does.
 
     @contextmanager
-    def _operation(self, what: str) -> Iterator[_Operation]:
+    def _operation(self, what: str, seconds: float | None = None) -> Iterator[_Operation]:
         """Gives the caller its turn; whatever goes wrong in it is the clique's end."""
         with self._turn:
             self._raise_failure()
-            operation = _Operation(what, monotonic() + self._timeout_seconds)
+            seconds = self.timeout_seconds if seconds is None else seconds
+            operation = _Operation(what, seconds, monotonic() + seconds)
             self._calling = operation
             try:
                 yield operation
@@ -297,7 +307,7 @@ class Clique:
     def _time_out(self, operation: _Operation, state: str) -> None:
         self._give_up(
             CollectiveTimeoutError(
-                f"NCCL must be done within {self._timeout_seconds:g} s; {operation.what} on "
+                f"NCCL must be done within {operation.seconds:g} s; {operation.what} on "
                 f"{self._where()} was not: {state}; see what the devices were doing, or allow "
                 "more with timeout_seconds; its communicators were aborted, and what was reduced "
                 "last may be garbage: make another strategy"

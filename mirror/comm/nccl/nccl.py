@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -33,6 +34,8 @@ from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
 
 _BYTES = DTYPES[torch.uint8]
+# NCCL's issues tell of 55 s on 8 B200, most of it for loading kernels (NVIDIA/nccl#1646).
+_INIT_SECONDS = 300.0
 # Integers that sort like the floats of their size, see _ordered.
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -61,6 +64,7 @@ class NcclCommunicator(Communicator):
         devices: Sequence[torch.device | str],
         *,
         timeout_seconds: float | None = None,
+        init_seconds: float | None = None,
         library: NcclLibrary | None = None,
     ) -> None:
         """Makes the communicators.
@@ -68,6 +72,8 @@ class NcclCommunicator(Communicator):
         Args:
             timeout_seconds: how long a collective may take, and all that is enqueued before it;
                 by default 600 s. Then all communicators are aborted, and the next call raises.
+            init_seconds: how long making the communicators may take, which loads NCCL's kernels
+                on every GPU: by default as long as a collective, but at least 300 s.
             library: in place of the process's own; it has to work on the memory of ``devices``.
 
         Raises:
@@ -85,7 +91,9 @@ class NcclCommunicator(Communicator):
                 raise BackendError(f"the backend 'nccl' cannot be used: {reason}")
             library = libnccl.library()
         seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-        self._clique = Clique(library, self.devices, seconds)
+        if init_seconds is None:
+            init_seconds = max(seconds, _INIT_SECONDS)
+        self._clique = Clique(library, self.devices, seconds, init_seconds)
         # Not at exit: the driver may be gone by then, and the process gives everything back.
         weakref.finalize(self, self._clique.abandon).atexit = False
 
@@ -107,6 +115,14 @@ class NcclCommunicator(Communicator):
         return shared_gpu_reason(
             libnccl.library().version, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE")
         )
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        before, self._clique.timeout_seconds = self._clique.timeout_seconds, seconds
+        try:
+            yield
+        finally:
+            self._clique.timeout_seconds = before
 
     def close(self) -> None:
         """Waits for what is enqueued, and ends the communicators.

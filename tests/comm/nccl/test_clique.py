@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mirror.comm.nccl import clique
+from mirror.comm.nccl import clique, nccl
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.failing import (
     FUNCTIONS,
@@ -21,7 +21,7 @@ from tests.comm.nccl.failing import (
 def test_communicators_that_stay_in_progress_time_out(fake):
     fake.stall("ncclCommInitRankConfig")
     with Promptly(), pytest.raises(CollectiveTimeoutError, match=r"within 0\.5 s; making its"):
-        fake.communicator(timeout_seconds=TIMEOUT)
+        fake.communicator(init_seconds=TIMEOUT)
     assert_the_next_one_works(fake)
 
 
@@ -29,7 +29,7 @@ def test_communicators_that_stay_in_progress_time_out(fake):
 def test_a_peer_that_never_joins_times_out(fake, rank):
     fake.absent(rank)
     with Promptly(), pytest.raises(CollectiveTimeoutError, match="still in progress"):
-        fake.communicator(timeout_seconds=TIMEOUT)
+        fake.communicator(init_seconds=TIMEOUT)
     fake.absent(-1)
     communicator = fake.communicator(timeout_seconds=TIMEOUT)
     fake.absent(rank)
@@ -56,6 +56,31 @@ def test_collectives_that_stay_in_progress_time_out(fake, collective):
     assert_the_next_one_works(fake)
 
 
+def test_making_communicators_has_a_deadline_of_its_own(fake):
+    # To load the kernels on 8 GPUs took NCCL 55 s; a collective takes no second.
+    fake.polls(20)
+    communicator = fake.communicator(timeout_seconds=0)
+    fake.polls(0)
+    assert_works(communicator)
+    communicator.close()
+    assert nccl._INIT_SECONDS >= 300
+
+
+def test_a_deadline_can_be_another_one_for_a_while(fake):
+    communicator = fake.communicator(timeout_seconds=60)
+    with communicator.within(0.1):
+        assert_works(communicator)
+    assert communicator._clique.timeout_seconds == 60
+    fake.stall("ncclBroadcast")
+    with (
+        Promptly(0.1),
+        pytest.raises(CollectiveTimeoutError, match=r"within 0\.1 s"),
+        communicator.within(0.1),
+    ):
+        communicator.broadcast(tensors())
+    assert_the_next_one_works(fake)
+
+
 def test_closing_that_stays_in_progress_times_out(fake):
     communicator = fake.communicator(timeout_seconds=TIMEOUT)
     fake.stall("ncclCommFinalize")
@@ -77,7 +102,7 @@ def test_a_call_that_does_not_return_while_communicators_are_made_times_out(fake
     def make():
         fake.hang(function, 2 if function == "ncclCommInitRankConfig" else 1)
         with Promptly(), pytest.raises(CollectiveTimeoutError, match="a call does not return"):
-            fake.communicator(timeout_seconds=TIMEOUT)
+            fake.communicator(init_seconds=TIMEOUT)
 
     # The group of a thread that hung inside it stays open: to be seen in no other test.
     thread = threading.Thread(target=make)
