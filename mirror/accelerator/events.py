@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from typing import Protocol
 
 import torch
+
+# CUresult and CUstreamCaptureMode of cuda.h.
+_SUCCESS, _NOT_READY, _RELAXED = 0, 600, 2
 
 
 class Event(Protocol):
@@ -22,13 +27,43 @@ class _Past:
 _PAST = _Past()
 
 
+class _CudaEvent:
+    """Torch's event, asked through the driver: torch keeps the GIL while it asks.
+
+    Where the driver has to wait for a lock, that of a thread that waits for the GIL in the end, no
+    Python would run again.
+    """
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        driver = _driver()
+        if driver is None:
+            return bool(self._event.query())
+        status = driver.cuEventQuery(ctypes.c_void_p(self._event.cuda_event))
+        if status not in (_SUCCESS, _NOT_READY):
+            raise RuntimeError(f"CUDA error {status} of work that had been enqueued")
+        return bool(status == _SUCCESS)
+
+
 def record_event(device: torch.device) -> Event:
     """Returns the point that the device's current stream now ends at; the CPU is there already."""
     if device.type != "cuda":
         return _PAST
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    return event
+    return _CudaEvent(event)
+
+
+def spoil_no_capture() -> None:
+    """Has the calling thread's questions be no error of a CUDA graph that others capture.
+
+    For threads that only watch: what they ask about was never captured.
+    """
+    driver = _driver()
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def stream_address(device: torch.device) -> int:
@@ -37,3 +72,12 @@ def stream_address(device: torch.device) -> int:
     That 0 also is CUDA's default stream, so this is no question whether there is a stream.
     """
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    """Returns CUDA's driver, whose calls let go of the GIL."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

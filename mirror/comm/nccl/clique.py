@@ -27,7 +27,7 @@ from time import monotonic, sleep
 
 import torch
 
-from mirror.accelerator.events import Event, record_event, stream_address
+from mirror.accelerator.events import Event, record_event, spoil_no_capture, stream_address
 from mirror.comm.nccl.communicators import Communicators
 from mirror.comm.nccl.libnccl import (
     IN_PROGRESS,
@@ -266,6 +266,7 @@ class Clique:
     # What ends it.
 
     def _watch(self) -> None:
+        spoil_no_capture()
         while not self._stop.wait(_WATCH_SECONDS) and self._failure is None:
             calling = self._calling
             if calling is not None and monotonic() > calling.deadline + _HANG_SECONDS:
