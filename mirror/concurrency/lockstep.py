@@ -69,8 +69,7 @@ class Lockstep:
     def __init__(
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
-        self.names, self.usable = names, True
-        self._schedule, self._staggered = schedule, schedule == "staggered"
+        self.names, self.usable, self._schedule = names, True, schedule
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
         self.pace, self._mutex = Pace(), threading.Lock()
         self._finished, self._threads = Gate(), Threads(names, self._work)
@@ -95,7 +94,8 @@ class Lockstep:
         self._latest = -1  # who has got the last one
         wants_all = self.pace.is_long if at_once is None else at_once
         self.is_eager = wants_all and self._schedule == "concurrent"
-        self.takes_turns = not (self._staggered or self.is_eager)
+        self._staggers = self._schedule == "staggered" and at_once is not False
+        self.takes_turns = not (self._staggers or self.is_eager)
 
     def run(
         self, tasks: Tasks, *, at_once: bool | None = None, act: Act | None = None
@@ -103,7 +103,7 @@ class Lockstep:
         """Runs one task per replica id and returns their results by replica id.
 
         Args:
-            at_once: under ``"concurrent"``, whether all start at once; ``None``: by their pace.
+            at_once: whether all may start at once, or in order for sure; ``None``: by their pace.
             act: runs the actions of merge points; ``None``: they are just called.
 
         Raises:
@@ -157,7 +157,7 @@ class Lockstep:
 
         Does nothing but under "staggered", and for those who are not the last to have got it.
         """
-        if self._staggered and replica_id == self._latest and self._runnable:
+        if self._staggers and replica_id == self._latest and self._runnable:
             with self._mutex:
                 self._start_more(1)
 
@@ -299,7 +299,7 @@ class Lockstep:
 
     def _await(self) -> None:
         """Waits until all replicas have ended; starts the next ones, watches the clock."""
-        lookout = Lookout(self._limit, is_staggered=self._staggered)
+        lookout = Lookout(self._limit, is_staggered=self._staggers)
         try:
             while not self._finished.wait(lookout.pause_seconds):
                 running = tuple(self._running)

@@ -157,6 +157,23 @@ def test_who_has_let_the_next_begin_lets_no_more_begin(nobody_looks):
     lockstep.close()
 
 
+def test_a_run_in_order_is_so_whoever_blocks():
+    # What activation checkpointing saves is counted on, in the order in which it was.
+    lockstep, order = staggered(3), []
+
+    def task(replica_id):
+        order.append(replica_id)
+        lockstep.let_next_begin(replica_id)
+        threading.Event().wait(0.01)  # long enough for many looks
+        order.append(replica_id)
+
+    tasks = {r: (lambda r=r: task(r)) for r in range(3)}
+    _, error, _ = finishes(lambda: lockstep.run(tasks, at_once=False), hang_after=60)
+    assert error is None
+    assert order == [0, 0, 1, 1, 2, 2]
+    lockstep.close()
+
+
 def test_the_next_begins_when_a_backward_pass_does(make_strategy, nobody_looks):
     # The engine works without the interpreter: nobody need see that this replica stands still.
     strategy = make_strategy(3)
