@@ -116,6 +116,8 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Callable[
             yield f"{name}, {n} on one, late streams", partial(waits_for_streams, name, one * n)
     for n in REPLICAS:
         yield f"auto and training, {n} on one device", partial(trains, one * n)
+        if device.type == "cuda":
+            yield f"batches of the host, {n} on one", partial(waits_for_no_copy, one * n)
     everything = resolve()
     if len(everything) > 1:
         for name in ("nccl", *KERNELS):
@@ -123,6 +125,7 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Callable[
             yield f"{name}, all GPUs, late streams", partial(waits_for_streams, name, everything)
         yield "nccl, all GPUs, time-out", partial(times_out, everything)
         yield "auto and training, all GPUs", partial(trains, everything)
+        yield "batches of the host, all GPUs", partial(waits_for_no_copy, everything)
 
 
 def conforms(name: str, devices: tuple[torch.device, ...], elements: int) -> str:
@@ -246,6 +249,29 @@ def trains(devices: tuple[torch.device, ...]) -> str:
         name = strategy.backend
     torch.testing.assert_close(mirrored, plain, rtol=1e-4, atol=1e-5)
     return f"chose {name}"
+
+
+def waits_for_no_copy(devices: tuple[torch.device, ...]) -> str:
+    """A split call of a batch of the host returns while the GPUs still do what was before it."""
+    with mirror.MirroredStrategy(devices) as strategy:
+        model = strategy.mirror(torch.nn.Linear(1024, 8))
+        x = torch.randn(64 * len(devices), 1024)
+        with torch.no_grad():
+            for _ in range(3):  # the first ones make threads, memory and handles
+                expected = model(x).cpu()
+            settle(devices)
+            busy = []
+            for device in dict.fromkeys(devices):
+                with torch.cuda.device(device):
+                    torch.cuda._sleep(LATE_CYCLES)
+                    busy.append(torch.cuda.current_stream().record_event())
+            outputs: list[torch.Tensor] = []
+            seconds = seconds_of(lambda: outputs.append(model(x)))
+            is_ahead = not any(event.query() for event in busy)
+            torch.testing.assert_close(outputs[0].cpu(), expected)
+    if not is_ahead:
+        raise AssertionError(f"the host waited for the devices: the call took {seconds:.3f} s")
+    return f"returned after {1e3 * seconds:.1f} ms, while the devices were busy"
 
 
 def train(

@@ -4,12 +4,16 @@ import importlib
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from mirror.accelerator.streams import CopyStreams
 from mirror.cli import main
+from mirror.devices import synchronize
+from tests.gpu.fake import FakeGpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -255,6 +259,22 @@ def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
     assert report["doctor"]["healthy"] is True
     assert "auto and training, 4 on one device" in result.stdout
     assert "chose host" in result.stdout
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_check_of_a_gpu_sees_whether_a_call_waits_for_earlier_work(load, monkeypatch, waits):
+    gpu_check = load("gpu_check")
+
+    def pageable(copies, tensor):
+        synchronize(gpus.devices[0])
+        return tensor
+
+    with FakeGpus(2) as gpus, monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "_sleep", lambda cycles: None)
+        if waits:
+            patched.setattr(CopyStreams, "pinned", pageable)
+        with pytest.raises(AssertionError, match="waited") if waits else nullcontext():
+            assert "busy" in gpu_check.waits_for_no_copy(tuple(gpus.devices))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
