@@ -46,7 +46,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless done, and steps unless one of them is inf or NaN."""
-        if not self._enabled or current.replica is None or "closure" in kwargs:
+        replica = current.replica
+        if not self._enabled or replica is None or "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)
         # A fused step would find the scale in attributes of the optimizer, which all replicas
         # share while each deletes them after its own step. So unscale here.
@@ -57,6 +58,8 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
+        # The host waits there until the device has looked at all gradients.
+        replica.run.lockstep.let_next_begin(replica.replica_id)
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result

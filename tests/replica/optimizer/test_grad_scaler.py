@@ -2,13 +2,15 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 from mirror.amp import GradScaler
-from tests.oracle import assert_same
+from mirror.concurrency import lookout
+from tests.oracle import assert_same, finishes
 from tests.replica.optimizer.scaled import (
     CONTEXTS,
     OPTIONS,
@@ -270,3 +272,26 @@ def test_it_is_copied_and_pickled_after_a_run(make_strategy, n):
         assert twin.state_dict() == scaler.state_dict()
         strategy.run(plain_step, args=(twin, model, [optimizer], batch))
         assert twin.get_scale() == 2 * scaler.get_scale()
+
+
+def test_replicas_of_gpus_need_not_be_seen_to_wait_for_what_is_inf(make_strategy, monkeypatch):
+    # Whether to step is read from the device: N replicas waited for it one after the other.
+    strategy = make_strategy(3)
+    strategy._group.runner._schedule = "staggered"  # that of GPUs, where nobody is looked at
+    monkeypatch.setattr(lookout, "FIRST_SECONDS", 1e6)
+    monkeypatch.setattr(lookout, "LAST_SECONDS", 1e6)
+    model = pair(strategy, nn.Linear(3, 2))
+    together = threading.Barrier(3, timeout=20)
+
+    class Waiting(GradScaler):
+        def _maybe_opt_step(self, *args, **kwargs):
+            together.wait()
+            return super()._maybe_opt_step(*args, **kwargs)
+
+    def use():
+        scaler, optimizer = Waiting("cpu", **OPTIONS), torch.optim.SGD(model.parameters(), lr=0.1)
+        (batch,) = strategy.distribute_dataset(data()[:1])
+        strategy.run(plain_step, args=(scaler, model, [optimizer], batch))
+
+    _, error, _ = finishes(use, hang_after=60)
+    assert error is None
