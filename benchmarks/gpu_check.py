@@ -18,23 +18,19 @@ from functools import partial
 
 import torch
 from arguments import at_least, new_file
+from checking import LATE_CYCLES, Skipped, created, settle
+from gpu_whole import whole_checks
 from timing import seconds_of
 
 import mirror
 from mirror import comm
-from mirror.comm import choose, self_test
-from mirror.devices import num_cuda_devices, resolve, synchronize
+from mirror.comm import self_test
+from mirror.devices import num_cuda_devices, resolve
 from mirror.doctor.doctor import diagnose
 from mirror.errors import DeviceError
 
 REPLICAS = (1, 2, 4, 8)
 KERNELS = ("direct", "ring", "hierarchical")
-LATE_CYCLES = 200_000_000
-"""Of a kernel that only waits: some 0.1 s."""
-
-
-class Skipped(Exception):
-    """A check cannot be made here; the message is the reason."""
 
 
 @dataclass
@@ -119,6 +115,7 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Callable[
         if device.type == "cuda":
             yield f"batches of the host, {n} on one", partial(waits_for_no_copy, one * n)
     everything = resolve()
+    yield from whole_checks(device, elements, everything)
     if len(everything) > 1:
         for name in ("nccl", *KERNELS):
             yield f"{name}, all GPUs", partial(conforms, name, everything, elements)
@@ -290,29 +287,11 @@ def train(
     return [parameter.detach().cpu().clone() for parameter in model.parameters()]
 
 
-def created(name: str, devices: tuple[torch.device, ...], **options: object) -> comm.Communicator:
-    """Makes a communicator.
-
-    Raises:
-        Skipped: the backend does not serve the devices, for a reason other than a failed test.
-    """
-    kind = choose.known(name)
-    reason = None if kind is None else kind.unavailable_reason(devices)
-    if reason is not None:
-        raise Skipped(reason)
-    return comm.create(name, devices, **options)
-
-
 def reduce_once(
     with_backend: comm.Communicator, tensors: list[torch.Tensor], devices: Sequence[torch.device]
 ) -> None:
     with_backend.all_reduce(tensors)
     settle(devices)
-
-
-def settle(devices: Sequence[torch.device]) -> None:
-    for device in dict.fromkeys(devices):
-        synchronize(device)
 
 
 if __name__ == "__main__":

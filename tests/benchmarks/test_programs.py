@@ -242,6 +242,7 @@ def test_tfrecord_compares_the_ways_to_read_with_plain_reads(tmp_path):
         assert 0 < row["mb_per_second"][1] <= row["mb_per_second"][0] <= row["mb_per_second"][2]
 
 
+@pytest.mark.slow
 def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
     found = tmp_path / "found.json"
     options = f"--device cpu --elements 1000 --json {found}".split()
@@ -253,12 +254,15 @@ def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
         "nccl, one rank",
         "nccl, one rank, late streams",
         "nccl, one rank, time-out",
+        "a graph captured after a run",
     }
     assert states["direct, 8 on one, late streams"] == "passed"
     assert set(states.values()) == {"passed", "skipped"}
     assert report["doctor"]["healthy"] is True
     assert "auto and training, 4 on one device" in result.stdout
     assert "chose host" in result.stdout
+    assert states["SyncBatchNorm beside buckets"] == "passed"
+    assert states["one replica / a plain loop"] == "passed"
 
 
 @pytest.mark.parametrize("waits", [False, True])
