@@ -237,10 +237,18 @@ class Communicator(Uncopied, ABC):
         devices = ", ".join(map(str, self.devices))
         return f"{type(self).__name__}([{devices}]){' (closed)' if self._closed else ''}"
 
+    def abort(self) -> None:
+        """Ends the waits of collectives under way, from any thread, for those who cannot wait.
+
+        What they leave is garbage, and the next collective raises ``BackendError``. Does nothing
+        where replicas do not wait for each other.
+        """
+
     def close(self) -> None:
         """Gives back what the communicator holds; collectives raise ``BackendError`` afterwards.
 
-        Closing again does nothing.
+        Closing again does nothing. It waits for what is enqueued; while an exception is under way
+        some seconds only, after which it aborts what is left.
         """
         self._closed = True
 

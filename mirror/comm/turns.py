@@ -17,13 +17,19 @@ when it begins.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from time import monotonic, sleep
 from typing import Any
 
 import torch
+
+# How long an exception waits for collectives under way: longer than what has no reason to stand.
+PATIENCE_SECONDS = 5.0
+_POLL_SECONDS = 0.01
 
 
 class Turn:
@@ -57,6 +63,10 @@ class Turn:
                     self._leave(gpu)
                 self._is_taken = False
 
+    def is_over(self) -> bool:
+        """Whether the last collective is done on every GPU; does not wait."""
+        return all(event.query() for _, event in tuple(self._last.values()))
+
     def _follow(self, gpu: torch.device) -> None:
         stream = torch.cuda.current_stream(gpu)
         if gpu in self._last and self._last[gpu][0] != stream:
@@ -89,3 +99,14 @@ def turn_of(communicator: object) -> Turn:
     # One of two threads that come first at once makes it: this is a single step of the dict.
     turn: Turn = known or communicator.__dict__.setdefault("_turn", Turn())
     return turn
+
+
+def cannot_wait_for(is_over: Callable[[], bool]) -> bool:
+    """Whether an exception is under way, and collectives do not end in the time that it waits."""
+    error = sys.exc_info()[1]
+    deadline = monotonic() + PATIENCE_SECONDS
+    while isinstance(error, BaseException) and not is_over():
+        if monotonic() > deadline:
+            return True
+        sleep(_POLL_SECONDS)
+    return False

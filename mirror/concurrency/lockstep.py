@@ -70,6 +70,7 @@ class Lockstep:
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
         self.names, self.usable, self._schedule = names, True, schedule
+        self.break_off: Callable[[], object] = bool  # ends the waits of devices, by whoever set it
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
         self.pace, self._mutex = Pace(), threading.Lock()
         self._finished, self._threads = Gate(), Threads(names, self._work)
@@ -326,18 +327,17 @@ class Lockstep:
         abandoned, unwound = [self] if self.usable else [], set[threading.Thread]()
         for run in abandoned:  # grows
             # An asynchronous exception may strike our own code: never reuse these threads.
-            run.usable = False
-            run._failure.error = failure if run is self else Released()
-            run._failure.replica_id = None
+            run.usable, failed = False, failure if run is self else Released()
+            run._failure.error, run._failure.replica_id = failed, None
             for thread in set(run._threads.begun(tuple(run._running))) - unwound:
                 unwound.add(thread)
                 raise_in(thread, Released)
                 # It may wait for a run that it has started, and hear nothing before that ends.
                 abandoned += callees_of(thread, Lockstep.run)
         try:
-            if self._running:
-                is_late = isinstance(failure, CollectiveTimeoutError)
-                self._finished.wait(0.2 if is_late else DRAIN_SECONDS)
+            is_late = isinstance(failure, CollectiveTimeoutError)
+            if self._running and not self._finished.wait(0.2 if is_late else DRAIN_SECONDS):
+                self.break_off()  # they may stand in wait for their devices
         finally:
             self.dismiss()
 

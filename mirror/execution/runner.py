@@ -313,9 +313,11 @@ class Runner:
         return self.locksteps[depth]
 
     def _new_lockstep(self) -> Lockstep:
-        return Lockstep(
+        made = Lockstep(
             self.replicas.names, schedule=self._schedule, timeout_seconds=self._timeout_seconds
         )
+        made.break_off = self.replicas.communicator.abort
+        return made
 
 
 def runner_of(replicas: Replicas) -> Runner:

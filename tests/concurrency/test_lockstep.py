@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.comm.host.naive import NaiveCommunicator
 from mirror.concurrency import pace
 from tests.concurrency.meeting import N, me, meet
 from tests.oracle import assert_same, finishes, in_run
@@ -176,3 +177,33 @@ def test_a_run_that_cannot_start_lets_other_threads_run(strategy, monkeypatch):
         _, error, _ = finishes(lambda: strategy.run(meet))  # in a thread of its own
         assert isinstance(error, ValueError)
     assert strategy.run(meet).values == (N,) * N
+
+
+class Spinning(NaiveCommunicator):
+    """Its replicas stand in wait for a device, which no exception ends, until it is aborted."""
+
+    def __init__(self, devices):
+        super().__init__(devices)
+        self.device = threading.Lock()
+        self.device.acquire()
+
+    def abort(self):
+        self.device.release()
+
+
+def test_replicas_that_wait_for_their_devices_are_freed_by_an_abort():
+    spinning = Spinning(["cpu"] * N)
+    options = mirror.CommunicationOptions(timeout_seconds=0.2)
+    threads = []
+
+    def fn():
+        threads.append(threading.current_thread())
+        with spinning.device:
+            pass
+
+    with mirror.MirroredStrategy(["cpu"] * N, spinning, communication_options=options) as strategy:
+        with pytest.raises(mirror.CollectiveTimeoutError):
+            strategy.run(fn)
+        for thread in threads:
+            thread.join(timeout=20)
+            assert not thread.is_alive()

@@ -29,7 +29,7 @@ from mirror.comm.kernels.binaries import (
     unit_of,
 )
 from mirror.comm.kernels.launcher import Launch, launch
-from mirror.comm.kernels.layout import FLAG_BYTES, Arguments, workspace_bytes
+from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, Arguments, workspace_bytes
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 
@@ -146,6 +146,10 @@ class CudaDevices:
     def error_words(self) -> list[int]:
         words: list[int] = self._errors.view(torch.int32)[:: FLAG_BYTES // 4].tolist()
         return [word & 0xFFFFFFFF for word in words]
+
+    def abort(self) -> None:
+        # From another thread than that of the kernels, which look at these words as they wait.
+        self._errors.view(torch.int32)[:: FLAG_BYTES // 4].fill_(ABORTED)
 
     def reset(self) -> None:
         self._synchronize()

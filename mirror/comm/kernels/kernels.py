@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -14,13 +15,16 @@ from torch import Tensor
 
 from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.kernels import cuda_kernels, simulator
-from mirror.comm.kernels.layout import MAX_REPLICAS, Arguments
+from mirror.comm.kernels.layout import ABORTED, MAX_REPLICAS, Arguments
+from mirror.comm.turns import cannot_wait_for, turn_of
 from mirror.devices import is_simulated, parse
 from mirror.errors import BackendError, CollectiveTimeoutError
 
 # How many calls back an error word can still be told which call it is about.
 _REMEMBERED_CALLS = 1024
 _CALL_NUMBERS = 1 << 23
+
+_logger = logging.getLogger("mirror")
 
 
 class Machine(Protocol):
@@ -37,6 +41,9 @@ class Machine(Protocol):
 
     def error_words(self) -> list[int]:
         """Returns one per replica, 0 for none, without waiting for the devices."""
+
+    def abort(self) -> None:
+        """Has the kernels under way wait no more: sets all error words to ``ABORTED``."""
 
     def reset(self) -> None:
         """Waits for the devices, and makes the workspaces as new; keeps the error words."""
@@ -131,9 +138,16 @@ class KernelCommunicator(Communicator):
             self._timeout_ns = before
 
     def close(self) -> None:
-        if not self._closed:
-            super().close()
-            self._machine.close()
+        if self._closed:
+            return
+        super().close()
+        if cannot_wait_for(turn_of(self).is_over):
+            _logger.warning("%r is closed while a collective waits; its tensors are garbage", self)
+            self.abort()
+        self._machine.close()
+
+    def abort(self) -> None:
+        self._machine.abort()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)
@@ -212,6 +226,12 @@ class KernelCommunicator(Communicator):
         words = self._machine.error_words()
         if not any(words):
             return
+        if ABORTED in words:
+            self._machine.reset()
+            raise BackendError(
+                f"the collectives of {self!r} were aborted, and what was reduced last may be "
+                "garbage: make another strategy"
+            )
         waits = [(i, word & 0xFF) for i, word in enumerate(words) if word]
         number = next(word >> 8 & 0x7FFFFF for word in words if word)
         call = dict(self._calls).get(number, "an earlier collective")

@@ -10,6 +10,8 @@ PACK_BYTES = 16
 STATE_BYTES = 4096
 # Of a flag, and so of a replica's error word.
 FLAG_BYTES = 128
+# An error word that the host has set: that of a kernel has its highest bit set.
+ABORTED = 1
 
 
 class Arguments(ctypes.Structure):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.base import DTYPES
-from mirror.comm.kernels.layout import FLAG_BYTES, Arguments, workspace_bytes
+from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, Arguments, workspace_bytes
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_simulate.so"
@@ -67,6 +67,10 @@ class SimulatedDevices:
     def error_words(self) -> list[int]:
         words: list[int] = self._errors.view(torch.int32)[:: FLAG_BYTES // 4].tolist()
         return [word & 0xFFFFFFFF for word in words]
+
+    def abort(self) -> None:
+        # From another thread than that of the kernels, which look at these words as they wait.
+        self._errors.view(torch.int32)[:: FLAG_BYTES // 4].fill_(ABORTED)
 
     def reset(self) -> None:
         for memory in (self._errors, *self._workspaces):

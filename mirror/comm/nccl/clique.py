@@ -148,6 +148,16 @@ class Clique:
         finally:
             self._end_watching()
 
+    def is_idle(self) -> bool:
+        """Whether all that was enqueued is done, or has failed."""
+        return not self._under_way or self._failure is not None
+
+    def abort(self, *, is_told: bool = False) -> None:
+        """Gives it up from any thread; ``is_told``: whoever closes it need not hear of that."""
+        at = [operation.what for operation in (self._calling, *self._under_way) if operation]
+        self._give_up(self._failed(", ".join(at[:1]) or "rest", "it was told to abort"))
+        self._failure_was_raised |= is_told
+
     def abandon(self) -> None:
         """Has the watching thread close it: for finalizers, which run in any thread."""
         self._abandoned = True
@@ -166,11 +176,11 @@ class Clique:
             try:
                 yield operation
             except _Refused as refused:
-                self._give_up(self._failed(operation, str(refused)))
+                self._give_up(self._failed(what, str(refused)))
                 self._raise_failure()
             except BaseException as error:
                 # Ctrl-C, for instance: nobody knows what has been enqueued on which device.
-                self._give_up(self._failed(operation, f"a {type(error).__name__} broke it off"))
+                self._give_up(self._failed(what, f"a {type(error).__name__} broke it off"))
                 self._failure_was_raised = True
                 raise
             finally:
@@ -275,7 +285,7 @@ class Clique:
                 try:
                     self._look_at_devices()
                 except (_Refused, RuntimeError) as error:  # the latter is what CUDA has to say
-                    self._give_up(self._failed(self._under_way[0], str(error)))
+                    self._give_up(self._failed(self._under_way[0].what, str(error)))
                 finally:
                     self._turn.release()
         if self._abandoned and not self._closed:
@@ -298,9 +308,9 @@ class Clique:
                 return
             self._under_way.popleft()
 
-    def _failed(self, operation: _Operation, why: str) -> MirrorError:
+    def _failed(self, what: str, why: str) -> MirrorError:
         return BackendError(
-            f"NCCL {version_name(self._library.version)} failed at {operation.what} on "
+            f"NCCL {version_name(self._library.version)} failed at {what} on "
             f"{self._where()}: {why}; its communicators were aborted, and what was reduced last "
             "may be garbage: make another strategy"
         )

@@ -30,6 +30,7 @@ from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.clique import Call, Clique
 from mirror.comm.nccl.libnccl import DTYPES, OPS, NcclLibrary, version_name
 from mirror.comm.ordered import reduced
+from mirror.comm.turns import cannot_wait_for
 from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
 
@@ -124,6 +125,9 @@ class NcclCommunicator(Communicator):
         finally:
             self._clique.timeout_seconds = before
 
+    def abort(self) -> None:
+        self._clique.abort()
+
     def close(self) -> None:
         """Waits for what is enqueued, and ends the communicators.
 
@@ -133,6 +137,8 @@ class NcclCommunicator(Communicator):
         """
         if not self._closed:
             super().close()
+            if cannot_wait_for(self._clique.is_idle):
+                self._clique.abort(is_told=True)
             self._clique.close()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:

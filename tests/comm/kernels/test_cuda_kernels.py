@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from mirror import comm
+from mirror.comm import turns
 from mirror.comm.kernels import cuda_kernels, kernels
-from mirror.comm.kernels.layout import Arguments
+from mirror.comm.kernels.layout import ABORTED, Arguments
 
 NAMES = ("direct", "ring", "hierarchical")
 
@@ -91,6 +92,39 @@ class FakeGpus:
     def create(self, name, indices, **options):
         kind = comm.choose.known(name)
         return kind([torch.device("cuda", index) for index in indices], **options)
+
+
+class Spinning:
+    """An event behind a kernel that spins, until its replica's error word is set."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def query(self):
+        return any(self.words())
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt], ids=str)
+def test_closing_waits_for_kernels_but_for_seconds_while_an_exception_is_under_way(
+    gpus, monkeypatch, error
+):
+    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.05)
+    communicator = gpus.create("ring", (0, 1))
+    machine = communicator._machine
+    device = communicator.devices[0]
+    turns.turn_of(communicator)._last[device] = Stream, Spinning(machine.error_words)
+    monkeypatch.setattr(turns.Turn, "_leave", lambda self, gpu: None)
+    words = []
+    monkeypatch.setattr(machine, "_synchronize", lambda: words.append(machine.error_words()))
+    if error is None:
+        communicator.close()
+    else:
+        with pytest.raises(error):
+            try:
+                raise error
+            finally:
+                communicator.close()
+    assert words == [[0, 0] if error is None else [ABORTED] * 2]  # before it synchronises
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """kernels.py and simulator.py: what ring, hierarchical and direct share, on CPU."""
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import pytest
 import torch
@@ -129,6 +132,30 @@ def test_a_communicator_works_again_after_a_timeout(four):
         tensors = full(4, 1000)
         four.all_reduce(tensors)
         assert all(tensor.tolist() == [10] * 1000 for tensor in tensors)
+
+
+def test_an_abort_ends_waits_at_once_and_is_told_in_the_collective(four):
+    four._timeout_ns = int(600e9)
+    four._machine.absent = 0b1000
+    begun, run = threading.Event(), four._machine.run
+
+    def running(*call):
+        begun.set()
+        run(*call)
+
+    four._machine.run = running
+    with ThreadPoolExecutor(1) as pool:
+        reduced = pool.submit(four.all_reduce, full(4, 1000))
+        assert begun.wait(timeout=20)
+        while not reduced.done():  # the kernel may not have begun
+            four.abort()
+            sleep(0.01)
+        with pytest.raises(BackendError, match="aborted, and what was reduced last may be garba"):
+            reduced.result(timeout=20)
+    four._machine.absent = 0
+    tensors = full(4, 1000)
+    four.all_reduce(tensors)
+    assert tensors[0].tolist() == [10] * 1000
 
 
 def test_a_negative_timeout_is_refused():

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from mirror.comm import turns
 from mirror.comm.nccl import clique, nccl
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.failing import (
@@ -243,3 +244,27 @@ def test_the_thread_that_watches_spoils_no_capture(fake, monkeypatch):
     )
     fake.communicator().close()
     assert names == ["mirror-nccl"]
+
+
+def test_an_abort_from_another_thread_is_told_by_the_next_call(fake, monkeypatch):
+    communicator = fake.communicator(timeout_seconds=60)
+    Devices(monkeypatch, fake)
+    communicator.all_reduce(tensors())
+    communicator.abort()
+    fake.assert_nothing_is_left()
+    with pytest.raises(BackendError, match=r"all_reduce of 6 float32 .* was told to abort"):
+        communicator.all_reduce(tensors())
+    communicator.close()
+
+
+def test_closing_while_an_exception_is_under_way_waits_for_seconds_only(fake, monkeypatch):
+    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.1)
+    communicator = fake.communicator(timeout_seconds=600)
+    Devices(monkeypatch, fake)
+    communicator.all_reduce(tensors())
+    with Promptly(0.1), pytest.raises(KeyboardInterrupt):  # and nothing that hides it
+        try:
+            raise KeyboardInterrupt
+        finally:
+            communicator.close()
+    assert fake.calls("ncclCommAbort") == 3
