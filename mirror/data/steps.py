@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from mirror.accelerator.streams import CopyStreams
 from mirror.data.join import examples_of, join_batches
 from mirror.data.options import InputOptions
 from mirror.data.reuse import Reuse
 from mirror.data.source import Pass, Source
-from mirror.data.split import batch_size, split_batch, split_sizes
+from mirror.data.split import batch_size, host_part, split_batch, split_sizes
 from mirror.devices import is_simulated
+from mirror.values import leaves_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +100,29 @@ class Step:
     Attributes:
         num_batches: how many of the dataset's batches are in it.
         own_state: the dataset's own state after them, if it has one.
+        is_read_later: whether copies read the dataset's own memory after they were enqueued:
+            pinned memory. From any other they read it before.
     """
 
-    __slots__ = ("_assembly", "_batches", "_delivery", "num_batches", "own_state")
+    __slots__ = (
+        "_assembly",
+        "_batches",
+        "_delivery",
+        "is_read_later",
+        "num_batches",
+        "own_state",
+    )
 
     def __init__(self, batches: list[Any], own_state: Any, assembly: Assembly) -> None:
         self.num_batches = len(batches)
         self.own_state = own_state
         self._assembly = assembly
         self._batches = batches
-        self._delivery = assembly.assemble(batches) if assembly.copies else None
+        self._delivery: Delivery | None = None
+        self.is_read_later = False
+        if assembly.copies:
+            self.is_read_later = any(map(_is_pinned, chain(*map(leaves_of, batches))))
+            self._delivery = assembly.assemble(batches)
 
     def num_examples(self) -> int:
         """Returns the number of examples of all replicas."""
@@ -138,6 +155,7 @@ class Steps:
         self._reuse = Reuse(source.dataset, assembly.options.prefetch, assembly.batches_per_step)
         self._read: list[Any] = []  # for a step that is not complete
         self._held: list[Step] = []
+        self._is_read_later = False  # what the last step was made of
         self._error: BaseException | None = None
 
     @property
@@ -175,6 +193,10 @@ class Steps:
             del error
 
     def _next(self) -> Step:
+        if self._is_read_later:
+            # To be done with a batch, as a dataset takes it that fills the same memory again.
+            self._assembly.streams.synchronize()
+            self._is_read_later = False
         while len(self._read) < self._assembly.batches_per_step:
             try:
                 batch = next(self._pass)
@@ -184,9 +206,18 @@ class Steps:
                 break
             self._read.append(self._reuse.checked(batch))
         batches, self._read = self._read, []
-        return Step(batches, self._source.own_state(), self._assembly)
+        step = Step(batches, self._source.own_state(), self._assembly)
+        self._is_read_later = step.is_read_later
+        return step
 
     def end(self) -> None:
         """Lets go of the dataset."""
         self._held.clear()
         self._pass.end()
+
+
+def _is_pinned(leaf: Any) -> bool:
+    # An array that needs a copy becomes a tensor of other memory, which its first row shows.
+    tensor = host_part(leaf[:1] if leaf.ndim else leaf) if isinstance(leaf, np.ndarray) else leaf
+    is_dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    return is_dense and tensor.device.type == "cpu" and tensor.is_pinned()

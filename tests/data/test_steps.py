@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mirror.data import DistributedDataset
+from mirror.accelerator.streams import CopyStreams
+from mirror.data import DistributedDataset, reuse
 from mirror.data.options import InputOptions
 from tests.gpu.fake import FakeGpus
 
@@ -35,3 +36,40 @@ def test_a_batch_is_pinned_once_however_many_devices_get_a_part(num_devices, pre
                     assert list(chain(*parts)) == whole.tolist()
                 assert np.concatenate(batch["names"].values).tolist() == ["a"] * 8
     assert sorted(sizes) == sorted([(8, 2), (8,)] * 3)
+
+
+def filled_again(kind, num_buffers, num_batches=6):
+    """Yields batches in few buffers, one after the other."""
+    buffers = [kind(torch.zeros(8, 2)) for _ in range(num_buffers)]
+    for i in range(num_batches):
+        yield {"x": buffers[i % num_buffers].fill_(i), "i": i}
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("num_buffers", [1, 2, 5])
+def test_a_pinned_buffer_is_not_filled_again_before_its_copy_is_done(
+    num_buffers, prefetch, is_small, joins, monkeypatch
+):
+    # The copy reads it when its turn comes, which may be after the dataset was asked for more.
+    monkeypatch.setattr(reuse, "SMALL_BYTES", 2**20 if is_small else 0)
+    with FakeGpus(2) as gpus:
+        batches = filled_again(Tensor.pin_memory, num_buffers)
+        options = InputOptions(prefetch=prefetch)
+        for batch in DistributedDataset(batches, gpus.devices, options, joins=joins):
+            for part in batch["x"].values:
+                part.sum()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_nobody_waits_for_copies_of_memory_that_the_host_reads_itself(prefetch, monkeypatch):
+    waits = []
+    monkeypatch.setattr(CopyStreams, "synchronize", lambda self: waits.append(self))
+    with FakeGpus(2) as gpus:
+        for is_pinned in (False, True):
+            kind = Tensor.pin_memory if is_pinned else Tensor.clone
+            batches = list(filled_again(kind, 6))
+            for _ in DistributedDataset(batches, gpus.devices, InputOptions(prefetch=prefetch)):
+                pass
+            assert bool(waits) == is_pinned
