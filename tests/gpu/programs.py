@@ -9,7 +9,7 @@ import mirror
 
 # Small enough that a model of some hundred parameters has several buckets.
 SMALL_PACKS = mirror.CommunicationOptions(bytes_per_pack=600)
-WAYS = ("plain", "callers", "replicas", "changing", "transparent", "dataset")
+WAYS = ("plain", "callers", "replicas", "changing", "transparent", "host", "dataset")
 NUM_STEPS = 4
 
 
@@ -24,7 +24,8 @@ def train(devices, way, **options):
         way: "plain": all on the streams that are current anyway; "callers": the caller is on
             streams of its own; "replicas": the function of each replica is, for the whole step;
             "changing": but for the optimizer; "transparent": model(x), loss.backward()
-            without run; "dataset": batches come from a distributed dataset.
+            without run; "host": the same with a batch on the host; "dataset": batches come
+            from a distributed dataset.
     """
     torch.manual_seed(0)
     options = {"backend": "naive", "communication_options": SMALL_PACKS, **options}
@@ -45,7 +46,7 @@ def train(devices, way, **options):
         own = [torch.cuda.Stream(d) for d in devices] if way in _NEEDS_STREAMS else []
 
         def step(batch):
-            x, y = batch
+            x, y = batch[0], batch[1].to(batch[0].device if way != "host" else devices[0])
             optimizer.zero_grad()
             with on(own[here()]) if is_changing else ExitStack():
                 loss = nn.functional.mse_loss(model(x), y)
@@ -59,6 +60,8 @@ def train(devices, way, **options):
 
         if way == "dataset":
             batches = strategy.distribute_dataset(data)
+        elif way == "host":
+            batches = data
         else:
             batches = ([t.to(devices[0], non_blocking=True) for t in batch] for batch in data)
         losses = []
@@ -69,7 +72,7 @@ def train(devices, way, **options):
                         stack.enter_context(on(stream))
                 # Made here and now: on the caller's streams.
                 batch = batch if way == "dataset" else [t + 0 for t in batch]
-                if way == "transparent":
+                if way in ("transparent", "host"):
                     loss = step(batch)
                 else:
                     parts = batch if way == "dataset" else split(strategy, batch, devices)

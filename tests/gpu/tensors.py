@@ -244,6 +244,13 @@ class Mode(TorchDispatchMode):
         if not gpus:
             return
         found = set(gpus)
+        if len(gpus) == 1 and torch._C._current_graph_task_id() != -1:
+            (gpu,) = gpus
+            # Zeros, for outputs without a gradient, are made where autograd takes them to be.
+            for tensor, _, place in touched:
+                if tensor.dim() > 0 and place is None:
+                    self._table.put(tensor, gpu, "autograd's")
+            return
         if not func._schema.name.startswith(_TAKES_CPU_INDICES):
             for tensor, _, place in touched:
                 if tensor.dim() > 0 and (place is None or place.device.type == "cpu"):
