@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo  # which torch imports at a mode's first operation; not among fakes
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -95,6 +96,7 @@ class FakeGpus:
             "default_stream": streams.default_stream,
             "device": streams.using_device,
             "device_count": lambda: n,
+            "get_device_capability": lambda device=None: (9, 0),
             "get_device_name": lambda device=None: properties.name,
             "get_device_properties": lambda device=None: properties,
             "init": lambda: None,

@@ -58,12 +58,14 @@ class Scratch(comm.Communicator):
         self.all_reduce(tensors, op)
 
 
-def collectives_in_backward():
+def collectives_in_backward(backend=Scratch):
     """Batch normalization's sums are reduced on the streams of computation, buckets beside."""
     options = mirror.CommunicationOptions(bytes_per_pack=1000)
     devices = names(2)
     with mirror.MirroredStrategy(
-        devices, Scratch(devices), communication_options=options
+        devices,
+        backend if isinstance(backend, str) else backend(devices),
+        communication_options=options,
     ) as strategy:
         layers = [[nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()] for _ in range(4)]
         model = strategy.mirror(
