@@ -84,7 +84,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _doctor(args: argparse.Namespace) -> int:
     from mirror.doctor.doctor import diagnose
 
-    found = diagnose(args.devices)
+    found = diagnose(args.devices, lambda line: print(line, file=sys.stderr, flush=True))
     print(found.to_json() if args.json else found.to_text())
     return 0 if found.healthy else 1
 

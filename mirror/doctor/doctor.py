@@ -7,7 +7,7 @@ import platform
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -178,11 +178,15 @@ class Diagnosis:
             yield f"{backend.name:14}{state}"
 
 
-def diagnose(devices: Sequence[torch.device | str] | None = None) -> Diagnosis:
+def diagnose(
+    devices: Sequence[torch.device | str] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Diagnosis:
     """Examines devices and all backends on them.
 
     Args:
         devices: ``None`` for all GPUs, or four simulated devices where there is none.
+        tell: is given a line before each self-test that may take long.
 
     Raises:
         DeviceError: a device does not exist.
@@ -199,18 +203,22 @@ def diagnose(devices: Sequence[torch.device | str] | None = None) -> Diagnosis:
         names=tuple(map(describe, resolved)),
         nccl=libnccl.library() if nccl_reason is None else None,
         nccl_reason=nccl_reason,
-        backends=tuple(_report(name, resolved) for name in choose.names()),
+        backends=tuple(_report(name, resolved, tell) for name in choose.names()),
         auto=pick(facts, lambda name: choose.unavailable_reason(name, resolved)),
         warnings=range_warnings(),
         lacking=tuple(name for name in private_names().values() if name.is_lacking),
     )
 
 
-def _report(name: str, devices: tuple[torch.device, ...]) -> BackendReport:
+def _report(
+    name: str, devices: tuple[torch.device, ...], tell: Callable[[str], None] | None
+) -> BackendReport:
     kind = choose.known(name)
     if kind is None:
         raise KeyError(name)
     reason = kind.unavailable_reason(devices)
+    if tell is not None and reason is None and kind.needs_trial and not is_simulated(devices):
+        tell(f"{name}: trying it out; what is new on this machine is compiled, or loaded, first")
     failure = self_test.failure(kind, devices) if reason is None else None
     return BackendReport(name, reason, failure)
 

@@ -74,6 +74,22 @@ def test_a_self_test_that_fails_is_shown_and_exit_code_1(monkeypatch, capsys):
     assert diagnose(["cpu"] * 2).healthy is False
 
 
+def test_a_trial_that_may_compile_is_told_before_it_begins(monkeypatch, capsys):
+    log = []
+
+    def failure(kind, devices):
+        log.append((kind.name, capsys.readouterr().err.split(":")[0]))
+
+    monkeypatch.setattr(self_test, "failure", failure)
+    monkeypatch.setattr(doctor, "is_simulated", lambda devices: False)
+    assert cli.main(["doctor", "--devices", "cpu,cpu", "--json"]) == 0
+    told = {name: line for name, line in log if line}
+    assert told == {name: name for name in ("direct", "hierarchical", "ring")}  # each on a line
+    monkeypatch.undo()
+    diagnose(["cpu"] * 2, tell=log.clear)  # nothing takes long on simulated devices
+    assert log
+
+
 class Library:
     path = "/lib/libnccl.so.2"
     version = 22809
