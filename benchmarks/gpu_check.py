@@ -24,14 +24,11 @@ from timing import seconds_of
 
 import mirror
 from mirror import comm
-from mirror.accelerator.streams import Side
 from mirror.comm import self_test
 from mirror.devices import num_cuda_devices, resolve
 from mirror.doctor.doctor import diagnose
 from mirror.errors import DeviceError
 
-TURNS = 100
-"""Two collectives at once, so many times."""
 REPLICAS = (1, 2, 4, 8)
 KERNELS = ("direct", "ring", "hierarchical")
 
@@ -113,7 +110,6 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Callable[
         for name in KERNELS:
             yield f"{name}, {n} on one device", partial(conforms, name, one * n, elements)
             yield f"{name}, {n} on one, late streams", partial(waits_for_streams, name, one * n)
-            yield f"{name}, {n} on one, two streams", partial(takes_turns, name, one * n)
     for n in REPLICAS:
         yield f"auto and training, {n} on one device", partial(trains, one * n)
         if device.type == "cuda":
@@ -124,7 +120,6 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Callable[
         for name in ("nccl", *KERNELS):
             yield f"{name}, all GPUs", partial(conforms, name, everything, elements)
             yield f"{name}, all GPUs, late streams", partial(waits_for_streams, name, everything)
-            yield f"{name}, all GPUs, two streams", partial(takes_turns, name, everything)
         yield "nccl, all GPUs, time-out", partial(times_out, everything)
         yield "auto and training, all GPUs", partial(trains, everything)
         yield "batches of the host, all GPUs", partial(waits_for_no_copy, everything)
@@ -214,36 +209,6 @@ def side_streams(
     for i, tensor in enumerate(tensors):
         if not bool((tensor == expected).all()):
             raise AssertionError(f"on its own stream replica {i} was reduced too early")
-
-
-def takes_turns(name: str, devices: tuple[torch.device, ...]) -> str:
-    """Collectives on two streams at once, the earlier one late, do not disturb each other."""
-    with_backend, side = created(name, devices), Side(devices)
-    total = float(sum(range(1, len(devices) + 1)))
-
-    def ones_to_n() -> list[torch.Tensor]:
-        return [torch.full((40_007,), i + 1.0, device=device) for i, device in enumerate(devices)]
-
-    def reduce_late(tensors: list[torch.Tensor]) -> None:
-        for device in dict.fromkeys(devices):
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    torch.cuda._sleep(LATE_CYCLES // 2000)
-        with_backend.all_reduce(tensors)
-
-    try:
-        for _ in range(TURNS):
-            late, now = ones_to_n(), ones_to_n()
-            wait = side.start(partial(reduce_late, late))
-            with_backend.all_reduce(now)
-            wait()
-            for tensor in (*late, *now):
-                if not bool((tensor == total).all()):
-                    raise AssertionError("collectives on two streams disturbed each other")
-    finally:
-        side.close()
-        with_backend.close()
-    return f"{TURNS} times"
 
 
 def times_out(devices: tuple[torch.device, ...]) -> str:
