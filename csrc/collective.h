@@ -4,8 +4,11 @@
 //                  Zeroed once. Counters in it only grow, and are compared by signed difference
 //   chunk i of n   as torch.tensor_split cuts a flat tensor; replica i finishes it
 //   packs          number p covers the elements from p * kLanes<T> on, whatever the chunk. So
-//                  chunks may begin anywhere, and a pack that two chunks share is written by
-//                  elements
+//                  chunks may begin anywhere; what two chunks share is moved by elements, and so
+//                  are tensors that are not aligned. `deal_out` alone knows
+//   known          the number of replicas, the members of an island, and the operation are
+//                  compiled in, so that a thread reads several packs of all replicas before it
+//                  combines any: it waits for memory once, not once per replica
 #pragma once
 
 #include "portable.h"
@@ -37,6 +40,26 @@ struct Arguments {
   int rows[kMaxReplicas];      // the replica that row i of this launch's grid stands for
   int order[kMaxReplicas];     // the replicas sorted by island
   int position[kMaxReplicas];  // of each replica in `order`
+};
+
+// What a kernel is compiled for, of what its arguments say. What is 0, or kAnyOp, they say alone:
+// simulated devices have no compiler, and would need all of them. Copies need nothing of it.
+constexpr int kAnyOp = -1;
+template <int kReplicas, int kIsland, int kOp>
+struct Known {
+  static constexpr bool kIsOpKnown = kOp != kAnyOp;
+  static constexpr int kMostReplicas = kReplicas != 0 ? kReplicas : kMaxReplicas;
+  static constexpr int kMostMembers = kIsland != 0 ? kIsland : kMaxReplicas;
+  static constexpr int kMostIslands = kIsland != 0 ? kMostReplicas / kMostMembers : kMaxReplicas;
+
+  DEVICE static int replicas(const Arguments& a) {
+    return kReplicas != 0 ? kReplicas : a.num_replicas;
+  }
+  DEVICE static int members(const Arguments& a) {
+    return kIsland != 0 ? kIsland : a.island_size;
+  }
+  DEVICE static int islands(const Arguments& a) { return replicas(a) / members(a); }
+  DEVICE static int op(const Arguments& a) { return kIsOpKnown ? kOp : a.op; }
 };
 
 // A replica within one launch, and how long it may wait.
@@ -169,146 +192,175 @@ DEVICE Range segment_of(const Range& chunk, const Cut& cut, long long s) {
   return {begin, max_of(begin, min_of(chunk.end, last * kLanes<T>))};
 }
 
-// The packs that a range touches, dealt out to the threads of the block:
-// for (p = first_pack<T>(range) + thread_id(); p < last_pack<T>(range); p += num_threads()).
-template <class T>
-DEVICE long long first_pack(const Range& range) {
-  return range.begin / kLanes<T>;
-}
-template <class T>
-DEVICE long long last_pack(const Range& range) {
-  return range.begin == range.end ? first_pack<T>(range) : (range.end + kLanes<T> - 1) / kLanes<T>;
-}
-
-// One pack of T in registers, in the type that it is summed in.
-template <class T>
-struct Pack {
-  Total<T> lane[kLanes<T>];
+// Where a thread works: in kCount places of kWidth elements each, a whole pack or a single one.
+template <int kPlaceWidth, int kPlaceCount>
+struct Places {
+  static constexpr int kWidth = kPlaceWidth, kCount = kPlaceCount;
+  long long first, stride;  // in elements
+  DEVICE long long operator[](int i) const { return first + i * stride; }
+  // The same places in a scratch that begins with element `origin`.
+  DEVICE Places from(long long origin) const { return {first - origin, stride}; }
 };
 
+// How many packs a thread works on at once that reads so many times 16 bytes for each: 8 to 16
+// loads are in flight then. By 32 blocks of 512 threads 2 to 4 MiB of a GPU, where 1.5 us at 450
+// GB/s of NVLink are 0.7 MiB; and 16 loads are half of the 128 registers that a thread may have.
+template <class K>
+DEVICE constexpr int in_flight(int loads) {
+  if (!K::kIsOpKnown) return 1;
+  return loads <= 4 ? 4 : loads <= 8 ? 2 : 1;
+}
+
+// Deals a range out to the threads of the block: whole packs, kPacks at once while there are so
+// many, then one; at last the elements around them, or all if tensors are not aligned.
+template <class T, int kPacks, class Work>
+DEVICE void deal_out(const Range& range, bool are_aligned, const Work& work) {
+  constexpr int kWidth = kLanes<T>;
+  Range whole = {(range.begin + kWidth - 1) / kWidth * kWidth, range.end / kWidth * kWidth};
+  if (!are_aligned || whole.begin >= whole.end) whole = {range.begin, range.begin};
+  const long long stride = static_cast<long long>(num_threads()) * kWidth;
+  long long at = whole.begin + thread_id() * kWidth;
+  if constexpr (kPacks > 1) {
+    for (; at + (kPacks - 1) * stride < whole.end; at += kPacks * stride) {
+      work(Places<kWidth, kPacks>{at, stride});
+    }
+  }
+  for (; at < whole.end; at += stride) work(Places<kWidth, 1>{at, 0});
+  const long long head = whole.begin - range.begin, tail = range.end - whole.end;
+  for (long long i = thread_id(); i < head + tail; i += num_threads()) {
+    work(Places<1, 1>{i < head ? range.begin + i : whole.end + (i - head), 0});
+  }
+}
+
+// Where in memory a segment's first pack would be, in elements: scratch begins with it.
 template <class T>
-union PackBits {
-  Vector16 vector;
-  T lane[kLanes<T>];
+DEVICE long long origin_of(const Range& range) {
+  return range.begin / kLanes<T> * kLanes<T>;
+}
+
+DEVICE bool is_aligned(const void* tensor) { return address_of(tensor) % kPackBytes == 0; }
+
+DEVICE bool are_aligned(const Arguments& a) {
+  bool all = true;
+  for (int r = 0; r < a.num_replicas; ++r) all &= is_aligned(a.data[r]);
+  return all;
+}
+
+// What is read and written at once: 16 bytes of a pack, or an element.
+template <class T, int kWidth>
+struct WordOf {
+  using Type = Vector16;
+};
+template <class T>
+struct WordOf<T, 1> {
+  using Type = T;
 };
 
-// Whether pack p of a tensor can be moved as 16 bytes: it is whole, and aligned.
-template <class T>
-DEVICE bool is_whole(const T* tensor, long long p, const Range& range) {
-  return p * kLanes<T> >= range.begin && (p + 1) * kLanes<T> <= range.end &&
-         address_of(tensor) % kPackBytes == 0;
-}
+// The elements of some places, in registers. Their totals are elements, too: of type Total<T>.
+template <class T, class At>
+struct Elements {
+  using Word = typename WordOf<T, At::kWidth>::Type;
+  static constexpr int kWords = At::kWidth * static_cast<int>(sizeof(T)) / sizeof(Word);
+  union {
+    Word word[At::kCount][kWords];
+    T lane[At::kCount * At::kWidth];
+  };
+};
 
-// Reads those elements of pack p that are in the range.
-template <class T>
-DEVICE PackBits<T> read_bits(const T* tensor, long long p, const Range& range) {
-  PackBits<T> bits;
-  const long long first = p * kLanes<T>;
-  if (is_whole(tensor, p, range)) {
-    bits.vector = *reinterpret_cast<const Vector16*>(tensor + first);
-    return bits;
-  }
-  bits.vector = Vector16{};
+template <class T, class At>
+DEVICE Elements<T, At> read(const T* tensor, const At& at) {
+  using Word = typename Elements<T, At>::Word;
+  Elements<T, At> elements;
   UNROLL
-  for (int i = 0; i < kLanes<T>; ++i) {
-    if (first + i >= range.begin && first + i < range.end) bits.lane[i] = tensor[first + i];
+  for (int i = 0; i < At::kCount; ++i) {
+    const Word* from = reinterpret_cast<const Word*>(tensor + at[i]);
+    UNROLL
+    for (int w = 0; w < Elements<T, At>::kWords; ++w) elements.word[i][w] = from[w];
   }
-  return bits;
+  return elements;
 }
 
-// Writes those elements of pack p that are in the range.
-template <class T>
-DEVICE void write_bits(T* tensor, long long p, const Range& range, const PackBits<T>& bits) {
-  const long long first = p * kLanes<T>;
-  if (is_whole(tensor, p, range)) {
-    *reinterpret_cast<Vector16*>(tensor + first) = bits.vector;
-    return;
-  }
+template <class T, class At>
+DEVICE void write(T* tensor, const At& at, const Elements<T, At>& elements) {
+  using Word = typename Elements<T, At>::Word;
   UNROLL
-  for (int i = 0; i < kLanes<T>; ++i) {
-    if (first + i >= range.begin && first + i < range.end) tensor[first + i] = bits.lane[i];
+  for (int i = 0; i < At::kCount; ++i) {
+    Word* to = reinterpret_cast<Word*>(tensor + at[i]);
+    UNROLL
+    for (int w = 0; w < Elements<T, At>::kWords; ++w) to[w] = elements.word[i][w];
   }
 }
 
-template <class T>
-DEVICE Pack<T> widened(const PackBits<T>& bits) {
-  Pack<T> pack;
-  UNROLL
-  for (int i = 0; i < kLanes<T>; ++i) pack.lane[i] = widened(bits.lane[i]);
-  return pack;
-}
+template <class T, class At>
+using Totals = Elements<Total<T>, At>;
 
-template <class T>
-DEVICE Pack<T> read_pack(const T* tensor, long long p, const Range& range) {
-  return widened<T>(read_bits(tensor, p, range));
+template <class T, class At>
+DEVICE Totals<T, At> widened(const Elements<T, At>& elements) {
+  Totals<T, At> totals;
+  UNROLL
+  for (int i = 0; i < At::kCount * At::kWidth; ++i) totals.lane[i] = widened(elements.lane[i]);
+  return totals;
 }
 
 // Scales, rounds once if T is a half type; the result is ready to be written, anywhere.
-template <class T>
-DEVICE PackBits<T> finished(const Pack<T>& pack, double scale) {
-  PackBits<T> bits;
+template <class T, class At>
+DEVICE Elements<T, At> finished(const Totals<T, At>& totals, double scale) {
+  Elements<T, At> elements;
   UNROLL
-  for (int i = 0; i < kLanes<T>; ++i) bits.lane[i] = finished<T>(pack.lane[i], scale);
-  return bits;
+  for (int i = 0; i < At::kCount * At::kWidth; ++i) {
+    elements.lane[i] = finished<T>(totals.lane[i], scale);
+  }
+  return elements;
 }
 
 // left = left op right.
-template <class T>
-DEVICE void combine(int op, Pack<T>& left, const Pack<T>& right) {
+template <class K, class T, class At>
+DEVICE void combine(const Arguments& a, Totals<T, At>& left, const Elements<T, At>& right) {
   UNROLL
-  for (int i = 0; i < kLanes<T>; ++i) {
-    left.lane[i] = combined<T>(op, left.lane[i], right.lane[i]);
+  for (int i = 0; i < At::kCount * At::kWidth; ++i) {
+    left.lane[i] = combined<T>(K::op(a), left.lane[i], widened(right.lane[i]));
   }
 }
 
-// Scratch holds packs of totals, one after the other, aligned: half types travel as float32.
+// Combines the same places of `n` tensors in the order 0, 1, ...; reads all before it combines
+// any. `tensor_of(i)` is one of them, kMost how many there are at most: n itself where it is known.
+template <class T, class K, int kMost, class At, class TensorOf>
+DEVICE Totals<T, At> read_combined(const Arguments& a, int n, const At& at,
+                                   const TensorOf& tensor_of) {
+  Elements<T, At> terms[kMost];
+  terms[0] = read<T>(tensor_of(0), at);
+  UNROLL_KNOWN
+  for (int i = 1; i < n; ++i) terms[i] = read<T>(tensor_of(i), at);
+  Totals<T, At> totals = widened(terms[0]);
+  UNROLL_KNOWN
+  for (int i = 1; i < n; ++i) combine<K>(a, totals, terms[i]);
+  return totals;
+}
+
+// Scratch holds totals in whole packs, aligned: half types travel as float32.
 template <class T>
 constexpr int kVectors = static_cast<int>(sizeof(Total<T>) / sizeof(T));
 
-template <class T>
-union TotalBits {
-  Vector16 vector[kVectors<T>];
-  Total<T> lane[kLanes<T>];
-};
-
-template <class T>
-DEVICE Pack<T> read_total(const char* scratch, long long i) {
-  const Vector16* from = reinterpret_cast<const Vector16*>(scratch) + i * kVectors<T>;
-  TotalBits<T> bits;
-  Pack<T> pack;
-  UNROLL
-  for (int v = 0; v < kVectors<T>; ++v) bits.vector[v] = from[v];
-  UNROLL
-  for (int j = 0; j < kLanes<T>; ++j) pack.lane[j] = bits.lane[j];
-  return pack;
-}
-
-template <class T>
-DEVICE void write_total(char* scratch, long long i, const Pack<T>& pack) {
-  Vector16* to = reinterpret_cast<Vector16*>(scratch) + i * kVectors<T>;
-  TotalBits<T> bits;
-  UNROLL
-  for (int j = 0; j < kLanes<T>; ++j) bits.lane[j] = pack.lane[j];
-  UNROLL
-  for (int v = 0; v < kVectors<T>; ++v) to[v] = bits.vector[v];
-}
-
-// The kernel of a template, under a name without mangling. Reductions are compiled for the element
-// type that the compiler was given (-DMIRROR_ELEMENT=BFloat16); copies, which see bytes, are a unit
-// of their own (-DMIRROR_COPIES), so that no element type compiles them again. simulate.cpp takes
-// the templates themselves.
-#define MIRROR_KERNEL_OF(name, Element)                            \
+// The kernel of a template, under a name without mangling. Reductions are compiled for what the
+// compiler was given: an element type, an operation, and numbers of replicas and of members of an
+// island (0 where the source does not need them). Copies, which see bytes, are compiled for
+// MIRROR_COPIES, once. mirror/comm/kernels/binaries.py defines these; simulate.cpp takes the
+// templates themselves.
+#define MIRROR_KERNEL_OF(name, Element, Given)                     \
   extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)     \
       name##_kernel(const __grid_constant__ Arguments arguments) { \
-    name<Element>(arguments);                                      \
+    name<Element, Given>(arguments);                               \
   }
 #ifdef MIRROR_ELEMENT
-#define MIRROR_REDUCTION(name) MIRROR_KERNEL_OF(name, MIRROR_ELEMENT)
+using Given = Known<MIRROR_REPLICAS, MIRROR_ISLAND, MIRROR_OP>;
+#define MIRROR_REDUCTION(name) MIRROR_KERNEL_OF(name, MIRROR_ELEMENT, Given)
 #else
 #define MIRROR_REDUCTION(name)
 #endif
+// Copies combine nothing: any operation will do.
+using ForCopies = Known<0, 0, kSum>;
 #ifdef MIRROR_COPIES
-#define MIRROR_COPY(name) MIRROR_KERNEL_OF(name, unsigned char)
+#define MIRROR_COPY(name) MIRROR_KERNEL_OF(name, unsigned char, ForCopies)
 #else
 #define MIRROR_COPY(name)
 #endif

@@ -18,29 +18,25 @@ DEVICE bool meet_all(const Arguments& a, const Self& self, unsigned epoch) {
 //
 // The halves of the scratch take turns by call. A half is written again two calls later; in
 // between, the meeting of the next call showed that all replicas had ended this one.
-template <class T>
+template <class T, class K>
 DEVICE void direct_one_shot(const Arguments& a) {
   const Self self = self_of(a);
   Mailbox* mail = state_of<Mailbox>(a, self.id);
   const unsigned epoch = mail->epoch + kDirectEpochs;
   const long long half = epoch / kDirectEpochs % 2 * (a.scratch_bytes / 2);
   const Range range = segment_of<T>({0, a.count}, cut_chunks<T>(a, 1, kWholeChunk), 0);
+  const long long origin = origin_of<T>(range);
   T* own = static_cast<T*>(a.data[self.id]);
-  const long long first = first_pack<T>(range), last = last_pack<T>(range);
-
   const auto staged_by = [&](int r) { return reinterpret_cast<T*>(scratch_of(a, r) + half); };
-  const Range whole = {0, (last - first) * kLanes<T>};
-  for (long long p = first + thread_id(); p < last; p += num_threads()) {
-    write_bits(staged_by(self.id), p - first, whole, read_bits(own, p, range));
-  }
+  deal_out<T, in_flight<K>(1)>(range, is_aligned(own), [&](auto at) {
+    write(staged_by(self.id), at.from(origin), read(own, at));
+  });
   if (!meet_all(a, self, epoch)) return;
-  for (long long p = first + thread_id(); p < last; p += num_threads()) {
-    Pack<T> total = read_pack<T>(staged_by(0), p - first, whole);
-    for (int r = 1; r < a.num_replicas; ++r) {
-      combine<T>(a.op, total, read_pack<T>(staged_by(r), p - first, whole));
-    }
-    write_bits(own, p, range, finished<T>(total, a.scale));
-  }
+  deal_out<T, in_flight<K>(K::kMostReplicas)>(range, is_aligned(own), [&](auto at) {
+    const auto totals = read_combined<T, K, K::kMostReplicas>(a, K::replicas(a), at.from(origin),
+                                                              staged_by);
+    write(own, at, finished<T>(totals, a.scale));
+  });
   leave(mail, epoch);
 }
 MIRROR_REDUCTION(direct_one_shot)
@@ -53,7 +49,7 @@ enum class To { kAll, kSelf };
 //
 // The first meeting publishes that all tensors are ready; the last one, that all reads and writes
 // are done.
-template <class T, To kTo>
+template <class T, class K, To kTo>
 DEVICE void direct_reduce_chunk(const Arguments& a) {
   const Self self = self_of(a);
   Mailbox* mail = state_of<Mailbox>(a, self.id);
@@ -63,21 +59,18 @@ DEVICE void direct_reduce_chunk(const Arguments& a) {
 #endif
   const Range chunk = chunk_of<T>(a, self.id, a.num_replicas);
   const Range range = segment_of<T>(chunk, cut_chunks<T>(a, a.num_replicas, kWholeChunk), 0);
-  for (long long p = first_pack<T>(range) + thread_id(); p < last_pack<T>(range);
-       p += num_threads()) {
-    Pack<T> total = read_pack(static_cast<const T*>(a.data[0]), p, range);
-    for (int r = 1; r < a.num_replicas; ++r) {
-      combine<T>(a.op, total, read_pack(static_cast<const T*>(a.data[r]), p, range));
-    }
-    const PackBits<T> bits = finished<T>(total, a.scale);
+  const auto tensor_of = [&](int r) { return static_cast<T*>(a.data[r]); };
+  deal_out<T, in_flight<K>(K::kMostReplicas)>(range, are_aligned(a), [&](auto at) {
+    const int n = K::replicas(a);
+    const auto totals = read_combined<T, K, K::kMostReplicas>(a, n, at, tensor_of);
+    const auto result = finished<T>(totals, a.scale);
     if constexpr (kTo == To::kSelf) {
-      write_bits(static_cast<T*>(a.data[self.id]), p, range, bits);
+      write(tensor_of(self.id), at, result);
     } else {
-      for (int r = 0; r < a.num_replicas; ++r) {
-        write_bits(static_cast<T*>(a.data[r]), p, range, bits);
-      }
+      UNROLL_KNOWN
+      for (int r = 0; r < n; ++r) write(tensor_of(r), at, result);
     }
-  }
+  });
   if (!meet_all(a, self, epoch + kDirectEpochs)) return;
   leave(mail, epoch + kDirectEpochs);
 }
@@ -88,20 +81,21 @@ DEVICE void direct_reduce_chunk(const Arguments& a) {
 //   best for      large messages wherever all devices reach each other
 //   needs         peer access, nothing else: no scratch
 //   determinism   tensors are combined in replica order, once, and copied
-template <class T>
+template <class T, class K>
 DEVICE void direct_two_shot(const Arguments& a) {
-  direct_reduce_chunk<T, To::kAll>(a);
+  direct_reduce_chunk<T, K, To::kAll>(a);
 }
 MIRROR_REDUCTION(direct_two_shot)
 
 // Reduce-scatter: the first half of two-shot. (n - 1) / n * bytes read from peers per replica.
-template <class T>
+template <class T, class K>
 DEVICE void direct_reduce_scatter(const Arguments& a) {
-  direct_reduce_chunk<T, To::kSelf>(a);
+  direct_reduce_chunk<T, K, To::kSelf>(a);
 }
 MIRROR_REDUCTION(direct_reduce_scatter)
 
 // Replica i copies chunk i from one tensor into all others; in bytes, whatever the elements.
+template <class K>
 DEVICE void direct_copy_chunk(const Arguments& a, const Self& self, int from) {
   using Byte = unsigned char;
   Mailbox* mail = state_of<Mailbox>(a, self.id);
@@ -111,29 +105,28 @@ DEVICE void direct_copy_chunk(const Arguments& a, const Self& self, int from) {
 #endif
   const Range chunk = chunk_of<Byte>(a, self.id, a.num_replicas);
   const Range range = segment_of<Byte>(chunk, cut_chunks<Byte>(a, a.num_replicas, kWholeChunk), 0);
-  for (long long p = first_pack<Byte>(range) + thread_id(); p < last_pack<Byte>(range);
-       p += num_threads()) {
-    const auto bits = read_bits(static_cast<const Byte*>(a.data[from]), p, range);
+  deal_out<Byte, in_flight<K>(1)>(range, are_aligned(a), [&](auto at) {
+    const auto bytes = read(static_cast<const Byte*>(a.data[from]), at);
     for (int r = 0; r < a.num_replicas; ++r) {
-      if (r != from) write_bits(static_cast<Byte*>(a.data[r]), p, range, bits);
+      if (r != from) write(static_cast<Byte*>(a.data[r]), at, bytes);
     }
-  }
+  });
   if (!meet_all(a, self, epoch + kDirectEpochs)) return;
   leave(mail, epoch + kDirectEpochs);
 }
 
 // All-gather: (n - 1) / n * bytes written to peers per replica.
-template <class T>
+template <class T, class K>
 DEVICE void direct_all_gather(const Arguments& a) {
   const Self self = self_of(a);
-  direct_copy_chunk(a, self, self.id);
+  direct_copy_chunk<K>(a, self, self.id);
 }
 MIRROR_COPY(direct_all_gather)
 
 // Broadcast: replica i reads chunk i from the root and writes it to the others, so that the root's
 // link carries each byte about once, and not n - 1 times.
-template <class T>
+template <class T, class K>
 DEVICE void direct_broadcast(const Arguments& a) {
-  direct_copy_chunk(a, self_of(a), a.root);
+  direct_copy_chunk<K>(a, self_of(a), a.root);
 }
 MIRROR_COPY(direct_broadcast)

@@ -13,13 +13,16 @@ struct IslandStation {
   unsigned epoch;
   int g, k;            // members per island, islands
   int island, member;  // where this replica is
+  bool are_aligned;    // the tensors of all replicas
 };
 
+template <class K>
 DEVICE IslandStation island_station(const Arguments& a) {
   const Self self = self_of(a);
   Mailbox* mail = state_of<Mailbox>(a, self.id);
-  const int g = a.island_size, position = a.position[self.id];
-  return {self, mail, mail->epoch, g, a.num_replicas / g, position / g, position % g};
+  const int g = K::members(a), position = a.position[self.id];
+  return {self,         mail,         mail->epoch,    g, K::islands(a),
+          position / g, position % g, are_aligned(a)};
 }
 
 // The replica at this station's place in an island.
@@ -38,8 +41,10 @@ DEVICE bool meet_counterparts(const Arguments& a, const IslandStation& at, unsig
 }
 
 // A segment of partial sums from island `from`, in the scratch of a carrier.
-DEVICE char* partial_slot(const Arguments& a, const IslandStation& at, int replica, int from) {
-  return scratch_of(a, replica) + from * (a.scratch_bytes / at.k / kPackBytes * kPackBytes);
+template <class T>
+DEVICE Total<T>* partial_slot(const Arguments& a, const IslandStation& at, int replica, int from) {
+  const long long slot_bytes = a.scratch_bytes / at.k / kPackBytes * kPackBytes;
+  return reinterpret_cast<Total<T>*>(scratch_of(a, replica) + from * slot_bytes);
 }
 
 template <class T>
@@ -53,69 +58,67 @@ DEVICE Range island_segment(const Arguments& a, int chunk, const Cut& cut, long 
 }
 
 // Copies a range of one tensor into those of a group; see `meet` for how a group is given.
-template <class T>
-DEVICE void copy_to_group(const Arguments& a, int from, const Range& range, int group, int stride,
-                          int size) {
+template <class T, class K>
+DEVICE void copy_to_group(const Arguments& a, const IslandStation& at, int from,
+                          const Range& range, int group, int stride, int size) {
   const T* in = static_cast<const T*>(a.data[from]);
-  for (long long p = first_pack<T>(range) + thread_id(); p < last_pack<T>(range);
-       p += num_threads()) {
-    const PackBits<T> bits = read_bits(in, p, range);
+  deal_out<T, in_flight<K>(1)>(range, at.are_aligned, [&](auto here) {
+    const auto elements = read(in, here);
     for (int i = 0; i < size; ++i) {
       const int to = a.order[group + i * stride];
-      if (to != from) write_bits(static_cast<T*>(a.data[to]), p, range, bits);
+      if (to != from) write(static_cast<T*>(a.data[to]), here, elements);
     }
-  }
+  });
 }
 
-template <class T>
+template <class T, class K>
 DEVICE void copy_to_island(const Arguments& a, const IslandStation& at, int from,
                            const Range& range) {
-  copy_to_group<T>(a, from, range, at.island * at.g, 1, at.g);
+  copy_to_group<T, K>(a, at, from, range, at.island * at.g, 1, at.g);
 }
 
 // Reduces one segment inside the own island, once for each island that has a chunk of it, and
 // puts the partial sums into the scratch of the replica that finishes the chunk.
-template <class T>
+template <class T, class K>
 DEVICE void reduce_inside(const Arguments& a, const IslandStation& at, const Cut& cut,
                           long long s) {
   for (int i = 0; i < at.k; ++i) {
     const int owner = carrier_in(a, at, i);
     const Range range = island_segment<T>(a, owner, cut, s);
-    char* out = partial_slot(a, at, owner, at.island);
-    const long long first = first_pack<T>(range), last = last_pack<T>(range);
-    for (long long p = first + thread_id(); p < last; p += num_threads()) {
-      const int* members = a.order + at.island * at.g;
-      Pack<T> total = read_pack(static_cast<const T*>(a.data[members[0]]), p, range);
-      for (int m = 1; m < at.g; ++m) {
-        combine<T>(a.op, total, read_pack(static_cast<const T*>(a.data[members[m]]), p, range));
-      }
-      write_total<T>(out, p - first, total);
-    }
+    const long long origin = origin_of<T>(range);
+    const auto tensor_of = [&](int m) {
+      return static_cast<const T*>(a.data[a.order[at.island * at.g + m]]);
+    };
+    Total<T>* out = partial_slot<T>(a, at, owner, at.island);
+    deal_out<T, in_flight<K>(K::kMostMembers)>(range, at.are_aligned, [&](auto here) {
+      const auto totals = read_combined<T, K, K::kMostMembers>(a, K::members(a), here, tensor_of);
+      write(out, here.from(origin), totals);
+    });
   }
 }
 
 // Adds up the islands' partial sums of the own chunk, in island order, and writes the result into
 // the own tensor; if `everywhere`, into those of the whole island and of the counterparts, too.
-template <class T>
+template <class T, class K>
 DEVICE void reduce_between(const Arguments& a, const IslandStation& at, const Cut& cut,
                            long long s, bool everywhere) {
   const Range range = island_segment<T>(a, at.self.id, cut, s);
-  const long long first = first_pack<T>(range), last = last_pack<T>(range);
-  for (long long p = first + thread_id(); p < last; p += num_threads()) {
-    Pack<T> total = read_total<T>(partial_slot(a, at, at.self.id, 0), p - first);
-    for (int i = 1; i < at.k; ++i) {
-      combine<T>(a.op, total, read_total<T>(partial_slot(a, at, at.self.id, i), p - first));
-    }
-    const PackBits<T> bits = finished<T>(total, a.scale);
-    write_bits(static_cast<T*>(a.data[at.self.id]), p, range, bits);
-    if (!everywhere) continue;
+  const long long origin = origin_of<T>(range);
+  const auto slot_of = [&](int i) { return partial_slot<T>(a, at, at.self.id, i); };
+  constexpr int kLoads = K::kMostIslands * kVectors<T>;
+  deal_out<T, in_flight<K>(kLoads)>(range, at.are_aligned, [&](auto here) {
+    const auto totals = read_combined<Total<T>, K, K::kMostIslands>(
+        a, K::islands(a), here.from(origin), slot_of);
+    const auto result = finished<T>(totals, a.scale);
+    write(static_cast<T*>(a.data[at.self.id]), here, result);
+    if (!everywhere) return;
     for (int r = 0; r < a.num_replicas; ++r) {
       const bool is_member = a.position[r] / at.g == at.island;
       const bool is_counterpart = a.position[r] % at.g == at.member;
       if (r == at.self.id || !(is_member || is_counterpart)) continue;
-      write_bits(static_cast<T*>(a.data[r]), p, range, bits);
+      write(static_cast<T*>(a.data[r]), here, result);
     }
-  }
+  });
 }
 
 // Reduces, and spreads the result if `everywhere`. What the meetings of a segment publish:
@@ -125,22 +128,22 @@ DEVICE void reduce_between(const Arguments& a, const IslandStation& at, const Cu
 //
 // Nobody's tensor is overwritten before it was read: inside an island one replica does both, and
 // a counterpart's result comes after its own partial sum went out.
-template <class T>
+template <class T, class K>
 DEVICE void island_reduce(const Arguments& a, bool everywhere) {
-  IslandStation at = island_station(a);
+  IslandStation at = island_station<K>(a);
   const Cut cut = island_cut<T>(a, at);
   if (!meet_island(a, at, ++at.epoch)) return;
   for (long long s = 0; s < cut.num_segments; ++s) {
-    reduce_inside<T>(a, at, cut, s);
+    reduce_inside<T, K>(a, at, cut, s);
     if (!meet_counterparts(a, at, ++at.epoch)) return;
-    reduce_between<T>(a, at, cut, s, everywhere);
+    reduce_between<T, K>(a, at, cut, s, everywhere);
 #ifndef MIRROR_PLANT_NO_CREDIT
     if (!meet_counterparts(a, at, ++at.epoch)) return;
 #endif
     for (int i = 0; everywhere && i < at.k; ++i) {
       if (i == at.island) continue;
       const Range range = island_segment<T>(a, carrier_in(a, at, i), cut, s);
-      copy_to_island<T>(a, at, at.self.id, range);
+      copy_to_island<T, K>(a, at, at.self.id, range);
     }
   }
   if (!meet_island(a, at, ++at.epoch)) return;
@@ -150,9 +153,10 @@ DEVICE void island_reduce(const Arguments& a, bool everywhere) {
 // Copies the chunks that this place in the islands carries, in bytes, from `source` in island
 // `from` (-1: each chunk from the replica that owns it) to everyone: first inside that island and
 // to the counterparts, then these pass it on inside theirs.
+template <class K>
 DEVICE void island_spread(const Arguments& a, int source, int from) {
   using Byte = unsigned char;
-  IslandStation at = island_station(a);
+  IslandStation at = island_station<K>(a);
   const Cut cut = island_cut<Byte>(a, at);
   ++at.epoch;
   if (!meet_island(a, at, at.epoch) || !meet_counterparts(a, at, at.epoch)) return;
@@ -161,14 +165,14 @@ DEVICE void island_spread(const Arguments& a, int source, int from) {
       if ((from < 0 ? i : from) != at.island) continue;
       const Range range = island_segment<Byte>(a, carrier_in(a, at, i), cut, s);
       const int in = from < 0 ? at.self.id : source;
-      copy_to_island<Byte>(a, at, in, range);
-      copy_to_group<Byte>(a, in, range, at.member, at.g, at.k);
+      copy_to_island<Byte, K>(a, at, in, range);
+      copy_to_group<Byte, K>(a, at, in, range, at.member, at.g, at.k);
     }
     if (!meet_counterparts(a, at, ++at.epoch)) return;
     for (int i = 0; i < at.k; ++i) {
       if ((from < 0 ? i : from) == at.island) continue;
       const Range range = island_segment<Byte>(a, carrier_in(a, at, i), cut, s);
-      copy_to_island<Byte>(a, at, at.self.id, range);
+      copy_to_island<Byte, K>(a, at, at.self.id, range);
     }
   }
   if (!meet_island(a, at, ++at.epoch)) return;
@@ -184,29 +188,29 @@ DEVICE void island_spread(const Arguments& a, int source, int from) {
 //   needs         islands of equal size; access inside an island and among counterparts
 //   determinism   an element is reduced once and copied: outputs have equal bits. The order is
 //                 replica order inside an island, then island order
-template <class T>
+template <class T, class K>
 DEVICE void hierarchical_all_reduce(const Arguments& a) {
-  island_reduce<T>(a, true);
+  island_reduce<T, K>(a, true);
 }
 MIRROR_REDUCTION(hierarchical_all_reduce)
 
 // Hierarchical reduce-scatter: the first half of it.
-template <class T>
+template <class T, class K>
 DEVICE void hierarchical_reduce_scatter(const Arguments& a) {
-  island_reduce<T>(a, false);
+  island_reduce<T, K>(a, false);
 }
 MIRROR_REDUCTION(hierarchical_reduce_scatter)
 
 // Hierarchical all-gather: a chunk crosses to each island once, and is spread inside.
-template <class T>
+template <class T, class K>
 DEVICE void hierarchical_all_gather(const Arguments& a) {
-  island_spread(a, -1, -1);
+  island_spread<K>(a, -1, -1);
 }
 MIRROR_COPY(hierarchical_all_gather)
 
 // Hierarchical broadcast: the root's island reads from the root, in shards, one per member.
-template <class T>
+template <class T, class K>
 DEVICE void hierarchical_broadcast(const Arguments& a) {
-  island_spread(a, a.root, a.position[a.root] / a.island_size);
+  island_spread<K>(a, a.root, a.position[a.root] / a.island_size);
 }
 MIRROR_COPY(hierarchical_broadcast)

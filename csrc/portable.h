@@ -4,7 +4,7 @@
 //   on the CPU     one OS thread per CUDA thread, std::barrier for __syncthreads
 //   flags          release stores and acquire loads at system scope; the only way that replicas
 //                  synchronise. No fences: ThreadSanitizer does not model them
-//   packs          16 bytes of a tensor; heads, tails and unaligned tensors are handled here only
+//   packs          16 bytes of a tensor, which is what a thread moves at once
 //
 // The macros MIRROR_PLANT_... plant one bug each; tests/comm/kernels/test_races.py requires that the race
 // detector finds every one of them. No build sets them otherwise.
@@ -13,6 +13,7 @@
 #ifdef __CUDACC__
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define UNROLL_KNOWN _Pragma("unroll")
 #else
 #include <atomic>
 #include <barrier>
@@ -20,6 +21,8 @@
 #include <thread>
 #define DEVICE inline
 #define UNROLL _Pragma("GCC unroll 16")
+// Loops over replicas, whose number simulated devices learn at run time: g++ is to see for itself.
+#define UNROLL_KNOWN
 #endif
 
 // 16 bytes that are read and written at once, whatever they hold.
@@ -270,7 +273,7 @@ DEVICE T narrowed(Total<T> x) {
 
 enum Op : int { kSum, kMin, kMax, kProd };
 
-// A NaN on either side stays one.
+// A NaN on either side stays one. Where `op` is a constant nothing is left of the switch.
 template <class T>
 DEVICE Total<T> combined(int op, Total<T> a, Total<T> b) {
   using W = typename Numbers<T>::Wrapping;

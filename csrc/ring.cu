@@ -35,6 +35,7 @@ struct RingStation {
   RingChannel *mine, *to_next, *to_prev;
   RingCounters counters;
   long long slot_bytes;
+  bool are_aligned;  // the tensors that it works on: the own one, and the next replica's
 };
 
 DEVICE RingStation ring_station(const Arguments& a) {
@@ -49,7 +50,8 @@ DEVICE RingStation ring_station(const Arguments& a) {
           state_of<RingChannel>(a, next),
           state_of<RingChannel>(a, prev),
           mine->counters,
-          a.scratch_bytes / kSlots / kPackBytes * kPackBytes};
+          a.scratch_bytes / kSlots / kPackBytes * kPackBytes,
+          is_aligned(a.data[self.id]) && is_aligned(a.data[next])};
 }
 
 // What a step waits for before it touches any data, and what it posts when all threads have.
@@ -111,90 +113,96 @@ DEVICE void ring_leave(const RingStation& at) {
   if (thread_id() == 0) at.mine->counters = at.counters;
 }
 
-DEVICE char* ring_slot(const Arguments& a, const RingStation& at, int replica, unsigned count) {
-  return scratch_of(a, replica) + count % kSlots * at.slot_bytes;
+template <class T>
+DEVICE Total<T>* ring_slot(const Arguments& a, const RingStation& at, int replica,
+                           unsigned count) {
+  return reinterpret_cast<Total<T>*>(scratch_of(a, replica) + count % kSlots * at.slot_bytes);
 }
 
-// Sends the own elements of a segment, as the first of the sum.
+// How often a thread reads 16 bytes for a pack of a sum: from a slot, and from the own tensor.
 template <class T>
+constexpr int kRingLoads = kVectors<T> + 1;
+
+// Sends the own elements of a segment, as the first of the sum.
+template <class T, class K>
 DEVICE bool ring_send(const Arguments& a, RingStation& at, const Range& range) {
   const RingStep step = {.take = false, .put = true, .land = false, .write = false};
   if (!ring_await(a, at, step)) return false;
   const T* own = static_cast<const T*>(a.data[at.self.id]);
-  char* out = ring_slot(a, at, at.next, at.counters.sent);
-  const long long first = first_pack<T>(range), last = last_pack<T>(range);
-  for (long long p = first + thread_id(); p < last; p += num_threads()) {
-    write_total<T>(out, p - first, read_pack(own, p, range));
-  }
+  Total<T>* out = ring_slot<T>(a, at, at.next, at.counters.sent);
+  const long long origin = origin_of<T>(range);
+  deal_out<T, in_flight<K>(1)>(range, at.are_aligned, [&](auto here) {
+    write(out, here.from(origin), widened(read(own, here)));
+  });
   ring_publish(at, step);
   return true;
 }
 
 // Receives a partial sum, adds the own elements, sends it on: one pass over the segment.
-template <class T>
+template <class T, class K>
 DEVICE bool ring_receive_reduce_send(const Arguments& a, RingStation& at, const Range& range) {
   const RingStep step = {.take = true, .put = true, .land = false, .write = false};
   if (!ring_await(a, at, step)) return false;
   const T* own = static_cast<const T*>(a.data[at.self.id]);
-  const char* in = ring_slot(a, at, at.self.id, at.counters.taken);
-  char* out = ring_slot(a, at, at.next, at.counters.sent);
-  const long long first = first_pack<T>(range), last = last_pack<T>(range);
-  for (long long p = first + thread_id(); p < last; p += num_threads()) {
-    Pack<T> total = read_total<T>(in, p - first);
-    combine<T>(a.op, total, read_pack(own, p, range));
-    write_total<T>(out, p - first, total);
-  }
+  const Total<T>* in = ring_slot<T>(a, at, at.self.id, at.counters.taken);
+  Total<T>* out = ring_slot<T>(a, at, at.next, at.counters.sent);
+  const long long origin = origin_of<T>(range);
+  deal_out<T, in_flight<K>(kRingLoads<T>)>(range, at.are_aligned, [&](auto here) {
+    auto totals = read(in, here.from(origin));
+    combine<K>(a, totals, read(own, here));
+    write(out, here.from(origin), totals);
+  });
   ring_publish(at, step);
   return true;
 }
 
 // Receives the last partial sum, adds the own elements, scales, rounds; writes the result here
-// and, if `write`, into the next replica's tensor.
-template <class T>
-DEVICE bool ring_finish(const Arguments& a, RingStation& at, const Range& range, bool write) {
-  const RingStep step = {.take = true, .put = false, .land = false, .write = write};
+// and, if it `is_passed_on`, into the next replica's tensor.
+template <class T, class K>
+DEVICE bool ring_finish(const Arguments& a, RingStation& at, const Range& range,
+                        bool is_passed_on) {
+  const RingStep step = {.take = true, .put = false, .land = false, .write = is_passed_on};
   if (!ring_await(a, at, step)) return false;
   T* own = static_cast<T*>(a.data[at.self.id]);
   T* out = static_cast<T*>(a.data[at.next]);
-  const char* in = ring_slot(a, at, at.self.id, at.counters.taken);
-  const long long first = first_pack<T>(range), last = last_pack<T>(range);
-  for (long long p = first + thread_id(); p < last; p += num_threads()) {
-    Pack<T> total = read_total<T>(in, p - first);
-    combine<T>(a.op, total, read_pack(own, p, range));
-    const PackBits<T> bits = finished<T>(total, a.scale);
-    write_bits(own, p, range, bits);
-    if (write) write_bits(out, p, range, bits);
-  }
+  const Total<T>* in = ring_slot<T>(a, at, at.self.id, at.counters.taken);
+  const long long origin = origin_of<T>(range);
+  deal_out<T, in_flight<K>(kRingLoads<T>)>(range, at.are_aligned, [&](auto here) {
+    auto totals = read(in, here.from(origin));
+    combine<K>(a, totals, read(own, here));
+    const auto result = finished<T>(totals, a.scale);
+    write(own, here, result);
+    if (is_passed_on) write(out, here, result);
+  });
   ring_publish(at, step);
   return true;
 }
 
 // Waits for a segment to land in the own tensor, if `land`, and writes it on into the next
-// replica's, if `write`.
-template <class T>
+// replica's, if it `is_passed_on`.
+template <class T, class K>
 DEVICE bool ring_pass_on(const Arguments& a, RingStation& at, const Range& range, bool land,
-                         bool write) {
-  const RingStep step = {.take = false, .put = false, .land = land, .write = write};
+                         bool is_passed_on) {
+  const RingStep step = {.take = false, .put = false, .land = land, .write = is_passed_on};
   if (!ring_await(a, at, step)) return false;
   const T* own = static_cast<const T*>(a.data[at.self.id]);
   T* out = static_cast<T*>(a.data[at.next]);
-  for (long long p = first_pack<T>(range) + thread_id(); write && p < last_pack<T>(range);
-       p += num_threads()) {
-    write_bits(out, p, range, read_bits(own, p, range));
+  if (is_passed_on) {
+    deal_out<T, in_flight<K>(1)>(range, at.are_aligned,
+                                 [&](auto here) { write(out, here, read(own, here)); });
   }
   ring_publish(at, step);
   return true;
 }
 
 // One replica alone has nothing to send; only the scale is left.
-template <class T>
+template <class T, class K>
 DEVICE void ring_scale(const Arguments& a) {
   const Range range = segment_of<T>({0, a.count}, cut_chunks<T>(a, 1, kWholeChunk), 0);
   T* own = static_cast<T*>(a.data[0]);
-  for (long long p = first_pack<T>(range) + thread_id(); p < last_pack<T>(range);
-       p += num_threads()) {
-    write_bits(own, p, range, finished<T>(read_pack(own, p, range), a.scale));
-  }
+  deal_out<T, in_flight<K>(1)>(range, is_aligned(own), [&](auto at) {
+    write(own, at, finished<T>(widened(read(own, at)), a.scale));
+  });
 }
 
 // The segment of chunk `self - back`, around the ring.
@@ -210,23 +218,23 @@ DEVICE Range ring_segment(const Arguments& a, const RingStation& at, const Cut& 
 //   n = 3, a message is src->dst:chunk
 //       0->1:2  1->2:0  2->0:1      first terms
 //       0->1:1  1->2:2  2->0:0      two terms; replica r adds the third one to chunk r
-template <class T>
+template <class T, class K>
 DEVICE bool ring_reduce_segment(const Arguments& a, RingStation& at, const Cut& cut, long long s,
                                 bool write) {
-  if (!ring_send<T>(a, at, ring_segment<T>(a, at, cut, 1, s))) return false;
+  if (!ring_send<T, K>(a, at, ring_segment<T>(a, at, cut, 1, s))) return false;
   for (int back = 2; back < a.num_replicas; ++back) {
-    if (!ring_receive_reduce_send<T>(a, at, ring_segment<T>(a, at, cut, back, s))) return false;
+    if (!ring_receive_reduce_send<T, K>(a, at, ring_segment<T>(a, at, cut, back, s))) return false;
   }
-  return ring_finish<T>(a, at, ring_segment<T>(a, at, cut, 0, s), write);
+  return ring_finish<T, K>(a, at, ring_segment<T>(a, at, cut, 0, s), write);
 }
 
 // Passes on segment s of the other replicas' chunks, as they land; the last one ends here.
-template <class T>
+template <class T, class K>
 DEVICE bool ring_gather_segment(const Arguments& a, RingStation& at, const Cut& cut, long long s) {
   const int n = a.num_replicas;
   for (int back = 1; back < n; ++back) {
     const Range range = ring_segment<T>(a, at, cut, back, s);
-    if (!ring_pass_on<T>(a, at, range, true, back < n - 1)) return false;
+    if (!ring_pass_on<T, K>(a, at, range, true, back < n - 1)) return false;
   }
   return true;
 }
@@ -241,42 +249,42 @@ DEVICE bool ring_gather_segment(const Arguments& a, RingStation& at, const Cut& 
 //                 c + 1, c + 2, ..., c for chunk c: it depends on where an element lies
 //
 // Nobody's tensor is written before it was read: a finished segment has a term from everyone.
-template <class T>
+template <class T, class K>
 DEVICE void ring_all_reduce(const Arguments& a) {
-  if (a.num_replicas == 1) return ring_scale<T>(a);
+  if (a.num_replicas == 1) return ring_scale<T, K>(a);
   RingStation at = ring_station(a);
   const Cut cut = cut_chunks<T>(a, a.num_replicas, at.slot_bytes);
   for (long long s = 0; s < cut.num_segments; ++s) {
-    if (!ring_reduce_segment<T>(a, at, cut, s, true)) return;
-    if (!ring_gather_segment<T>(a, at, cut, s)) return;
+    if (!ring_reduce_segment<T, K>(a, at, cut, s, true)) return;
+    if (!ring_gather_segment<T, K>(a, at, cut, s)) return;
   }
   ring_leave(at);
 }
 MIRROR_REDUCTION(ring_all_reduce)
 
 // Ring reduce-scatter: the first half. (n - 1) / n * bytes written to the next replica.
-template <class T>
+template <class T, class K>
 DEVICE void ring_reduce_scatter(const Arguments& a) {
-  if (a.num_replicas == 1) return ring_scale<T>(a);
+  if (a.num_replicas == 1) return ring_scale<T, K>(a);
   RingStation at = ring_station(a);
   const Cut cut = cut_chunks<T>(a, a.num_replicas, at.slot_bytes);
   for (long long s = 0; s < cut.num_segments; ++s) {
-    if (!ring_reduce_segment<T>(a, at, cut, s, false)) return;
+    if (!ring_reduce_segment<T, K>(a, at, cut, s, false)) return;
   }
   ring_leave(at);
 }
 MIRROR_REDUCTION(ring_reduce_scatter)
 
 // Ring all-gather: the second half, in bytes. (n - 1) / n * bytes written to the next replica.
-template <class T>
+template <class T, class K>
 DEVICE void ring_all_gather(const Arguments& a) {
   if (a.num_replicas == 1) return;
   RingStation at = ring_station(a);
   const Cut cut = cut_chunks<T>(a, a.num_replicas, at.slot_bytes);
   if (!ring_open(a, at)) return;
   for (long long s = 0; s < cut.num_segments; ++s) {
-    if (!ring_pass_on<T>(a, at, ring_segment<T>(a, at, cut, 0, s), false, true)) return;
-    if (!ring_gather_segment<T>(a, at, cut, s)) return;
+    if (!ring_pass_on<T, K>(a, at, ring_segment<T>(a, at, cut, 0, s), false, true)) return;
+    if (!ring_gather_segment<T, K>(a, at, cut, s)) return;
   }
   ring_leave(at);
 }
@@ -284,7 +292,7 @@ MIRROR_COPY(ring_all_gather)
 
 // Ring broadcast: a chain from the root to the replica before it, in bytes, segment by segment.
 // Everyone but the last writes the whole message once. The edge that ends at the root rests.
-template <class T>
+template <class T, class K>
 DEVICE void ring_broadcast(const Arguments& a) {
   if (a.num_replicas == 1) return;
   RingStation at = ring_station(a);
@@ -293,7 +301,7 @@ DEVICE void ring_broadcast(const Arguments& a) {
   if (!ring_open(a, at)) return;
   for (long long s = 0; s < cut.num_segments; ++s) {
     const Range range = segment_of<T>(all, cut, s);
-    if (!ring_pass_on<T>(a, at, range, at.self.id != a.root, at.next != a.root)) return;
+    if (!ring_pass_on<T, K>(a, at, range, at.self.id != a.root, at.next != a.root)) return;
   }
   ring_leave(at);
 }

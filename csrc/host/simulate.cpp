@@ -16,26 +16,31 @@ namespace {
 
 using Kernel = void (*)(const Arguments&);
 
+// Every number of replicas, and every operation.
+using Any = Known<0, 0, kAnyOp>;
+
 // In the order of mirror.comm.base.DTYPES. A race detector's program compiles in a fraction of the
 // time with one type.
 #ifdef MIRROR_ONLY_INT32
-#define FOR_EACH_ELEMENT(name)                                                 \
-  {                                                                            \
-    #name, { nullptr, nullptr, nullptr, nullptr, name<int>, nullptr, nullptr } \
+#define FOR_EACH_ELEMENT(name)                                                      \
+  {                                                                                 \
+    #name, { nullptr, nullptr, nullptr, nullptr, name<int, Any>, nullptr, nullptr } \
   }
 #else
-#define FOR_EACH_ELEMENT(name)                                                           \
-  {                                                                                      \
-    #name, {                                                                             \
-      name<float>, name<double>, name<Half>, name<BFloat16>, name<int>, name<long long>, \
-          name<unsigned char>                                                            \
-    }                                                                                    \
+#define FOR_EACH_ELEMENT(name)                                                                  \
+  {                                                                                             \
+    #name, {                                                                                    \
+      name<float, Any>, name<double, Any>, name<Half, Any>, name<BFloat16, Any>, name<int, Any>, \
+          name<long long, Any>, name<unsigned char, Any>                                        \
+    }                                                                                           \
   }
 #endif
 // Kernels that only copy see bytes, whatever the elements are.
-#define FOR_BYTES(name)                                                                  \
-  {                                                                                      \
-    #name, { nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, name<unsigned char> } \
+#define FOR_BYTES(name)                                                                           \
+  {                                                                                               \
+    #name, {                                                                                      \
+      nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, name<unsigned char, ForCopies>        \
+    }                                                                                             \
   }
 
 constexpr int kNumElements = 7;
@@ -61,7 +66,46 @@ const Entry kKernels[] = {
     FOR_BYTES(hierarchical_broadcast),
 };
 
-Kernel find_kernel(const char* name, int element) {
+// Kernels for which replicas and the operation are compiled in, as all are on GPUs: sums of one
+// type for a few numbers of replicas, so that what GPUs run is tested here, too.
+#ifdef MIRROR_ONLY_INT32
+using KnownElement = int;
+constexpr int kKnownElement = 4;
+#define FOR_EACH_KNOWN(DIRECT, RING, ISLANDS) \
+  DIRECT(3), DIRECT(6), DIRECT(8), RING, ISLANDS(3, 3), ISLANDS(6, 3), ISLANDS(8, 4)
+#else
+using KnownElement = float;
+constexpr int kKnownElement = 0;
+#define FOR_EACH_KNOWN(DIRECT, RING, ISLANDS) \
+  DIRECT(4), RING, ISLANDS(4, 2)
+#endif
+
+struct KnownEntry {
+  const char* name;
+  int replicas, island;  // 0: any
+  Kernel kernel;
+};
+
+#define KNOWN_ENTRY(name, replicas, island) \
+  { #name, replicas, island, name<KnownElement, Known<replicas, island, kSum>> }
+#define KNOWN_DIRECT(replicas)                                                          \
+  KNOWN_ENTRY(direct_one_shot, replicas, 0), KNOWN_ENTRY(direct_two_shot, replicas, 0), \
+      KNOWN_ENTRY(direct_reduce_scatter, replicas, 0)
+#define KNOWN_RING KNOWN_ENTRY(ring_all_reduce, 0, 0), KNOWN_ENTRY(ring_reduce_scatter, 0, 0)
+#define KNOWN_ISLANDS(replicas, island)                     \
+  KNOWN_ENTRY(hierarchical_all_reduce, replicas, island),   \
+      KNOWN_ENTRY(hierarchical_reduce_scatter, replicas, island)
+
+const KnownEntry kKnownKernels[] = {FOR_EACH_KNOWN(KNOWN_DIRECT, KNOWN_RING, KNOWN_ISLANDS)};
+
+Kernel find_kernel(const char* name, int element, const Arguments& call) {
+  for (const KnownEntry& entry : kKnownKernels) {
+    if (std::strcmp(entry.name, name) == 0 && element == kKnownElement && call.op == kSum &&
+        (entry.replicas == 0 || entry.replicas == call.num_replicas) &&
+        (entry.island == 0 || entry.island == call.island_size)) {
+      return entry.kernel;
+    }
+  }
   for (const Entry& entry : kKernels) {
     if (std::strcmp(entry.name, name) == 0 && element >= 0 && element < kNumElements) {
       return entry.by_element[element];
@@ -98,7 +142,7 @@ int mirror_simulate(const char* const* names, const int* elements, const Argumen
                     int num_calls, int num_blocks, int num_threads, unsigned absent) {
   std::vector<Kernel> kernels;
   for (int i = 0; i < num_calls; ++i) {
-    kernels.push_back(find_kernel(names[i], elements[i]));
+    kernels.push_back(find_kernel(names[i], elements[i], calls[i]));
     if (kernels.back() == nullptr) return kNoSuchKernel;
   }
   const int num_replicas = calls[0].num_replicas;

@@ -222,10 +222,11 @@ class Communicator(Uncopied, ABC):
                 for buffer, part in zip(buffers, parts, strict=True):
                     copy_back(buffer, part)
 
-    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Gets ready for collectives of these dtypes: compiles kernels, where there are such.
+    def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
+        """Gets ready for reductions by these operations of these dtypes, and for all copies.
 
-        Nobody has to call it; else the first collective of each dtype takes that much longer.
+        Compiles kernels, where there are such. Nobody has to call it; else the first collective
+        of each operation and dtype takes that much longer: a second or two.
         """
 
     @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,8 +16,15 @@ from mirror.errors import BackendError
 SIZES = (3, 4_096, 262_147)
 # Of a collective: long enough for a busy GPU, short enough for a person who waits.
 SECONDS = 20.0
-# A kernel is compiled for every element type: those of a trial are one of each kind.
-TRIAL_DTYPES = (torch.float32, torch.float16, torch.int64)
+# Reductions: operations and dtypes. Kernels are compiled for each, so that a trial has one of each
+# kind, and takes seconds.
+EVERY = tuple(product(OPS, DTYPES))
+TRIED = (
+    ("sum", torch.float32),
+    ("max", torch.float32),
+    ("sum", torch.float16),
+    ("sum", torch.int64),
+)
 
 Collective = Callable[[list[Tensor]], None]
 
@@ -25,10 +33,15 @@ _found: dict[tuple[type[Communicator], tuple[torch.device, ...]], str | None] = 
 """How the trial of a backend on devices failed; ``None`` where it passed."""
 
 
-def examine(communicator: Communicator, dtypes: Sequence[torch.dtype] = DTYPES) -> int:
+def examine(
+    communicator: Communicator, reductions: Collection[tuple[str, torch.dtype]] = EVERY
+) -> int:
     """Runs every collective over small integers, and compares with what must come out.
 
     Integers that small are exact in every dtype, whatever the order of a sum.
+
+    Args:
+        reductions: by which operations, of which dtypes; copies are of all these dtypes.
 
     Returns:
         The number of collectives.
@@ -38,13 +51,15 @@ def examine(communicator: Communicator, dtypes: Sequence[torch.dtype] = DTYPES) 
         Exception: what the backend raised.
     """
     n = len(communicator.devices)
-    cases: list[tuple[str, Collective, Callable[[list[Tensor]], list[Tensor]]]] = [
-        (f"all_reduce({op!r})", _all_reduce(communicator, op), _all_reduced(op)) for op in OPS
+    dtypes = tuple(dict.fromkeys(dtype for _, dtype in reductions))
+    cases: list[tuple[str, str, Collective, Callable[[list[Tensor]], list[Tensor]]]] = [
+        (op, f"all_reduce({op!r})", _all_reduce(communicator, op), _all_reduced(op)) for op in OPS
     ]
     cases += [
-        ("reduce_scatter", communicator.reduce_scatter, _reduce_scattered),
-        ("all_gather", communicator.all_gather, _gathered),
+        ("sum", "reduce_scatter", communicator.reduce_scatter, _reduce_scattered),
+        ("", "all_gather", communicator.all_gather, _gathered),
         (
+            "",
             f"broadcast(root={n - 1})",
             lambda tensors: communicator.broadcast(tensors, n - 1),
             lambda values: [values[-1]] * n,
@@ -53,9 +68,11 @@ def examine(communicator: Communicator, dtypes: Sequence[torch.dtype] = DTYPES) 
     num_collectives = 0
     for size in SIZES:
         values = _values(size, n)
-        for name, collective, expect in cases:
+        for op, name, collective, expect in cases:
             expected = expect(values)
             for dtype in dtypes if size < SIZES[-1] else (torch.float32,):
+                if op and (op, dtype) not in reductions:
+                    continue
                 tensors = [
                     value.to(device, dtype, copy=True)
                     for value, device in zip(values, communicator.devices, strict=True)
@@ -99,9 +116,9 @@ def trial(communicator: Communicator) -> str | None:
     place = type(communicator), communicator.devices
     if place not in _found:
         try:
-            communicator.prepare(TRIAL_DTYPES)
+            communicator.prepare(TRIED)
             with communicator.within(SECONDS):
-                examine(communicator, TRIAL_DTYPES)
+                examine(communicator, TRIED)
             _found[place] = None
         except Exception as error:
             _found[place] = _told(error)

@@ -1,11 +1,13 @@
 """mirror/comm/self_test.py: right backends pass, and what is wrong is found and told."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from mirror import comm
 from mirror.comm import self_test
-from mirror.comm.base import DTYPES
+from mirror.comm.base import DTYPES, OPS
 from mirror.comm.host.naive import NaiveCommunicator
 from mirror.errors import BackendError, CollectiveTimeoutError
 
@@ -110,23 +112,23 @@ def test_those_that_wait_get_a_short_timeout():
     assert self_test.failure(Waiting, [CPU]) is None
 
 
-def test_a_trial_prepares_and_takes_one_dtype_of_each_kind():
+def test_a_trial_prepares_and_takes_one_reduction_of_each_kind():
     # Each one is a compilation of kernels; whoever examines takes them all.
     log = []
 
     class Kernels(NaiveCommunicator):
-        def prepare(self, dtypes):
-            log.append(tuple(dtypes))
+        def prepare(self, reductions):
+            log.append(tuple(reductions))
 
         def all_reduce(self, tensors, op="sum", scale=1.0):
-            log.append(tensors[0].dtype)
+            log.append((op, tensors[0].dtype))
             super().all_reduce(tensors, op, scale)
 
     assert self_test.trial(Kernels(["cpu"] * 2)) is None
-    assert log[0] == self_test.TRIAL_DTYPES
-    assert set(log[1:]) == set(self_test.TRIAL_DTYPES)
+    assert log[0] == self_test.TRIED
+    assert set(log[1:]) == set(self_test.TRIED)
     log.clear()
     assert self_test.trial(Kernels(["cpu"] * 2)) is None
     assert log == []
     self_test.examine(Kernels(["cpu"] * 2))
-    assert set(log) == set(DTYPES)
+    assert set(log) == set(product(OPS, DTYPES))

@@ -5,8 +5,9 @@ CuPy appends ``-ftz=true`` to whatever it compiles, and NVRTC takes the last wor
 numbers would be 0 on GPUs, and nowhere else. So NVRTC is called here, by CuPy's binding, without
 that option; CuPy only loads the result, which lies where CuPy keeps its own.
 
-A unit is what is compiled at once: the reductions of one file for one element type, or its copies,
-which see bytes. A unit takes seconds, so those that will be needed are compiled in threads.
+A unit is what is compiled at once: the reductions of one file for one element type, operation and
+number of replicas, or its copies, which see bytes. A unit takes a second or two, so only what is
+used is compiled, when it is first used; those that will be needed are compiled in threads.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from mirror.comm.kernels.layout import Arguments
 from mirror.errors import BackendError
 
-# No contraction: a * b + c must have the same bits as on simulated devices.
-OPTIONS = ("--std=c++20", "--fmad=false")
+# No contraction: a * b + c must have the same bits as on simulated devices. Before CUDA 13 generic
+# lambdas are taken for functions of the host, even in those of the device.
+OPTIONS = ("--std=c++20", "--fmad=false", "--device-as-default-execution-space")
 # The names in csrc/portable.h.
 ELEMENTS = {
     torch.float32: "float",
@@ -38,8 +41,8 @@ ELEMENTS = {
     torch.int64: "long long",
     torch.uint8: "unsigned char",
 }
-COPIES = "copies"
-"""The unit of a file's kernels that see bytes; the others are named by their element type."""
+# Op in csrc/portable.h, in the order of mirror.comm.base.OPS.
+_OPS = ("kSum", "kMin", "kMax", "kProd")
 _REDUCTIONS = {
     "direct": ("one_shot", "two_shot", "reduce_scatter"),
     "ring": ("all_reduce", "reduce_scatter"),
@@ -49,15 +52,37 @@ _COPIES = ("all_gather", "broadcast")
 _INCLUDE = re.compile(r'^#include "(\w+\.\w+)"$', re.MULTILINE)
 
 
-def kernels_of(source: str, unit: str) -> tuple[str, ...]:
-    """Returns the names of a unit's kernels, without their suffix ``_kernel``."""
-    names = _COPIES if unit == COPIES else _REDUCTIONS[source]
-    return tuple(f"{source}_{name}" for name in names)
+class Unit(NamedTuple):
+    """What is compiled at once; what a source does not need is 0.
+
+    Attributes:
+        source: the file in csrc/, without its suffix.
+        element: the element type of the file's reductions; "" for its copies, which see bytes.
+        op: the number of the operation, as in ``Arguments``.
+    """
+
+    source: str
+    element: str = ""
+    op: int = 0
+    num_replicas: int = 0
+    island_size: int = 0
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of its kernels, without their suffix ``_kernel``."""
+        names = _REDUCTIONS[self.source] if self.element else _COPIES
+        return tuple(f"{self.source}_{name}" for name in names)
 
 
-def unit_of(kernel: str, dtype: torch.dtype) -> str:
-    """Returns the unit that has a kernel, by name, for an element type."""
-    return COPIES if kernel.endswith(_COPIES) else ELEMENTS[dtype]
+def unit_of(kernel: str, dtype: torch.dtype, arguments: Arguments) -> Unit:
+    """Returns the unit that has a kernel, by name, for an element type and a call."""
+    source = kernel.partition("_")[0]
+    if kernel.endswith(_COPIES):
+        return Unit(source)
+    # A ring reads from one replica at a time, however many there are.
+    num_replicas = 0 if source == "ring" else arguments.num_replicas
+    island_size = arguments.island_size if source == "hierarchical" else 0
+    return Unit(source, ELEMENTS[dtype], arguments.op, num_replicas, island_size)
 
 
 def source_folder() -> Path | None:
@@ -69,7 +94,7 @@ def source_folder() -> Path | None:
     return None
 
 
-def unit_source(source: str, unit: str) -> str:
+def unit_source(unit: Unit) -> str:
     """Returns the text of a unit, headers included.
 
     One piece of text is all that a compiler in a library takes without a search path.
@@ -92,12 +117,20 @@ def unit_source(source: str, unit: str) -> str:
         text = (folder / file).read_text(encoding="ascii")
         return _INCLUDE.sub(include, text.replace("#pragma once\n", ""))
 
-    define = "MIRROR_COPIES" if unit == COPIES else f"MIRROR_ELEMENT {unit}"
-    return f"#define {define}\n{expanded(f'{source}.cu')}"
+    defined = ["MIRROR_COPIES"]
+    if unit.element:
+        defined = [
+            f"MIRROR_ELEMENT {unit.element}",
+            f"MIRROR_OP {_OPS[unit.op]}",
+            f"MIRROR_REPLICAS {unit.num_replicas}",
+            f"MIRROR_ISLAND {unit.island_size}",
+        ]
+    head = "".join(f"#define {what}\n" for what in defined)
+    return head + expanded(f"{unit.source}.cu")
 
 
-def compile_all(source: str, units: Iterable[str], capabilities: Iterable[int]) -> None:
-    """Compiles those units of a file that are not there yet, in as many threads as may run.
+def compile_all(units: Iterable[Unit], capabilities: Collection[int]) -> None:
+    """Compiles those units that are not there yet, in as many threads as may run.
 
     Args:
         capabilities: of the GPUs, 90 for 9.0.
@@ -105,11 +138,11 @@ def compile_all(source: str, units: Iterable[str], capabilities: Iterable[int]) 
     wanted = [(unit, capability) for unit in units for capability in capabilities]
     num_threads = max(min(os.cpu_count() or 1, len(wanted)), 1)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="mirror compiler") as pool:
-        for done in [pool.submit(binary, source, unit, c) for unit, c in wanted]:
+        for done in [pool.submit(binary, unit, c) for unit, c in wanted]:
             done.result()
 
 
-def binary(source: str, unit: str, capability: int) -> Path:
+def binary(unit: Unit, capability: int) -> Path:
     """Returns the file with a unit's binary for GPUs of a capability; compiles it if need be.
 
     Raises:
@@ -118,7 +151,7 @@ def binary(source: str, unit: str, capability: int) -> Path:
     nvrtc = import_module("cupy.cuda").nvrtc
     architecture = _architecture(capability)
     options = (*OPTIONS, f"--gpu-architecture={architecture}")
-    text = unit_source(source, unit)
+    text = unit_source(unit)
     facts = repr((text, options, nvrtc.getVersion()))
     name = f"mirror_{hashlib.sha256(facts.encode()).hexdigest()}.bin"
     file = _folder() / name

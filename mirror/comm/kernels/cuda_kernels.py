@@ -19,15 +19,7 @@ from typing import Any
 import torch
 
 from mirror.comm.kernels import launcher
-from mirror.comm.kernels.binaries import (
-    COPIES,
-    ELEMENTS,
-    binary,
-    compile_all,
-    kernels_of,
-    source_folder,
-    unit_of,
-)
+from mirror.comm.kernels.binaries import Unit, binary, compile_all, source_folder, unit_of
 from mirror.comm.kernels.launcher import Launch, launch
 from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, Arguments, workspace_bytes
 from mirror.comm.topology import unreachable_pair
@@ -76,7 +68,6 @@ class CudaDevices:
     def __init__(
         self,
         devices: Sequence[torch.device],
-        source: str,
         scratch_bytes: int,
         linked: Sequence[tuple[torch.device, torch.device]],
     ) -> None:
@@ -91,7 +82,6 @@ class CudaDevices:
         """
         self._devices = tuple(devices)
         self._rows = {d: [i for i, e in enumerate(devices) if e == d] for d in devices}
-        self._source = source
         self._scratch_bytes = scratch_bytes
         self.max_blocks = _MAX_BLOCKS
         for device, rows in self._rows.items():
@@ -113,10 +103,9 @@ class CudaDevices:
             )
         self._synchronize()
 
-    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Compiles what collectives of these dtypes need, all at once."""
-        units = [COPIES, *(ELEMENTS[dtype] for dtype in dtypes)]
-        compile_all(self._source, units, {_capability(device) for device in self._rows})
+    def prepare(self, calls: Iterable[tuple[str, torch.dtype, Arguments]]) -> None:
+        units = dict.fromkeys(unit_of(*call) for call in calls)
+        compile_all(units, {_capability(device) for device in self._rows})
 
     def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
         """Enqueues the kernel on all devices, one right after the other."""
@@ -125,7 +114,7 @@ class CudaDevices:
         arguments.errors = self._errors.data_ptr()
         arguments.scratch_bytes = self._scratch_bytes
         arguments.state_blocks = self.max_blocks
-        compiled = _load(self._source, unit_of(kernel, dtype), tuple(self._rows))
+        compiled = _load(unit_of(kernel, dtype, arguments), tuple(self._rows))
         launches = []
         for device, rows in self._rows.items():
             arguments.rows[: len(rows)] = rows
@@ -187,13 +176,13 @@ def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | 
 
 
 @cache
-def _load(source: str, unit: str, devices: tuple[torch.device, ...]) -> dict[_Place, _Loaded]:
+def _load(unit: Unit, devices: tuple[torch.device, ...]) -> dict[_Place, _Loaded]:
     """Loads a unit on every device; compiles it if nobody has."""
     cupy = import_module("cupy")
     kernels: dict[_Place, _Loaded] = {}
     for device in devices:
-        module = cupy.RawModule(path=str(binary(source, unit, _capability(device))))
-        for name in kernels_of(source, unit):
+        module = cupy.RawModule(path=str(binary(unit, _capability(device))))
+        for name in unit.kernels:
             kernel = module.get_function(f"{name}_kernel")
             with torch.cuda.device(device):
                 # Asking for an attribute loads the kernel now; a launch might find the device

@@ -33,8 +33,8 @@ class Machine(Protocol):
     max_blocks: int
     bytes_per_block: int
 
-    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Compiles what collectives of these dtypes need; it is not needed before ``run``."""
+    def prepare(self, calls: Iterable[tuple[str, torch.dtype, Arguments]]) -> None:
+        """Compiles what such calls of ``run`` need; nobody has to ask for it before them."""
 
     def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
         """Enqueues the kernel for all replicas; fills in the addresses of workspaces."""
@@ -103,7 +103,7 @@ class KernelCommunicator(Communicator):
         else:
             self.scratch_bytes = self.cuda_scratch_bytes
             self._machine = cuda_kernels.CudaDevices(
-                self.devices, self.source, self.scratch_bytes, self._linked(self.devices)
+                self.devices, self.scratch_bytes, self._linked(self.devices)
             )
         # Not at exit: the driver may be gone by then, and the process gives everything back.
         weakref.finalize(self, self._machine.close).atexit = False
@@ -126,8 +126,12 @@ class KernelCommunicator(Communicator):
     def _linked(cls, devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
         return [(devices[i], devices[j]) for i, j in cls.linked_pairs(len(devices))]
 
-    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
-        self._machine.prepare(dtypes)
+    def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
+        # Kernels of a source that see the same elements are compiled together.
+        calls = [(f"{self.source}_broadcast", torch.uint8, self._arguments("sum"))]
+        for op, dtype in reductions:
+            calls.append((f"{self.source}_reduce_scatter", dtype, self._arguments(op)))
+        self._machine.prepare(calls)
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
@@ -176,6 +180,14 @@ class KernelCommunicator(Communicator):
         arguments.position[:num_replicas] = range(num_replicas)
         arguments.island_size = num_replicas
 
+    def _arguments(self, op: str) -> Arguments:
+        """Returns what kernels are compiled for, filled in: replicas, islands, the operation."""
+        arguments = Arguments()
+        arguments.num_replicas = len(self.devices)
+        arguments.op = OPS.index(op)
+        self.arrange(arguments)
+        return arguments
+
     def _launch(
         self,
         collective: str,
@@ -202,17 +214,14 @@ class KernelCommunicator(Communicator):
         self._num_calls = (self._num_calls + 1) % _CALL_NUMBERS
         self._calls.append((self._num_calls, f"{collective} of {first.nbytes} bytes"))
         num_replicas = len(tensors)
-        arguments = Arguments()
+        arguments = self._arguments(op)
         arguments.data[:num_replicas] = [tensor.data_ptr() for tensor in tensors]
         arguments.count = first.numel()
         arguments.timeout_ns = self._timeout_ns
         arguments.scale = scale
-        arguments.num_replicas = num_replicas
-        arguments.op = OPS.index(op)
         arguments.root = root
         arguments.element_bytes = first.element_size()
         arguments.call = self._num_calls
-        self.arrange(arguments)
         blocks = -(-first.nbytes // self._machine.bytes_per_block)
         blocks = max(1, min(blocks, self._machine.max_blocks))
         kernel = self.kernel_for(collective, first.nbytes, blocks)

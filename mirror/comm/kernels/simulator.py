@@ -40,7 +40,7 @@ class SimulatedDevices:
         num_bytes = workspace_bytes(_MAX_BLOCKS, scratch_bytes)
         self._workspaces = [_aligned_zeros(num_bytes) for _ in range(num_replicas)]
 
-    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
+    def prepare(self, calls: Iterable[tuple[str, torch.dtype, Arguments]]) -> None:
         """Everything was compiled when mirror was built."""
 
     def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:

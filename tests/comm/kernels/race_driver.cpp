@@ -1,12 +1,13 @@
 // A program around the simulated devices, for race detectors: no Python, whose threads and
 // allocator they would look at, too. tests/comm/kernels/test_races.py builds and runs it.
 //
-//   race_driver ALGORITHM REPLICAS BLOCKS THREADS CALLS FIRST_COUNT ELEMENTS
+//   race_driver ALGORITHM REPLICAS BLOCKS THREADS CALLS FIRST_COUNT ELEMENTS SHIFT
 //
 // Runs so many calls, of all kernels of the algorithm in turn, back to back: a replica goes on to
 // its next call while others are in earlier ones. All counters start at FIRST_COUNT. CALLS is to
-// be a multiple of 20, for a reduce-scatter leaves results in pieces until the all-gather. Ends
-// with 0 if all results are right, 1 if not, 2 if a replica waited too long.
+// be a multiple of 20, for a reduce-scatter leaves results in pieces until the all-gather. Every
+// second replica's tensors begin SHIFT elements after where memory is aligned. Ends with 0 if all
+// results are right, 1 if not, 2 if a replica waited too long.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -33,12 +34,12 @@ struct Memory {
   void* pointer;
 };
 
-// The tensors of one message on all replicas, 4 bytes off 16 on the odd ones.
+// The tensors of one message on all replicas, `shift` elements off 16 bytes on the odd ones.
 struct Message {
-  Message(int num_replicas, int count) : count(count) {
+  Message(int num_replicas, int count, int shift) : count(count) {
     for (int r = 0; r < num_replicas; ++r) {
-      memory.push_back(std::make_unique<Memory>((count + 1) * sizeof(std::uint32_t)));
-      tensors.push_back(static_cast<std::uint32_t*>(memory.back()->pointer) + r % 2);
+      memory.push_back(std::make_unique<Memory>((count + shift) * sizeof(std::uint32_t)));
+      tensors.push_back(static_cast<std::uint32_t*>(memory.back()->pointer) + r % 2 * shift);
       for (int i = 0; i < count; ++i) tensors[r][i] = 1000 * r + i;
     }
   }
@@ -83,10 +84,11 @@ void set_counters(void* workspace, int num_blocks, unsigned value, const std::st
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 8) return 3;
+  if (argc != 9) return 3;
   const std::string algorithm = argv[1];
   const int n = std::atoi(argv[2]), blocks = std::atoi(argv[3]), threads = std::atoi(argv[4]);
   const int num_calls = std::atoi(argv[5]), count = std::atoi(argv[7]);
+  const int shift = std::atoi(argv[8]);
   const auto first_count = static_cast<unsigned>(std::strtoul(argv[6], nullptr, 0));
   const std::vector<std::string> kernels = kernels_of(algorithm);
 
@@ -99,7 +101,7 @@ int main(int argc, char** argv) {
 
   // Reductions work on one message again and again, with the results of the one before; a
   // broadcast has one of its own, which differs between replicas.
-  Message shared(n, count);
+  Message shared(n, count, shift);
   std::vector<std::uint32_t> expected(count);
   for (int i = 0; i < count; ++i) expected[i] = i;  // by replica: + 1000 * r, until first reduced
   bool is_equal = false;
@@ -115,7 +117,7 @@ int main(int argc, char** argv) {
     const bool is_broadcast = ends_with(name, "broadcast");
     const bool is_copy = is_broadcast || ends_with(name, "all_gather");
     if (is_broadcast) {
-      sent.push_back(std::make_unique<Message>(n, 150));
+      sent.push_back(std::make_unique<Message>(n, 150, shift));
       roots.push_back(i % n);
     }
     const Message& message = is_broadcast ? *sent.back() : shared;

@@ -18,17 +18,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mirror.comm.base import OPS
 from mirror.comm.kernels import binaries
 from mirror.comm.kernels.binaries import (
-    COPIES,
     ELEMENTS,
     OPTIONS,
+    Unit,
     binary,
     compile_all,
-    kernels_of,
     unit_of,
     unit_source,
 )
+from mirror.comm.kernels.layout import Arguments
 from mirror.errors import BackendError
 
 SOURCES = ("direct", "ring", "hierarchical")
@@ -61,12 +62,14 @@ class Nvrtc:
                 ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
             )
         )
-        options = [*OPTIONS, f"--gpu-architecture=sm_{architecture}"]
+        options = [*OPTIONS, "--ptxas-options=-v", f"--gpu-architecture=sm_{architecture}"]
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = self.library.nvrtcCompileProgram(program, len(options), array)
         log = self.output(program, "ProgramLog").decode()
         assert status == 0, log
-        assert not re.search(r"warning|error", log), log
+        assert not re.search(r"warning|error|[1-9]\d* bytes spill", log), log
+        used = re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", log, re.DOTALL)
+        self.registers = {kernel: int(number) for kernel, number in used}
         parts = self.output(program, "PTX").decode(), self.output(program, "CUBIN")
         self.check(self.library.nvrtcDestroyProgram(ctypes.byref(program)))
         return parts
@@ -92,7 +95,8 @@ class Nvcc:
         outputs = []
         for kind in ("ptx", "cubin"):
             output = self.folder / f"kernels.{kind}"
-            command = ["nvcc", *OPTIONS, f"-arch=sm_{architecture}", f"--{kind}", str(file)]
+            options = OPTIONS[:-1]  # the last one is NVRTC's alone
+            command = ["nvcc", *options, f"-arch=sm_{architecture}", f"--{kind}", str(file)]
             subprocess.run([*command, "-o", str(output)], check=True)
             outputs.append(output.read_bytes())
         return outputs[0].decode(), outputs[1]
@@ -107,9 +111,16 @@ def compiler(request, tmp_path):
     return Nvrtc(nvrtc_library(request.param))
 
 
-def check(compiler, source, unit, architecture):
-    ptx, binary = compiler.compile(unit_source(source, unit), architecture)
-    assert set(re.findall(r"\.entry (\w+)_kernel\b", ptx)) == set(kernels_of(source, unit))
+def unit(source, element, n=8, island=4, op=0):
+    """Returns the unit of a source for n replicas, with islands of so many where it needs them."""
+    call = Arguments(num_replicas=n, island_size=island, op=op)
+    dtype = next(dtype for dtype, name in ELEMENTS.items() if name == element)
+    return unit_of(f"{source}_reduce_scatter", dtype, call)
+
+
+def check(compiler, unit, architecture):
+    ptx, binary = compiler.compile(unit_source(unit), architecture)
+    assert set(re.findall(r"\.entry (\w+)_kernel\b", ptx)) == set(unit.kernels)
     # A section .nv.local is what a kernel has that keeps arrays or spilled registers in memory.
     assert b".nv.local" not in binary
     flags = re.findall(r"\b(?:ld|st|atom|red|fence)\.(?:acquire|release|relaxed|acq_rel)\S*", ptx)
@@ -118,6 +129,7 @@ def check(compiler, source, unit, architecture):
     assert not re.search(r"\b(membar|trap|ld\.global\.nc)\b", ptx)
     # Denormal numbers are numbers, as on simulated devices.
     assert ".ftz" not in ptx
+    return ptx
 
 
 @pytest.mark.slow
@@ -125,19 +137,68 @@ def check(compiler, source, unit, architecture):
 @pytest.mark.parametrize("source", SOURCES)
 def test_kernels_compile_for_every_architecture(compiler, source, architecture):
     # bfloat16: the one type for which architectures differ.
-    check(compiler, source, ELEMENTS[torch.bfloat16], architecture)
+    check(compiler, unit(source, "BFloat16"), architecture)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-def test_kernels_compile_for_every_element_type(compiler, source):
-    for unit in (*ELEMENTS.values(), COPIES):
-        check(compiler, source, unit, 90)
+def test_kernels_compile_for_every_element_type_and_operation(compiler, source):
+    for i, element in enumerate(ELEMENTS.values()):
+        check(compiler, unit(source, element, op=i % len(OPS)), 90)
+    check(compiler, Unit(source), 90)
+
+
+def loads_in_flight(ptx, kernel):
+    """Returns how many packs a thread reads before it computes, at most, and writes any.
+
+    Within a block of instructions that has no branches: the compiler's machine keeps the order.
+    """
+    (body,) = re.findall(rf"\.entry {kernel}_kernel\b(.*?)^}}", ptx, re.DOTALL | re.MULTILINE)
+    most = 0
+    for block in re.split(r"^\$L\w+:|^.*\bbra\b.*$", body, flags=re.MULTILINE):
+        until_used = re.split(r"^\s*(?:st|add\.rn|add\.f|cvt)\b", block, flags=re.MULTILINE)[0]
+        most = max(
+            most, len(re.findall(r"^\s*ld\.(?:global\.)?v[24]\.", until_used, re.MULTILINE))
+        )
+    return most
+
+
+# A sum of n replicas, and packs of each that a thread has in flight: of all n sources, or of two
+# (a slot and the own tensor) around a ring. In half types a slot's pack is 32 bytes.
+IN_FLIGHT = [
+    ("direct", "BFloat16", 8, 2 * 8),
+    ("ring", "float", 8, 4 * 2),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("direct", "float", 2, 4 * 2),
+            ("direct", "float", 4, 4 * 4),
+            ("direct", "double", 16, 16),
+            ("ring", "Half", 8, 4 * 3),
+            ("hierarchical", "float", 8, 4 * 4),
+            ("hierarchical", "Half", 16, 4 * 4),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize(("source", "element", "n", "loads"), IN_FLIGHT)
+def test_all_replicas_are_read_before_any_is_added(
+    compiler, source, element, n, loads, architecture
+):
+    made = unit(source, element, n)
+    ptx = check(compiler, made, architecture)  # no spills, either
+    for kernel in made.kernels:
+        assert loads_in_flight(ptx, kernel) == loads
+    if isinstance(compiler, Nvrtc):
+        for kernel in made.kernels:
+            assert 4 * loads < compiler.registers[f"{kernel}_kernel"] <= 128
 
 
 def test_the_source_is_one_piece_of_ascii_without_includes():
     for source in SOURCES:
-        text = unit_source(source, "float")
+        text = unit_source(Unit(source, "float"))
         assert text.isascii()
         # Those left are for the CPU alone, behind __CUDACC__.
         assert re.findall(r'#include ".*"', text) == []
@@ -145,19 +206,25 @@ def test_the_source_is_one_piece_of_ascii_without_includes():
 
 
 def test_every_kernel_is_in_one_unit():
-    for source in SOURCES:
-        assert unit_of(f"{source}_all_gather", torch.uint8) == COPIES
-        assert unit_of(f"{source}_broadcast", torch.float32) == COPIES
+    call = Arguments(num_replicas=4, island_size=2, op=3)
+    for source, needs in (("direct", (4, 0)), ("ring", (0, 0)), ("hierarchical", (4, 2))):
+        assert unit_of(f"{source}_all_gather", torch.uint8, call) == Unit(source)
+        assert unit_of(f"{source}_broadcast", torch.float32, call) == Unit(source)
         for dtype, element in ELEMENTS.items():
-            assert unit_of(f"{source}_reduce_scatter", dtype) == element
-        copies, reductions = kernels_of(source, COPIES), kernels_of(source, "float")
-        assert not set(copies) & set(reductions)
+            unit = unit_of(f"{source}_reduce_scatter", dtype, call)
+            assert unit == Unit(source, element, 3, *needs)
+            assert not set(unit.kernels) & set(Unit(source).kernels)
+
+
+def test_operations_are_numbered_as_in_the_kernels():
+    assert [name.removeprefix("k").lower() for name in binaries._OPS] == list(OPS)
+    assert f"enum Op : int {{ {', '.join(binaries._OPS)} }};" in unit_source(Unit("ring"))
 
 
 def test_sources_that_are_not_installed_are_an_error(monkeypatch):
     monkeypatch.setattr(binaries, "source_folder", lambda: None)
     with pytest.raises(BackendError, match="not installed"):
-        unit_source("ring", "float")
+        unit_source(Unit("ring", "float"))
 
 
 # ------------------------------------------------------------------ compiling, and keeping
@@ -215,53 +282,57 @@ def nvrtc(monkeypatch, tmp_path):
 
 
 def test_a_unit_is_compiled_once_and_kept_on_disk(nvrtc, tmp_path):
-    file = binary("direct", "float", 90)
+    file = binary(Unit("direct", "float"), 90)
     assert file.parent == tmp_path / "kept"
     assert file.read_bytes().startswith(b"machine code of #define MIRROR_ELEMENT float")
-    assert binary("direct", "float", 90) == file
+    assert binary(Unit("direct", "float"), 90) == file
     assert len(nvrtc.calls) == 1
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    others = [binary("direct", "Half", 90), binary("ring", "float", 90)]
-    others += [binary("direct", "float", 80), binary("direct", COPIES, 90)]
+    others = [binary(Unit("direct", "Half"), 90), binary(Unit("ring", "float"), 90)]
+    others += [binary(Unit("direct", "float"), 80), binary(Unit("direct"), 90)]
     nvrtc.version = (13, 0)
-    others.append(binary("direct", "float", 90))
-    assert len({file, *others}) == 6
+    others.append(binary(Unit("direct", "float"), 90))
+    nvrtc.version = (12, 9)
+    for other in (Unit("direct", "float", 1), Unit("direct", "float", 0, 2)):
+        others.append(binary(other, 90))
+    assert len({file, *others}) == 8
 
 
 def test_denormals_are_not_flushed_and_sums_not_contracted(nvrtc):
-    binary("ring", "float", 90)
+    binary(Unit("ring", "float"), 90)
     ((_, options),) = nvrtc.calls
     assert options == (*OPTIONS, "--gpu-architecture=sm_90")
     assert not any("ftz" in option for option in options)
 
 
 def test_a_gpu_newer_than_the_compiler_gets_what_its_driver_translates(nvrtc):
-    assert binary("ring", "float", 100).read_bytes().startswith(b"text of #define")
+    assert binary(Unit("ring", "float"), 100).read_bytes().startswith(b"text of #define")
     assert nvrtc.calls[0][1][-1] == "--gpu-architecture=compute_90"
 
 
 def test_what_the_compiler_says_is_told(nvrtc, tmp_path):
     nvrtc.error = "mirror.cu(3): error: expected a semicolon"
     with pytest.raises(BackendError, match=r"NVRTC refuses .*expected a semicolon"):
-        binary("ring", "float", 90)
+        binary(Unit("ring", "float"), 90)
     assert list((tmp_path / "kept").iterdir()) == []
 
 
 def test_units_are_compiled_in_threads(nvrtc, monkeypatch):
     monkeypatch.setattr(binaries.os, "cpu_count", lambda: 4)
     nvrtc.meet = threading.Barrier(4)  # nobody goes on before four are there
-    compile_all("direct", ["float", "Half", "long long", COPIES], {90})
+    units = [Unit("direct", element) for element in ("float", "Half", "long long", "")]
+    compile_all(units, {90})
     assert len(nvrtc.calls) == 4
     nvrtc.meet = None
-    compile_all("direct", ["float", COPIES], {90})
-    compile_all("direct", [], {90})
+    compile_all(units[2:], {90})
+    compile_all([], {90})
     assert len(nvrtc.calls) == 4
 
 
 def test_a_folder_that_cannot_be_written_is_replaced(nvrtc, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
-    file = binary("direct", "float", 90)
+    file = binary(Unit("direct", "float"), 90)
     assert file.exists()
     assert tmp_path not in file.parents
     shutil.rmtree(file.parent)
@@ -272,7 +343,7 @@ def test_cupys_own_binding_compiles_a_unit(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     binaries._folder.cache_clear()
     try:
-        assert binary("direct", COPIES, 90).read_bytes().startswith(b"\x7fELF")
-        assert b".entry direct_broadcast_kernel" in binary("direct", COPIES, 999).read_bytes()
+        assert binary(Unit("direct"), 90).read_bytes().startswith(b"\x7fELF")
+        assert b".entry direct_broadcast_kernel" in binary(Unit("direct"), 999).read_bytes()
     finally:
         binaries._folder.cache_clear()

@@ -13,6 +13,7 @@ import torch
 from mirror import comm
 from mirror.comm import turns
 from mirror.comm.kernels import cuda_kernels, kernels
+from mirror.comm.kernels.binaries import Unit
 from mirror.comm.kernels.layout import ABORTED, Arguments
 
 NAMES = ("direct", "ring", "hierarchical")
@@ -45,7 +46,7 @@ class FakeGpus:
         cuda = SimpleNamespace(runtime=runtime)
         cupy = SimpleNamespace(cuda=cuda, RawModule=self.module)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setattr(cuda_kernels, "binary", lambda *unit: unit)
+        monkeypatch.setattr(cuda_kernels, "binary", lambda unit, capability: (unit, capability))
         monkeypatch.setattr(
             cuda_kernels, "compile_all", lambda *what: setattr(self, "compiled", what)
         )
@@ -141,8 +142,8 @@ def machine(gpus, name, indices):
     return gpus.kept[-1]._machine
 
 
-def run(machine, kernel, dtype=torch.float32):
-    machine.run(kernel, dtype, Arguments(), 2)
+def run(machine, kernel, dtype=torch.float32, **facts):
+    machine.run(kernel, dtype, Arguments(num_replicas=2, island_size=2, **facts), 2)
 
 
 def test_a_ring_opens_the_memory_of_neighbours_alone(gpus):
@@ -169,14 +170,32 @@ def test_only_gpus_with_several_replicas_are_launched_cooperatively(gpus, indice
 def test_every_gpu_loads_the_binary_of_its_kind_before_the_first_launch(gpus):
     both = machine(gpus, "ring", (0, 1))
     run(both, "ring_broadcast", torch.uint8)
-    assert gpus.loaded == [str(("ring", "copies", 90)), str(("ring", "copies", 91))]
+    assert gpus.loaded == [str((Unit("ring"), capability)) for capability in (90, 91)]
     run(both, "ring_all_reduce", torch.uint8)
-    assert gpus.loaded[2] == str(("ring", "unsigned char", 90))
+    assert gpus.loaded[2] == str((Unit("ring", "unsigned char"), 90))
+
+
+def test_only_what_is_used_is_loaded_and_once(gpus):
+    both = machine(gpus, "direct", (0, 1))
+    for op in (0, 2, 0):
+        run(both, "direct_one_shot", op=op)
+    run(both, "direct_reduce_scatter", op=0)
+    assert gpus.loaded[::2] == [
+        str((Unit("direct", "float", op=op, num_replicas=2), 90)) for op in (0, 2)
+    ]
 
 
 def test_what_a_trial_needs_is_compiled_at_once(gpus):
-    machine(gpus, "direct", (0, 1)).prepare([torch.float32, torch.int64])
-    assert gpus.compiled == ("direct", ["copies", "float", "long long"], {90, 91})
+    four = gpus.create("hierarchical", range(4), islands=[(0, 2), (1, 3)])
+    gpus.kept.append(four)
+    four.prepare([("sum", torch.float32), ("max", torch.int64)])
+    units, capabilities = gpus.compiled
+    assert list(units) == [
+        Unit("hierarchical"),
+        Unit("hierarchical", "float", 0, num_replicas=4, island_size=2),
+        Unit("hierarchical", "long long", 2, num_replicas=4, island_size=2),
+    ]
+    assert capabilities == {90, 91, 92, 93}
 
 
 def test_default_device_and_inference_mode_are_not_its_own(gpus):
