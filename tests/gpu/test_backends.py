@@ -1,0 +1,74 @@
+"""The conformance suite of backends on simulated GPUs, and trainings with them: in order, too."""
+
+import inspect
+from itertools import product
+
+import pytest
+import torch
+
+import mirror
+from mirror import comm
+from mirror.comm.base import DTYPES
+from mirror.comm.turns import Turn
+from tests.comm import test_conformance
+from tests.gpu.fake_cupy import gpus_with_cupy
+from tests.gpu.order import StreamError
+from tests.gpu.programs import names, train
+from tests.gpu.test_planted import collectives_in_backward
+
+KERNELS = ("direct", "ring", "hierarchical")
+PLACES = {f"{n}-gpus": names(n) for n in (1, 2, 4, 8)} | {"one-gpu-x3": ["cuda:0"] * 3}
+
+
+def suite(dtypes):
+    """Yields what the conformance suite asks of a communicator, with all its parameters."""
+    for name, test in vars(test_conformance).items():
+        if name.startswith("test_") and "communicator" in inspect.signature(test).parameters:
+            marks = [mark.args for mark in getattr(test, "pytestmark", ())]
+            for values in product(*(values for _, values in marks)):
+                parameters = dict(zip([name for name, _ in marks], values, strict=True))
+                if parameters.get("dtype") in (None, *dtypes):
+                    yield test, parameters
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("backend", ["naive", *KERNELS])
+def test_a_backend_passes_the_suite_in_order(backend, place):
+    with gpus_with_cupy(8) as gpus:
+        communicator = comm.create(backend, PLACES[place])
+        num_tests = 0
+        # What differs by dtype does so whatever the number of devices is.
+        for test, parameters in suite(DTYPES if place == "2-gpus" else (torch.bfloat16,)):
+            test(communicator, **parameters)
+            num_tests += 1
+        communicator.close()
+        assert num_tests >= (80 if place == "2-gpus" else 20)
+        assert bool(gpus.cupy.launches) == (backend in KERNELS)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_training_on_kernels_is_in_order(backend, n):
+    expected = train(["cpu"] * n, "dataset")
+    with gpus_with_cupy(n) as gpus:
+        assert train(names(n), "dataset", backend=backend) == pytest.approx(expected, rel=1e-4)
+        assert {name.partition("_")[0] for name in gpus.cupy.launches} == {backend}
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_collectives_of_a_backward_pass_take_turns_with_buckets(backend):
+    with gpus_with_cupy(2):
+        collectives_in_backward(backend)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_without_turns_workspaces_are_used_twice_at_once(backend, monkeypatch):
+    monkeypatch.setattr(Turn, "_follow", lambda self, gpu: None)
+    with pytest.raises(StreamError, match="unordered with"), gpus_with_cupy(2):
+        collectives_in_backward(backend)
+
+
+def test_auto_takes_the_kernels_where_replicas_share_a_gpu():
+    with gpus_with_cupy(1), mirror.MirroredStrategy(["cuda:0"] * 2) as strategy:
+        assert strategy.run(lambda: 1).values == (1, 1)
+        assert "direct" in repr(strategy)
