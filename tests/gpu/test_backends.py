@@ -20,14 +20,15 @@ KERNELS = ("direct", "ring", "hierarchical")
 PLACES = {f"{n}-gpus": names(n) for n in (1, 2, 4, 8)} | {"one-gpu-x3": ["cuda:0"] * 3}
 
 
-def suite(dtypes):
+def suite(dtypes, packs):
     """Yields what the conformance suite asks of a communicator, with all its parameters."""
     for name, test in vars(test_conformance).items():
         if name.startswith("test_") and "communicator" in inspect.signature(test).parameters:
             marks = [mark.args for mark in getattr(test, "pytestmark", ())]
             for values in product(*(values for _, values in marks)):
                 parameters = dict(zip([name for name, _ in marks], values, strict=True))
-                if parameters.get("dtype") in (None, *dtypes):
+                is_wanted = parameters.get("dtype") in (None, *dtypes)
+                if is_wanted and parameters.get("bytes_per_pack") in (None, *packs):
                     yield test, parameters
 
 
@@ -38,11 +39,13 @@ def test_a_backend_passes_the_suite_in_order(backend, place):
         communicator = comm.create(backend, PLACES[place])
         num_tests = 0
         # What differs by dtype does so whatever the number of devices is.
-        for test, parameters in suite(DTYPES if place == "2-gpus" else (torch.bfloat16,)):
+        is_whole = place == "2-gpus"
+        wanted = (DTYPES, test_conformance.PACKS) if is_whole else ((torch.bfloat16,), (1000,))
+        for test, parameters in suite(*wanted):
             test(communicator, **parameters)
             num_tests += 1
         communicator.close()
-        assert num_tests >= (80 if place == "2-gpus" else 20)
+        assert num_tests >= (80 if is_whole else 16)
         assert bool(gpus.cupy.launches) == (backend in KERNELS)
 
 
