@@ -6,7 +6,6 @@ from itertools import product
 import pytest
 import torch
 
-import mirror
 from mirror import comm
 from mirror.comm.base import DTYPES
 from mirror.comm.turns import Turn
@@ -69,9 +68,3 @@ def test_without_turns_workspaces_are_used_twice_at_once(backend, monkeypatch):
     monkeypatch.setattr(Turn, "_follow", lambda self, gpu: None)
     with pytest.raises(StreamError, match="unordered with"), gpus_with_cupy(2):
         collectives_in_backward(backend)
-
-
-def test_auto_takes_the_kernels_where_replicas_share_a_gpu():
-    with gpus_with_cupy(1), mirror.MirroredStrategy(["cuda:0"] * 2) as strategy:
-        assert strategy.run(lambda: 1).values == (1, 1)
-        assert "direct" in repr(strategy)
