@@ -129,5 +129,5 @@ def gpus_with_cupy(num_devices):
             cuda_kernels._load.cache_clear()
 
 
-def _name_of_binary(source, unit, capability):
-    return f"{source}/{unit}"
+def _name_of_binary(unit, capability):
+    return f"{unit.source}/{unit.element}"
