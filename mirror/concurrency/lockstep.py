@@ -85,14 +85,11 @@ class Lockstep:
         self._running: set[int] = set()
         self._waiting: dict[int, MergePoint] = {}
         self._frames: dict[int, FrameType] = {}  # where those who wait stand
-        self._unstarted = set(tasks)
-        self._order = list(tasks)  # of this stretch between two merges
-        self._results: dict[int, Any] = {}
-        self._failure = Failure()
-        self._acting = False  # whether a merge's action runs, for which no deadline holds
-        self._interrupted = False  # whether one who waited was
-        self._moves = 0  # counts turns, so that the caller sees progress
-        self._latest = -1  # who has got the last one
+        self._unstarted, self._order = set(tasks), list(tasks)  # order: since the last merge
+        self._results, self._failure = dict[int, Any](), Failure()
+        # Whether a merge's action runs, for which no deadline holds; whether one who waited was.
+        self._acting = self._interrupted = False
+        self._moves, self._latest = 0, -1  # how many turns there were; who has got the last one
         wants_all = self.pace.is_long if at_once is None else at_once
         self.is_eager = wants_all and self._schedule == "concurrent"
         self._staggers = self._schedule == "staggered" and at_once is not False
@@ -115,7 +112,10 @@ class Lockstep:
         self._begin_run(tasks, at_once, act)
         if len(tasks) == 1:
             replica_id, task = tasks.popitem()
-            return {replica_id: call_noted(task, self.names[replica_id])}
+            try:
+                return {replica_id: call_noted(task, self.names[replica_id])}
+            finally:
+                self._begin_run({})
         self.pace.begin_turn()
         if self.takes_turns and self._limit == math.inf:
             self._run_here()

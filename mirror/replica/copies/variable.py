@@ -46,10 +46,19 @@ from mirror.torch_private import WithoutSubclass
 
 
 class ReplicaParameter(nn.Parameter):
-    """One replica's copy of a mirrored parameter, as its forward pass sees it."""
+    """One replica's copy of a mirrored parameter, as its forward pass sees it.
+
+    Attributes:
+        arrival_hook: notes that a local gradient has come; there from the first time on that the
+            copy requires one, and removed while the copy ``is_silent``: [Note: Silent copies].
+        ends_passes: whether a backward pass that reaches it is to end with a reduction.
+    """
 
     variable: Variable
     replica_id: int
+    arrival_hook: RemovableHandle | None = None
+    is_silent = False
+    ends_passes = False
 
     @property
     def grad(self) -> Tensor | None:

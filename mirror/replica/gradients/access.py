@@ -34,8 +34,6 @@ class Access:
         self._replicas, self._runner = replicas, runner
         self.unreduced = gradients
         self.handed_out: dict[Variable, Tensor] = {}
-        self._watched_closely: set[int] = set()  # copies, by id
-        self._received: set[int] = set()  # parameter objects, by id
 
     def part(self, variables: Variables) -> Part:
         """Returns what keeps the reduced gradients of ``variables`` equal, as values are now."""
@@ -175,8 +173,6 @@ class Access:
     def forget(self, variable: Variable) -> None:
         """Drops what there is of a variable that is gone; takes no lock."""
         self.handed_out.pop(variable, None)
-        for copy in variable.copies:
-            self._watched_closely.discard(id(copy))
         self.unreduced.forget(variable)
 
     # Seeing them arrive
@@ -186,8 +182,8 @@ class Access:
         if not copy.requires_grad:
             return
         self.unreduced.watch.add(copy)
-        if copy.variable.hooks and id(copy) not in self._watched_closely:
-            self._watched_closely.add(id(copy))
+        if copy.variable.hooks and not copy.ends_passes:
+            copy.ends_passes = True
             copy.watch(self._reduce_after_backward)
 
     def add_hook(self, variable: Variable, hook: GradientHook) -> RemovableHandle:

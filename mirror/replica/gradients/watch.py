@@ -19,8 +19,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from torch.utils.hooks import RemovableHandle
-
 from mirror.execution.replicas import Replicas
 from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.gradients.arrivals import Arrivals, local_grad
@@ -50,14 +48,11 @@ class Watch:
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self._silent_order: Arrivals | None = None  # in which the last ones came that lost hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
-        # By id of the copy: its hook, or whether it does without one now.
-        self._hooks: dict[int, RemovableHandle] = {}
-        self._are_silent: set[int] = set()
 
     def add(self, copy: ReplicaParameter) -> None:
         """Has the arrival of every local gradient of ``copy`` noted, once it requires any."""
-        if id(copy) not in self._hooks and copy.requires_grad:
-            self._hooks[id(copy)] = copy.watch(self.pending[copy.replica_id].append)
+        if copy.arrival_hook is None and copy.requires_grad:
+            copy.arrival_hook = copy.watch(self.pending[copy.replica_id].append)
 
     # Passes
 
@@ -116,13 +111,13 @@ class Watch:
                 with self.lock:
                     found = [copy for copy in silent if local_grad(copy) is not None]
                     if found or pending:
-                        others = [copy for copy in pending if id(copy) not in self._are_silent]
+                        others = [copy for copy in pending if not copy.is_silent]
                         pending[:] = [*found, *others]
 
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether these have arrived first on every replica; the slots tell of silent ones."""
         return all(
-            id(copies[-1]) in self._are_silent or are_identical(pending[: len(copies)], copies)
+            copies[-1].is_silent or are_identical(pending[: len(copies)], copies)
             for pending, copies in zip(self.pending, order, strict=True)
         )
 
@@ -154,9 +149,6 @@ class Watch:
             for i in reversed(range(len(copies))):  # others may append meanwhile
                 if copies[i].variable is variable:
                     del copies[i]
-        for copy in variable.copies:
-            self._hooks.pop(id(copy), None)
-            self._are_silent.discard(id(copy))
 
     # Hooks
 
@@ -167,8 +159,9 @@ class Watch:
         self._silent_order = arrivals
         for r, copies in enumerate(arrivals.copies):
             for copy in copies:
-                self._hooks[id(copy)].remove()
-                self._are_silent.add(id(copy))
+                assert copy.arrival_hook is not None
+                copy.arrival_hook.remove()
+                copy.is_silent = True
             older = [copy for copy in self._silent[r] if copy.variable not in arrivals.variables]
             self._silent[r] = [*copies, *older]
 
@@ -177,8 +170,7 @@ class Watch:
         silent, self._silent = self._silent, [[] for _ in self._silent]
         self._silent_order = None
         for copy in chain(*silent):
-            self._are_silent.discard(id(copy))
-            self._hooks.pop(id(copy), None)
+            copy.is_silent, copy.arrival_hook = False, None
             self.add(copy)  # one that is frozen now has it back when it is not any more
 
 

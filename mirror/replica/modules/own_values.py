@@ -56,7 +56,10 @@ class Attributes:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self._of_runs: dict[Together, list[OwnValues]] = {}
+        # Weakly: what a backward pass recomputes is a run that nobody ends.
+        self._of_runs: weakref.WeakKeyDictionary[Together, list[OwnValues]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def part(self) -> Part:
         """Returns what is told of runs. See [Note: Parts]."""

@@ -98,6 +98,8 @@ class Optimizers:
             optimizer.bring_along(source, idle)
 
     def _recover(self) -> None:
+        for loan in tuple(self.lent):  # also of an optimizer that is gone since its step raised
+            loan.give_back()
         for optimizer in list(self._all):
             optimizer.follow_first()
 
