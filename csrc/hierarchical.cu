@@ -77,6 +77,13 @@ DEVICE void copy_to_island(const Arguments& a, const IslandStation& at, int from
   copy_to_group<T, K>(a, at, from, range, at.island * at.g, 1, at.g);
 }
 
+// How many packs a thread reduces at once. Of bytes one: each lane is a register of its own while
+// it is compared or multiplied, and 16 of them in several packs are more than a thread has.
+template <class T, class K>
+DEVICE constexpr int reduced_at_once(int loads) {
+  return sizeof(T) == 1 ? 1 : in_flight<K>(loads);
+}
+
 // Reduces one segment inside the own island, once for each island that has a chunk of it, and
 // puts the partial sums into the scratch of the replica that finishes the chunk.
 template <class T, class K>
@@ -90,7 +97,7 @@ DEVICE void reduce_inside(const Arguments& a, const IslandStation& at, const Cut
       return static_cast<const T*>(a.data[a.order[at.island * at.g + m]]);
     };
     Total<T>* out = partial_slot<T>(a, at, owner, at.island);
-    deal_out<T, in_flight<K>(K::kMostMembers)>(range, at.are_aligned, [&](auto here) {
+    deal_out<T, reduced_at_once<T, K>(K::kMostMembers)>(range, at.are_aligned, [&](auto here) {
       const auto totals = read_combined<T, K, K::kMostMembers>(a, K::members(a), here, tensor_of);
       write(out, here.from(origin), totals);
     });
@@ -106,7 +113,7 @@ DEVICE void reduce_between(const Arguments& a, const IslandStation& at, const Cu
   const long long origin = origin_of<T>(range);
   const auto slot_of = [&](int i) { return partial_slot<T>(a, at, at.self.id, i); };
   constexpr int kLoads = K::kMostIslands * kVectors<T>;
-  deal_out<T, in_flight<K>(kLoads)>(range, at.are_aligned, [&](auto here) {
+  deal_out<T, reduced_at_once<T, K>(kLoads)>(range, at.are_aligned, [&](auto here) {
     const auto totals = read_combined<Total<T>, K, K::kMostIslands>(
         a, K::islands(a), here.from(origin), slot_of);
     const auto result = finished<T>(totals, a.scale);
