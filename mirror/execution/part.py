@@ -37,6 +37,10 @@ tells them, in one fixed order, what happens; a row is a part, from the first to
     bring_along  some have sat the run out, and get what the first of the others has
     settle       all replicas have done the same
     recover      after a failure: back to what the first replica has
+
+A strategy of one replica has the modules' part alone. What a backward pass recomputes outside of a
+run, or for a custom function, is a ``Run`` of its own that nobody begins or ends: its parts hear
+nothing.
 """
 
 from __future__ import annotations
