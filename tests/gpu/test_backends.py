@@ -31,8 +31,21 @@ def suite(dtypes, packs):
                     yield test, parameters
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("backend", ["naive", *KERNELS])
+# Of 8 devices all, and of two all dtypes, for "direct" alone; the others' take long.
+LONG = [
+    pytest.param(backend, place, marks=pytest.mark.slow)
+    for backend in ("ring", "hierarchical")
+    for place in ("2-gpus", "8-gpus")
+]
+SHORT = [
+    (backend, place)
+    for backend in ("naive", *KERNELS)
+    for place in PLACES
+    if backend in ("naive", "direct") or place not in ("2-gpus", "8-gpus")
+]
+
+
+@pytest.mark.parametrize(("backend", "place"), [*SHORT, *LONG])
 def test_a_backend_passes_the_suite_in_order(backend, place):
     with gpus_with_cupy(8) as gpus:
         communicator = comm.create(backend, PLACES[place])
