@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from mirror.comm.built import unusable_reason
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_reduce.so"
@@ -138,19 +139,7 @@ class HostLibrary:
 @cache
 def missing_reason() -> str | None:
     """Returns why the library cannot be used; ``None`` when it can."""
-    if not PATH.exists():
-        return (
-            f"its library {PATH.name} is not built; install mirror with pip where there is g++, "
-            "or run `python setup.py build_ext --inplace` in a checkout"
-        )
-    try:
-        library()
-    except (OSError, AttributeError) as error:
-        return (
-            f"its library {PATH.name} does not load ({error}); reinstall mirror, or run `python "
-            "setup.py build_ext --inplace --force` in a checkout"
-        )
-    return None
+    return unusable_reason(PATH, lambda: library() is not None)  # it lacks no function
 
 
 @cache

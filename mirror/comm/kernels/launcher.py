@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from mirror.comm.built import unusable_reason
 from mirror.comm.kernels.layout import Arguments
 from mirror.errors import BackendError
 
@@ -60,17 +61,11 @@ def launch(launches: Sequence[Launch], what: str) -> None:
 @cache
 def missing_reason() -> str | None:
     """Returns why kernels cannot be launched here; ``None`` when they can."""
-    if not PATH.exists():
-        return (
-            f"its library {PATH.name} is not built; install mirror with pip where there is g++, "
-            "or run `python setup.py build_ext --inplace` in a checkout"
-        )
-    try:
-        size = library().mirror_launch_bytes()
-    except (OSError, AttributeError) as error:
-        return f"its library {PATH.name} does not load ({error}); reinstall mirror"
-    if size != ctypes.sizeof(Launch):
-        return f"its library {PATH.name} was built from another version of csrc/; build it again"
+    reason = unusable_reason(
+        PATH, lambda: bool(library().mirror_launch_bytes() == ctypes.sizeof(Launch))
+    )
+    if reason is not None:
+        return reason
     if not library().mirror_load_driver(DRIVER.encode()):
         return f"the CUDA driver's library {DRIVER} does not load, or is older than CUDA 11.8"
     return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.base import DTYPES
+from mirror.comm.built import unusable_reason
 from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, Arguments, workspace_bytes
 from mirror.errors import BackendError
 
@@ -83,18 +84,9 @@ class SimulatedDevices:
 @cache
 def missing_reason() -> str | None:
     """Returns why there are no simulated devices; ``None`` when there are."""
-    if not PATH.exists():
-        return (
-            f"its library {PATH.name} is not built; install mirror with pip where there is g++, "
-            "or run `python setup.py build_ext --inplace` in a checkout"
-        )
-    try:
-        size = library().mirror_arguments_bytes()
-    except (OSError, AttributeError) as error:
-        return f"its library {PATH.name} does not load ({error}); reinstall mirror"
-    if size != ctypes.sizeof(Arguments):
-        return f"its library {PATH.name} was built from another version of csrc/; build it again"
-    return None
+    return unusable_reason(
+        PATH, lambda: bool(library().mirror_arguments_bytes() == ctypes.sizeof(Arguments))
+    )
 
 
 @cache
