@@ -27,7 +27,7 @@ tokens are spread, and a mean that is added to it (an auxiliary loss) stays a me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -48,6 +48,7 @@ from mirror.replica.joining.contents import (
     is_data,
     is_leaf,
     is_object,
+    leaves_in,
     mapped,
     shell_of,
 )
@@ -108,10 +109,10 @@ class Split:
         # narrow, not split: a single view may be changed in place under autograd.
         return tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
 
-    def pin(self, values: Iterable[Any]) -> None:
-        """Makes the tensors of the host among the values ready to travel, once for all parts."""
+    def pin(self, arguments: Any) -> None:
+        """Makes the tensors of the host in the arguments ready to travel, once for all parts."""
         if self._copies is not None:
-            for value in values:
+            for value in leaves_in(arguments):
                 if _travels(value):
                     whole = self._copies.pinned(value)
                     self._pinned[id(value)] = value, whole
@@ -128,9 +129,10 @@ class Split:
         A host that waited for a copy would wait for the GPU's earlier work, too, and hold up the
         other replicas: see [Note: Turns].
         """
-        device = self.devices[replica_id]
-        is_ready = id(tensor) in self._pinned
-        _, tensor = self._pinned.get(id(tensor), (tensor, tensor))
+        device, is_ready = self.devices[replica_id], False
+        if self._copies is not None:
+            is_ready = id(tensor) in self._pinned
+            _, tensor = self._pinned.get(id(tensor), (tensor, tensor))
         part = self.rows(tensor, replica_id) if self.is_batched(tensor) else tensor
         if self._copies is None or part.device == device:
             return part.to(device)

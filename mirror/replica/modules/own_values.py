@@ -60,6 +60,7 @@ class Attributes:
         self._of_runs: weakref.WeakKeyDictionary[Together, list[OwnValues]] = (
             weakref.WeakKeyDictionary()
         )
+        self._has_noted = False  # else every run would look there
 
     def part(self) -> Part:
         """Returns what is told of runs. See [Note: Parts]."""
@@ -68,8 +69,11 @@ class Attributes:
     def note(self, run: Together, own: OwnValues) -> None:
         """Has an attribute joined when the replicas of a run have returned, or merge."""
         self._of_runs.setdefault(run, []).append(own)
+        self._has_noted = True
 
     def _join(self, run: Run) -> None:
+        if not self._has_noted:
+            return
         own = self._of_runs.pop(run, None)
         while own:
             own.pop().join(run)

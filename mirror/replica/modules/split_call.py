@@ -89,7 +89,7 @@ def call_in_turn(
         finally:
             current.in_whole_call = False
     split = Split(sizes, replicas.devices, sum(sizes), runner.copies)
-    split.pin(leaves_in((args, kwargs)))
+    split.pin((args, kwargs))
     parts = {r: Handed(split, r) for r in split.active}
     names = _positional_names(module)
 
@@ -119,7 +119,7 @@ def _call_whole(
         return whole(*args, **kwargs)
     split = Split([1], runner.replicas.devices, None, runner.copies)
     part = Handed(split, 0)
-    split.pin(leaves_in((args, kwargs)))
+    split.pin((args, kwargs))
     try:
         own_args, own_kwargs = part.of_call(args, kwargs)
         result = whole(*own_args, **own_kwargs)
