@@ -14,6 +14,10 @@ from mirror.replica.modules.attributes import ReplicaAttribute
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.register_assert_rewrite("tests.oracle")
 
+# At its first use torch notes which functions make tensors, for good; some tests put others in
+# their place.
+with torch.device("cpu"):
+    torch.empty(0)
 
 TORCHS_LAYERS = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
 
