@@ -17,7 +17,7 @@ from mirror.data.tfrecord.checksum import crc32c_function
 from mirror.data.tfrecord.compressed import check_compression
 from mirror.data.tfrecord.example import parse_example
 from mirror.data.tfrecord.features import FixedLenFeature, VarLenFeature
-from mirror.data.tfrecord.index import Numbering, load_or_scan, scan
+from mirror.data.tfrecord.index import MAX_DAMAGE, Numbering, load_or_scan, scan, too_damaged
 from mirror.data.tfrecord.open_files import OpenFiles
 from mirror.data.tfrecord.tfrecord import RecordReader
 from mirror.errors import RecordError
@@ -295,7 +295,9 @@ class TFRecordDataset(Dataset[Any]):
         return tuple(self._damage.values())
 
     def _note(self, error: RecordError) -> None:
-        self._damage[error.path, error.offset] = error
+        self._damage[error.path, error.offset] = error.with_traceback(None)
+        if len(self._damage) > MAX_DAMAGE:
+            raise too_damaged(str(error.path)) from error
 
     def _convert(self, data: bytes, file: int, record: int, offset: int) -> Any:
         try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
+import stat
 import tempfile
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +20,10 @@ from mirror.errors import RecordError
 SUFFIX = ".index.npy"
 # What a kept index begins with, all int64.
 NUM_FIELDS = 4
+# A record has at least the length, its checksum and that of the data.
+MIN_RECORD_BYTES = 16
+# More damage than this is no accident, and would fill the memory with errors.
+MAX_DAMAGE = 100_000
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def scan(path: str, *, verify: bool) -> RecordIndex:
         OSError: it cannot be read.
         RecordError: without ``verify``: a length is damaged, or the last record is cut off.
     """
-    offsets: list[int] = []
+    offsets = array("q")
     damaged: list[int] = []
     damage: list[RecordError] = []
     with RecordReader(path) as reader:
@@ -86,12 +93,14 @@ def scan(path: str, *, verify: bool) -> RecordIndex:
             except RecordError as error:
                 if not verify:
                     raise
-                damage.append(error)
+                damage.append(error.with_traceback(None))  # whose frames hold data
+                if len(damage) > MAX_DAMAGE:
+                    raise too_damaged(path) from error
                 more = True
                 if reader.record > record:
                     damaged.append(record)
             if not more:
-                return RecordIndex(np.array(offsets, np.int64), tuple(damaged), tuple(damage))
+                return RecordIndex(np.frombuffer(offsets, np.int64), tuple(damaged), tuple(damage))
             if reader.record > record:
                 offsets.append(offset)
             else:
@@ -120,41 +129,81 @@ def load_or_scan(path: str, *, verify: bool) -> RecordIndex:
 
 
 def _load(path: str, status: os.stat_result, *, verify: bool) -> NDArray[np.int64] | None:
-    """Returns the offsets, ``None`` if there are none or they do not fit."""
-    try:
-        kept = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):  # not there, or not written by us
+    """Returns the offsets, ``None`` if there are none or they do not fit.
+
+    What anybody may have put there is not parsed: it must begin as an index of its size begins,
+    and be no larger than one of this file can be.
+    """
+    content = _content(path, (NUM_FIELDS + status.st_size // MIN_RECORD_BYTES) * 8 + 2**12)
+    header = _header((len(content) - len(_header(0))) // 8)
+    if not content.startswith(header) or (len(content) - len(header)) % 8:
         return None
-    if not isinstance(kept, np.ndarray) or kept.dtype != np.int64 or kept.ndim != 1:
-        return None
+    kept = np.frombuffer(content, "<i8", offset=len(header))
     if kept.size < NUM_FIELDS:
         return None
     num_bytes, modified, verified, checksum = kept[:NUM_FIELDS].tolist()
-    offsets: NDArray[np.int64] = kept[NUM_FIELDS:]
+    offsets = kept[NUM_FIELDS:]
     fits = (
         num_bytes == status.st_size
         and modified == status.st_mtime_ns
         and (verified == 1 or not verify)
-        and checksum == masked_crc32c(offsets.tobytes())
+        and checksum == _checksum(kept[: NUM_FIELDS - 1], offsets)
+        and bool(np.all(np.diff(offsets, prepend=-MIN_RECORD_BYTES) >= MIN_RECORD_BYTES))
+        and (not offsets.size or int(offsets[-1]) <= status.st_size - MIN_RECORD_BYTES)
     )
     return offsets if fits else None
+
+
+def _checksum(facts: NDArray[np.int64], offsets: NDArray[np.int64]) -> int:
+    return masked_crc32c(facts.tobytes() + offsets.tobytes())
+
+
+def _content(path: str, max_bytes: int) -> bytes:
+    """Returns the bytes of a regular file, none if it is none or has more than ``max_bytes``."""
+    try:
+        # Opening a pipe would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes:
+                return file.read(max_bytes)
+    except OSError:
+        pass
+    return b""
+
+
+def _header(num_values: int) -> bytes:
+    """Returns what ``numpy.save`` writes before so many int64."""
+    header = io.BytesIO()
+    facts = {"descr": "<i8", "fortran_order": False, "shape": (max(num_values, 0),)}
+    np.lib.format.write_array_header_1_0(header, facts)
+    return header.getvalue()
 
 
 def _save(
     path: str, status: os.stat_result, offsets: NDArray[np.int64], *, verified: bool
 ) -> None:
-    checksum = masked_crc32c(offsets.tobytes())
-    fields = [status.st_size, status.st_mtime_ns, int(verified), checksum]
+    facts = np.array([status.st_size, status.st_mtime_ns, int(verified)], "<i8")
+    offsets = offsets.astype("<i8")
+    fields = np.append(facts, _checksum(facts, offsets))
     directory, name = os.path.split(path)
     # Several processes may do this at a time; each has its own file, and the last one stays.
     with tempfile.NamedTemporaryFile(
         dir=directory or ".", prefix=name, suffix=".tmp", delete=False
     ) as file:
         try:
-            np.save(file, np.concatenate([np.array(fields, np.int64), offsets]))
+            file.write(_header(NUM_FIELDS + len(offsets)))
+            file.write(fields.tobytes() + offsets.tobytes())
             os.fchmod(file.fileno(), status.st_mode & 0o666)  # who reads the data reads this
             file.flush()
             os.replace(file.name, path)
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def too_damaged(path: str) -> RecordError:
+    """Returns the error for a file that is hardly one."""
+    return RecordError(
+        f"on_damage='skip' passes over {MAX_DAMAGE} damaged records at most; {path} has more: it "
+        "is no TFRecord file, or is to be written again"
+    )

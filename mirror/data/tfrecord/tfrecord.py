@@ -15,9 +15,7 @@ import zlib
 from types import TracebackType
 from typing import Protocol
 
-import numpy as np
-
-from mirror.data.tfrecord.checksum import masked_crc32c
+from mirror.data.tfrecord.checksum import find_length, masked_crc32c
 from mirror.data.tfrecord.compressed import InflatingFile
 from mirror.errors import RecordError
 
@@ -29,8 +27,11 @@ BUFFER_BYTES = 2**13
 # A damaged file can announce any length; what it does not have must not be asked for at once.
 MAX_READ_BYTES = 2**26
 SCAN_BYTES = 2**20
-# A search for the next record knows lengths below 2**40 (1 TiB) from their upper, zero bytes.
-NUM_LENGTH_BYTES = 5
+# A search looks at this much first, and at twice as much each time it finds nothing: where damage
+# is frequent the next record is near.
+FIRST_SCAN_BYTES = 2**10
+# Some kilobytes of compressed data can become gigabytes.
+MAX_INFLATED_BYTES = 2**28
 MAGIC = {b"\x1f\x8b": "GZIP", b"\x78\x01": "ZLIB", b"\x78\x9c": "ZLIB", b"\x78\xda": "ZLIB"}
 
 
@@ -39,12 +40,15 @@ class _Input(Protocol):
     def seek(self, offset: int, whence: int = 0, /) -> int: ...
     def tell(self) -> int: ...
     def close(self) -> None: ...
+    def fileno(self) -> int: ...
 
 
 class RecordReader:
     """Reads the records of one file in order.
 
-    After a ``RecordError``, ``recover`` goes on behind the damage.
+    After a ``RecordError``, ``recover`` goes on behind the damage. Whatever a file says, no more
+    memory is taken than it has bytes, or, where it is compressed, than twice
+    ``MAX_INFLATED_BYTES``.
 
     Attributes:
         record: the number of the next record, from 0.
@@ -112,6 +116,7 @@ class RecordReader:
         length = self._length()
         if length is None:
             return None
+        self._check_length(length)
         data = self._take(length)
         footer = self._take(FOOTER.size)
         if len(data) < length or len(footer) < FOOTER.size:
@@ -168,16 +173,34 @@ class RecordReader:
             raise _length_error(self.path, self.record, self.offset)
         return length
 
+    def _check_length(self, length: int) -> None:
+        """Raises ``RecordError`` for a length that the file cannot have, or must not."""
+        if self._compression is None:
+            if length > os.stat(self._file.fileno()).st_size:
+                raise self._cut_off(length)
+        elif length > MAX_INFLATED_BYTES:
+            self._ended = True
+            raise RecordError.at(
+                self.path,
+                self.record,
+                self.offset,
+                f"records of compressed files have at most {MAX_INFLATED_BYTES} bytes, so that "
+                f"small files cannot fill the memory; this one says it has {length}; write "
+                "larger records without compression",
+            )
+
     def _search(self) -> None:
         """Goes to the next length that its checksum fits, or to the end."""
         self._take(1)
         self.offset += 1
+        size = FIRST_SCAN_BYTES
         while True:
-            window = self._take(SCAN_BYTES)
+            window = self._take(size)
+            size = min(2 * size, SCAN_BYTES)
             if len(window) < HEADER.size:
                 self.offset += len(window)
                 return
-            found = _find_length(window)
+            found = find_length(window)
             if found is not None:
                 self._put_back(window[found:])
                 self.offset += found
@@ -281,19 +304,6 @@ def _length_in(header: bytes) -> int | None:
     length: int
     length, checksum = HEADER.unpack(header)
     return length if masked_crc32c(header[:8]) == checksum else None
-
-
-def _find_length(window: bytes) -> int | None:
-    """Returns where in ``window`` the first length with its checksum lies."""
-    data = np.frombuffer(window, np.uint8)
-    num_places = len(window) - HEADER.size + 1
-    upper = np.zeros(num_places, np.uint8)
-    for i in range(NUM_LENGTH_BYTES, 8):
-        upper |= data[i : i + num_places]
-    for place in np.flatnonzero(upper == 0).tolist():
-        if _length_in(window[place : place + HEADER.size]) is not None:
-            return int(place)
-    return None
 
 
 def _check_format(path: str, compression: str | None) -> None:
