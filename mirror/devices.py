@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from mirror.errors import DeviceError
-from mirror.wording import in_words
+from mirror.errors import DeviceError, in_words
 
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()

@@ -1,5 +1,7 @@
 """The exceptions mirror raises; each message says the rule, what came, and what to do.
 
+``in_words`` puts what came in words: short, and never the data in it.
+
 MirrorError
     DeviceError(ValueError)               a device does not exist, or devices do not go together
     BackendError(RuntimeError)            an unknown backend, or one that cannot serve the devices
@@ -16,6 +18,12 @@ MirrorError
 
 from __future__ import annotations
 
+import numbers
+from enum import Enum
+
+import numpy as np
+import torch
+
 __all__ = [
     "BackendError",
     "BatchError",
@@ -30,6 +38,10 @@ __all__ = [
     "StrategyError",
     "StructureError",
 ]
+
+_MAX_LENGTH = 60
+_PLAIN = (str, bytes, numbers.Number, Enum, torch.dtype, torch.device, type, type(None))
+_CONTAINERS = (tuple, list, set, frozenset, dict)
 
 
 class MirrorError(Exception):
@@ -96,3 +108,35 @@ class RecordError(MirrorError, ValueError):
         error = cls(f"{path}, record {record} at byte {offset}: {what}")
         error.path, error.record, error.offset = path, record, offset
         return error
+
+
+def in_words(value: object) -> str:
+    """Returns what a value is: itself where that is short, else its kind and size.
+
+    ::
+
+        'median'    3    [1, -1]    a float32 tensor of shape (4, 2)    a list of 2    a PerReplica
+    """
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{_article(dtype)} {dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"{_article(value.dtype.name)} {value.dtype} array of shape {value.shape}"
+    if isinstance(value, _PLAIN):
+        text = repr(value)
+        return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
+    if isinstance(value, _CONTAINERS):
+        entries = [*value.values(), *value] if isinstance(value, dict) else list(value)
+        is_plain = all(isinstance(entry, _PLAIN) for entry in entries)
+        text = repr(value) if is_plain and len(value) <= _MAX_LENGTH else ""
+        return text if 0 < len(text) <= _MAX_LENGTH else f"{_kind(value)} of {len(value)}"
+    return _kind(value)
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"{_article(name)} {name}"
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1].lower() in "aeiou" and not word.startswith("uint") else "a"

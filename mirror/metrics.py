@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.errors import in_words
 from mirror.values import PerReplica, map_structure
-from mirror.wording import in_words
 
 
 def merge(metrics: Any) -> Any:

@@ -16,12 +16,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from mirror.errors import StrategyError
+from mirror.files import replacing
 
 FORWARD = "forward"  # what a replica's function does besides the rest
 BACKWARD = "backward"
@@ -159,12 +161,8 @@ class Timeline:
             "otherData": {"hidden_share_of_communication": hidden},
             "traceEvents": threads + events,
         }
-        scratch = _scratch_beside(self._target)
-        try:
-            scratch.write_text(json.dumps(trace))
-            scratch.replace(self._target)
-        finally:
-            scratch.unlink(missing_ok=True)
+        with replacing(self._target) as file:
+            file.write(json.dumps(trace).encode())
 
     def _record(self, lane: int, span: _Span, now: float) -> None:
         assert self._events is not None
@@ -203,14 +201,13 @@ def _writable(path: str | os.PathLike[str]) -> Path:
     try:
         if target.exists() and not target.is_file():
             raise OSError(errno.EISDIR, "it is no regular file")
-        scratch = _scratch_beside(target)
-        scratch.touch()
-        scratch.unlink()
+        with suppress(_EnoughError), replacing(target):
+            raise _EnoughError
     except OSError as error:
         rule = "a trace needs the path of a file in a directory that exists and can be written to"
         raise OSError(error.errno, f"{error.strerror}; {rule}", str(target)) from None
     return target
 
 
-def _scratch_beside(target: Path) -> Path:
-    return target.with_name(f"{target.name}.{os.getpid()}.tmp")
+class _EnoughError(Exception):
+    """A file could be made."""

@@ -28,9 +28,8 @@ from mirror.comm.checks import (
 from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
 from mirror.comm.turns import in_turn
 from mirror.devices import resolve
-from mirror.errors import BackendError, ShapeError
+from mirror.errors import BackendError, ShapeError, in_words
 from mirror.uncopied import Uncopied
-from mirror.wording import in_words
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "DTYPES", "HALF_DTYPES", "OPS", "Communicator", "in_place"]
 

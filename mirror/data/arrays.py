@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from mirror.data.options import is_int
 from mirror.data.split import batch_size as num_examples_of
 from mirror.data.split import is_batched
+from mirror.errors import in_words
 from mirror.values import map_structure
-from mirror.wording import in_words
 
 Index = slice | Tensor
 

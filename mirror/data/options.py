@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mirror.errors import in_words
 from mirror.signposts import signposted_call
-from mirror.wording import in_words
 
 OptionsT = TypeVar("OptionsT")
 

@@ -7,9 +7,8 @@ import torch
 from mirror.comm.auto import choose
 from mirror.comm.base import Communicator
 from mirror.comm.choose import attempt, create, known
-from mirror.errors import BackendError
+from mirror.errors import BackendError, in_words
 from mirror.strategy.options import CommunicationOptions
-from mirror.wording import in_words
 
 
 def make_communicator(

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.errors import ShapeError
+from mirror.errors import ShapeError, in_words
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.nodes import not_differentiable
 from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed, weighted_mean
 from mirror.replica.gradients.seams import sewn_values
 from mirror.strategy.arguments import check_parts
 from mirror.values import PerReplica, is_number, leaves_of, map_structure
-from mirror.wording import in_words
 
 _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": torch.amax,

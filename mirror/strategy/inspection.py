@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.errors import ReplicaMismatchError, StrategyError
+from mirror.errors import ReplicaMismatchError, StrategyError, in_words
 from mirror.replica.bits import same_bits
 from mirror.replica.copies.buffer import AGGREGATIONS, MirroredBuffer
 from mirror.replica.modules.dicts import ReplicaDict
 from mirror.strategy.group import Group, all_groups
-from mirror.wording import in_words
 
 
 def is_mirrored(obj: object) -> bool:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mirror.errors import in_words
 from mirror.signposts import signposted_call
-from mirror.wording import in_words
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

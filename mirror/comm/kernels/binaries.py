@@ -27,6 +27,7 @@ import torch
 
 from mirror.comm.kernels.layout import Arguments
 from mirror.errors import BackendError
+from mirror.files import replacing
 
 # No contraction: a * b + c must have the same bits as on simulated devices. Before CUDA 13 generic
 # lambdas are taken for functions of the host, even in those of the device.
@@ -158,9 +159,8 @@ def binary(unit: Unit, capability: int) -> Path:
     if not file.exists():
         made = _compiled(nvrtc, text, options, is_machine_code=architecture.startswith("sm_"))
         # Whoever else compiles the same, in another process say, never reads half a file.
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=name, delete=False) as new:
+        with replacing(file) as new:
             new.write(made)
-        os.replace(new.name, file)
     return file
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-import tempfile
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from mirror.data.tfrecord.checksum import masked_crc32c
 from mirror.data.tfrecord.tfrecord import RecordReader
 from mirror.errors import RecordError
+from mirror.files import replacing
 
 SUFFIX = ".index.npy"
 # What a kept index begins with, all int64.
@@ -185,20 +185,9 @@ def _save(
     facts = np.array([status.st_size, status.st_mtime_ns, int(verified)], "<i8")
     offsets = offsets.astype("<i8")
     fields = np.append(facts, _checksum(facts, offsets))
-    directory, name = os.path.split(path)
-    # Several processes may do this at a time; each has its own file, and the last one stays.
-    with tempfile.NamedTemporaryFile(
-        dir=directory or ".", prefix=name, suffix=".tmp", delete=False
-    ) as file:
-        try:
-            file.write(_header(NUM_FIELDS + len(offsets)))
-            file.write(fields.tobytes() + offsets.tobytes())
-            os.fchmod(file.fileno(), status.st_mode & 0o666)  # who reads the data reads this
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with replacing(path, status.st_mode & 0o666) as file:  # who reads the data reads this
+        file.write(_header(NUM_FIELDS + len(offsets)))
+        file.write(fields.tobytes() + offsets.tobytes())
 
 
 def too_damaged(path: str) -> RecordError:

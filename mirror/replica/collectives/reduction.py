@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirror.errors import in_words
 from mirror.values import PerReplica
-from mirror.wording import in_words
 
 
 class ReduceOp(str, Enum):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from mirror.concurrency.merge_point import MergePoint
-from mirror.errors import StrategyError
+from mirror.errors import StrategyError, in_words
 from mirror.execution.current import current
-from mirror.wording import in_words
 
 
 def compute_average_loss(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mirror.compiler import let_go, letting_go, take_hold
 from mirror.concurrency.merge_point import MergePoint
-from mirror.errors import StrategyError
+from mirror.errors import StrategyError, in_words
 from mirror.execution.current import current
 from mirror.execution.replicas import Replica, Together
 from mirror.execution.run import Run
@@ -32,7 +32,6 @@ from mirror.replica.bits import same_bits
 from mirror.replica.collectives.reduction import summed
 from mirror.replica.gradients.seams import sewn
 from mirror.values import map_structure
-from mirror.wording import in_words
 
 Method = Callable[..., Any]
 

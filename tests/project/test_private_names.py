@@ -8,7 +8,7 @@ import pytest
 
 from mirror.torch_private import private_names
 
-PACKAGE = Path(__file__).parent.parent / "mirror"
+PACKAGE = Path(__file__).parents[2] / "mirror"
 MAY = {"compiler.py", "torch_private.py"}
 # A subclass of torch's scaler: one file.
 SCALERS = {
