@@ -79,6 +79,10 @@ class Communicator(Uncopied, ABC):
         waits: whether replicas wait for each other inside a collective; the constructor then takes
             ``timeout_seconds``.
         needs_trial: whether a self-test on the very GPUs goes before the first use on them.
+        risky: whether that self-test may hang the process for ever, or take CUDA from it, on GPUs
+            that do not reach each other as the driver says. Another process then goes first, see
+            [Note: GPUs that lie] in ``mirror/comm/trials.py``; its constructor takes
+            ``timeout_seconds``.
         concurrent: whether several collectives may go on at once, called by several threads or
             enqueued on several streams; holds for the class that says so, not for those derived.
     """
@@ -87,6 +91,7 @@ class Communicator(Uncopied, ABC):
     deterministic: ClassVar[bool] = False
     waits: ClassVar[bool] = False
     needs_trial: ClassVar[bool] = False
+    risky: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False
     _closed = False
     _instead = "make another one over the same devices, by mirror.comm.create(name, devices) say"

@@ -79,12 +79,13 @@ def create(name: str, devices: Sequence[torch.device | str], **options: object) 
 def attempt(name: str, devices: tuple[torch.device, ...], **options: object) -> Communicator | str:
     """Makes the communicator of a backend, or says why it cannot serve.
 
-    On GPUs one that needs a trial is tried itself, unless one like it has been in this process.
+    On GPUs one that needs a trial is tried itself, unless one like it has been in this process;
+    before it is made another process may have to try one.
     """
     kind = known(name)
     if kind is None:
         return _UNKNOWN
-    reason = kind.unavailable_reason(devices) or self_test.known_failure(kind, devices)
+    reason = kind.unavailable_reason(devices) or self_test.objection(kind, devices)
     if reason is not None:
         return reason
     factory: Callable[..., Communicator] = kind

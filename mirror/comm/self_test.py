@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.base import DTYPES, OPS, Communicator
+from mirror.comm.trials import disproof
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import BackendError
 
@@ -26,8 +27,9 @@ TRIED = (
     ("sum", torch.int64),
 )
 
-Collective = Callable[[list[Tensor]], None]
+_FAILED = "its self-test on these devices failed"
 
+Collective = Callable[[list[Tensor]], None]
 
 _found: dict[tuple[type[Communicator], tuple[torch.device, ...]], str | None] = {}
 """How the trial of a backend on devices failed; ``None`` where it passed."""
@@ -90,7 +92,7 @@ def failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | 
     It runs once in a process for each backend and devices.
     """
     place = kind, tuple(devices)
-    if place not in _found:
+    if objection(kind, devices) is None and place not in _found:
         factory: Callable[..., Communicator] = kind
         try:
             communicator = factory(devices, **({"timeout_seconds": SECONDS} if kind.waits else {}))
@@ -103,9 +105,18 @@ def failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | 
     return _found[place]
 
 
-def known_failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
-    """Returns how a trial failed that has been; ``None`` if none has failed."""
-    return _found.get((kind, tuple(devices)))
+def objection(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
+    """Returns why a backend is not to be made on these devices; ``None`` if nothing says so.
+
+    A trial has failed, in this process or, of one that this process has not tried, in another.
+    """
+    place = kind, tuple(devices)
+    if place not in _found:
+        reason = disproof(kind, devices)
+        if reason is None:
+            return None
+        _found[place] = f"{_FAILED}: {reason}"
+    return _found[place]
 
 
 def trial(communicator: Communicator) -> str | None:
@@ -126,7 +137,7 @@ def trial(communicator: Communicator) -> str | None:
 
 
 def _told(error: Exception) -> str:
-    return f"its self-test on these devices failed: {type(error).__name__}: {error}"
+    return f"{_FAILED}: {type(error).__name__}: {error}"
 
 
 def _values(size: int, n: int) -> list[Tensor]:

@@ -14,7 +14,7 @@ from itertools import chain
 
 import torch
 
-from mirror.comm import choose, self_test
+from mirror.comm import choose, self_test, trials
 from mirror.comm.auto import Choice, Facts, facts_of, pick
 from mirror.comm.nccl import libnccl
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
@@ -219,7 +219,9 @@ def _report(
     reason = kind.unavailable_reason(devices)
     if tell is not None and reason is None and kind.needs_trial and not is_simulated(devices):
         tell(f"{name}: trying it out; what is new on this machine is compiled, or loaded, first")
-    failure = self_test.failure(kind, devices) if reason is None else None
+    failure = None
+    if reason is None:
+        failure = trials.disproof(kind, devices, anew=True) or self_test.failure(kind, devices)
     return BackendReport(name, reason, failure)
 
 

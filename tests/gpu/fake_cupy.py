@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from mirror.comm import self_test
 from mirror.comm.base import DTYPES
 from mirror.comm.kernels import cuda_kernels, launcher, simulator
 from mirror.comm.kernels.binaries import ELEMENTS
@@ -120,6 +121,7 @@ def gpus_with_cupy(num_devices):
                 mock.patch.object(cuda_kernels, "compile_all"),
                 mock.patch.object(cuda_kernels, "launch", cupy.launch),
                 mock.patch.object(launcher, "missing_reason", return_value=None),
+                mock.patch.object(self_test, "disproof", return_value=None),  # no real process
             ):
                 yield gpus
         finally:

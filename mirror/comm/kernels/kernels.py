@@ -69,6 +69,7 @@ class KernelCommunicator(Communicator):
 
     waits = True
     needs_trial = True
+    risky = True
     source: ClassVar[str]
     simulated_scratch_bytes: ClassVar[int]
     cuda_scratch_bytes: ClassVar[int]

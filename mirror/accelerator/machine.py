@@ -1,0 +1,48 @@
+"""What tells a machine with its GPUs from others, and from itself after a change."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+# IOMMU and ACS, which decide whether GPUs reach each other, are set on the kernel's command line.
+_FILES = {"driver": "/proc/driver/nvidia/version", "command line": "/proc/cmdline"}
+# Older versions of torch lack some of them.
+_PROPERTIES = ("name", "uuid", "total_memory", "pci_domain_id", "pci_bus_id", "pci_device_id")
+
+
+def facts_of_machine(devices: Sequence[torch.device]) -> dict[str, object]:
+    """Returns the kernel, the driver, and the GPUs behind the devices, in words and numbers.
+
+    What cannot be found out is an empty string.
+    """
+    facts: dict[str, object] = {name: _text(path) for name, path in _FILES.items()}
+    facts |= {"kernel": platform.release(), "cuda": _version_of_driver()}
+    return facts | {"gpus": [_gpu(device) for device in devices]}
+
+
+def _gpu(device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return [str(device)]
+    properties = torch.cuda.get_device_properties(device)
+    return [str(getattr(properties, name, "")) for name in _PROPERTIES]
+
+
+def _version_of_driver() -> int:
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
