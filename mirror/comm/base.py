@@ -21,9 +21,9 @@ from mirror.comm.checks import (
     check_disjoint,
     check_dtype,
     has_own_elements,
-    refuse_shared_memory,
     refuse_tensors,
     refuse_unlike,
+    share_memory,
 )
 from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
 from mirror.comm.turns import in_turn
@@ -295,10 +295,15 @@ class Communicator(Uncopied, ABC):
                 )
         for tensor in {tensor.dtype: tensor for tensor in first}.values():
             check_dtype(tensor, scale)
-        addresses = [a for column in columns for t in column if (a := t.data_ptr())]
-        if len(set(addresses)) != len(addresses):
-            refuse_shared_memory()
+        if self._share_memory(columns):
+            raise ShapeError(
+                "no two tensors of a collective may share memory; two of these do; pass a clone "
+                "of one of them"
+            )
         return columns
+
+    def _share_memory(self, columns: Sequence[Sequence[Tensor]]) -> bool:
+        return share_memory(chain(*columns))
 
     def _check_call(self, tensors: Sequence[object] | Tensor, op: str, root: int = 0) -> None:
         if self._closed:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,14 +108,6 @@ def check_disjoint(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def refuse_shared_memory() -> NoReturn:
-    """Says that two tensors of ``all_reduce_lists`` share memory."""
-    raise ShapeError(
-        "no two tensors of a collective may share memory; two of these do; pass a clone of one "
-        "of them"
-    )
-
-
 def are_alike(tensors: Sequence[object], devices: Sequence[torch.device]) -> bool:
     """Whether all are dense tensors of one shape and dtype, each in its place.
 
@@ -145,5 +138,52 @@ def are_contiguous(tensors: Sequence[Tensor]) -> bool:
 
 
 def has_own_elements(tensor: Tensor) -> bool:
-    """Whether no two elements are one by a stride of 0."""
-    return all(s != 0 or n <= 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    """Whether no two elements of a tensor share memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride == 0:
+                return tensor.numel() == 0
+            if stride <= reach:
+                return not _elements_meet([tensor])
+            reach += stride * (size - 1)
+    return True
+
+
+def share_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether two of the tensors share memory; those with gaps may lie in each other's gaps."""
+    found = [tensor for tensor in tensors if tensor.nbytes]
+    if are_contiguous(found):
+        spans = sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in found])
+        return any(begin + size > after for (begin, size), (after, _) in pairwise(spans))
+    extents = sorted((t.data_ptr(), _extent_bytes(t), i) for i, t in enumerate(found))
+    near: list[Tensor] = []
+    end = 0
+    for begin, num_bytes, i in extents:
+        if begin >= end:
+            if len(near) > 1 and _elements_meet(near):
+                return True
+            near = []
+        near.append(found[i])
+        end = max(end, begin + num_bytes)
+    return len(near) > 1 and _elements_meet(near)
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """Returns how many bytes lie from a tensor's first to behind its last."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.element_size() * (1 + sum(stride * (size - 1) for stride, size in steps))
+
+
+def _elements_meet(tensors: Sequence[Tensor]) -> bool:
+    """Whether two elements share memory: looks at every one."""
+    begins, ends = [], []
+    for tensor in tensors:
+        offsets = np.zeros((1,), np.int64)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+            offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
+        begins.append(tensor.data_ptr() + offsets * tensor.element_size())
+        ends.append(begins[-1] + tensor.element_size())
+    begin, end = np.concatenate(begins), np.concatenate(ends)
+    order = np.argsort(begin)
+    return bool(np.any(end[order][:-1] > begin[order][1:]))

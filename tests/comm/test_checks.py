@@ -1,8 +1,11 @@
 """What no backend reduces is refused, and stays as it was."""
 
+import random
+
 import pytest
 import torch
 
+from mirror.comm.checks import has_own_elements, share_memory
 from mirror.errors import BackendError, DeviceError, ShapeError
 
 
@@ -48,7 +51,7 @@ def test_bad_tensors_are_refused_and_stay_as_they_were(three, make, error, match
 
 
 @pytest.mark.parametrize("bytes_per_pack", [0, 100])
-@pytest.mark.parametrize("bad", sorted(BAD.keys() - {"strides", "overlap", "stacked"}))
+@pytest.mark.parametrize("bad", sorted(BAD.keys() - {"strides", "stacked"}))
 def test_bad_lists_are_refused_and_stay_as_they_were(three, bad, bytes_per_pack):
     make, error, _ = BAD[bad]
     tensors = make()
@@ -116,3 +119,52 @@ def test_a_closed_communicator_says_so(three):
             call(ones())
     with pytest.raises(BackendError, match="was closed"):
         three.all_reduce_lists([ones() for _ in range(3)])
+
+
+def drawn_view(draw, memory):
+    """Returns a view of some dtype, with up to three dimensions, gaps and overlaps."""
+    typed = memory.view(draw.choice([torch.uint8, torch.float16, torch.float32, torch.float64]))
+    begin = draw.randrange(len(typed))
+    shape, strides, room = [], [], len(typed) - begin - 1
+    for _ in range(draw.randint(0, 3)):
+        stride = draw.randint(0 if draw.random() < 0.1 else 1, 6)
+        size = draw.randint(0 if draw.random() < 0.05 else 1, 4)
+        if stride * (size - 1) <= room:
+            room -= max(stride * (size - 1), 0)
+            shape.append(size)
+            strides.append(stride)
+    return typed.as_strided(shape, strides, begin)
+
+
+def bytes_of(tensor):
+    """Returns the addresses of its elements' bytes, one by one."""
+    addresses = [tensor.data_ptr()]
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        step = stride * tensor.element_size()
+        addresses = [address + i * step for address in addresses for i in range(size)]
+    return [address + i for address in addresses for i in range(tensor.element_size())]
+
+
+def test_shared_memory_is_found_as_by_comparing_every_byte():
+    draw, outcomes = random.Random(0), []
+    for _ in range(1500):
+        memory = torch.zeros(8 * draw.choice([8, 32, 128]), dtype=torch.uint8)
+        views = [drawn_view(draw, memory) for _ in range(draw.randint(1, 4))]
+        for view in views:
+            assert has_own_elements(view) == (len(set(bytes_of(view))) == len(bytes_of(view)))
+        views = [view for view in views if has_own_elements(view)]
+        together = [address for view in views for address in bytes_of(view)]
+        outcomes.append(len(set(together)) != len(together))
+        assert share_memory(views) == outcomes[-1]
+    assert 0.1 < sum(outcomes) / len(outcomes) < 0.8
+
+
+def test_lists_with_gaps_may_lie_in_each_others_gaps_but_no_closer(three):
+    table = torch.ones(4, 8)
+    lists = [[table[:, i], table[:, i + 3]] for i in range(3)]
+    three.all_reduce_lists(lists)
+    assert table.tolist() == [[3.0] * 6 + [1.0] * 2] * 4
+    lists = [[table[:, i], table[i]] for i in range(3)]
+    with pytest.raises(ShapeError, match="two of these do"):
+        three.all_reduce_lists(lists)
+    assert table.tolist() == [[3.0] * 6 + [1.0] * 2] * 4

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mirror.comm.base import Communicator, in_place
-from mirror.comm.checks import refuse_shared_memory
 from mirror.comm.choose import register
 from mirror.comm.host.host_library import missing_reason, require
 from mirror.comm.packing import lie_alike
@@ -95,16 +94,12 @@ class HostCommunicator(Communicator):
                         column[i].copy_(copy)
         increment_version(chain(*columns))
 
-    def check_lists(
-        self, lists: Sequence[Sequence[Tensor]], op: str = "sum", scale: float = 1.0
-    ) -> list[list[Tensor]]:
-        columns = super().check_lists(lists, op, scale)
-        # Tensors with gaps may lie in each other's gaps, and are reduced through copies.
-        rows = [row for row in zip(*columns, strict=True) if lie_alike(row)]
-        addresses = list(chain(*[_addresses(row) for row in rows]))
-        if rows and self._library.overlap(addresses, [row[0].nbytes for row in rows]):
-            refuse_shared_memory()
-        return columns
+    def _share_memory(self, columns: Sequence[Sequence[Tensor]]) -> bool:
+        rows = list(zip(*columns, strict=True))
+        if not all(map(lie_alike, rows)):
+            return super()._share_memory(columns)
+        sizes_bytes = [row[0].nbytes for row in rows]
+        return bool(rows) and self._library.overlap(_addresses(list(chain(*rows))), sizes_bytes)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.check_tensors(tensors, root=root)
