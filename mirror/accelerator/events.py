@@ -74,6 +74,18 @@ def stream_address(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
+def has_nothing_left(device: torch.device, stream: int) -> bool:
+    """Whether a stream, by its address, is known to have done all its work; never waits.
+
+    Nothing is known of the CPU. Not for streams that may be captured: the question ends that.
+    """
+    driver = _driver()
+    if device.type != "cuda" or driver is None:
+        return False
+    with torch.cuda.device(device):  # 0 is the default stream of the current one
+        return bool(driver.cuStreamQuery(ctypes.c_void_p(stream)) == _SUCCESS)
+
+
 @cache
 def _driver() -> ctypes.CDLL | None:
     """Returns CUDA's driver, whose calls let go of the GIL."""

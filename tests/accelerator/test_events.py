@@ -2,12 +2,13 @@
 
 import ctypes
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from mirror.accelerator import events
-from mirror.accelerator.events import record_event, stream_address
+from mirror.accelerator.events import has_nothing_left, record_event, stream_address
 from mirror.devices import synchronize
 
 CPU = torch.device("cpu")
@@ -26,6 +27,10 @@ class Driver:
 
     def cuEventQuery(self, event):
         self.asked.append(event.value)
+        return self.answers.pop(0)
+
+    def cuStreamQuery(self, stream):
+        self.asked.append(stream.value)
         return self.answers.pop(0)
 
     def cuThreadExchangeStreamCaptureMode(self, mode):
@@ -60,6 +65,25 @@ def test_what_failed_on_the_gpu_is_an_error(monkeypatch, recorded):
     monkeypatch.setattr(events, "_driver", lambda: Driver(700))
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         recorded.query()
+
+
+def test_a_stream_is_asked_on_its_device_through_the_driver(monkeypatch):
+    driver, current = Driver(0, 600, 700), []
+
+    @contextmanager
+    def using(device):
+        current.append(device)
+        yield
+
+    monkeypatch.setattr(events, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", using)
+    gpu = torch.device("cuda", 1)
+    assert [has_nothing_left(gpu, 2**40 + i) for i in range(3)] == [True, False, False]
+    assert driver.asked == [2**40, 2**40 + 1, 2**40 + 2]
+    assert current == [gpu] * 3
+    assert not has_nothing_left(CPU, 0)
+    monkeypatch.setattr(events, "_driver", lambda: None)
+    assert not has_nothing_left(gpu, 0)
 
 
 def test_a_library_of_the_driver_lets_go_of_the_gil():

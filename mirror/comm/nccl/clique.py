@@ -10,8 +10,14 @@ kernels. That thread cannot raise, so what it finds is raised by the next call. 
 that was given up leaves behind is garbage, on every device.
 
 An aborted communicator is freed, so no call to it may follow: ``_mutex`` is held for each single
-call, and the note is looked at under it. A call that itself does not return (non-blocking ones
-should) keeps the mutex; then the watching thread aborts without it, which makes NCCL return.
+call, or for the calls of one collective, and the note is looked at under it. A call that itself
+does not return (non-blocking ones should) keeps the mutex; then the watching thread aborts without
+it, which makes NCCL return.
+
+[Note: What a wait costs]
+NCCL enqueues what a group has in a thread that it starts for that, in some 10 us, and nothing may
+follow on the streams before. To sleep takes three times as long at least, so the caller asks again
+at once for the first 200 us, and lets other threads run in between.
 """
 
 from __future__ import annotations
@@ -20,44 +26,29 @@ import ctypes
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import monotonic, sleep
 
 import torch
 
-from mirror.accelerator.events import Event, record_event, spoil_no_capture, stream_address
+from mirror.accelerator.events import record_event, spoil_no_capture, stream_address
+from mirror.comm.nccl.calls import Call, are_joint
 from mirror.comm.nccl.communicators import Communicators
-from mirror.comm.nccl.libnccl import (
-    IN_PROGRESS,
-    SUCCESS,
-    NcclLibrary,
-    UniqueId,
-    version_name,
-)
-from mirror.errors import BackendError, CollectiveTimeoutError, MirrorError
-
-Call = tuple[int, str, tuple[int, ...]]
-"""Replica, function, and its arguments but for the last two: the communicator and the stream."""
+from mirror.comm.nccl.failures import failed, timed_out
+from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, NcclLibrary, UniqueId
+from mirror.comm.nccl.operations import Operation
+from mirror.errors import MirrorError
 
 _WATCH_SECONDS = 0.05
-# Between two questions for the state of what is in progress: a launch takes some 10 us.
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 20e-6, 5e-3
+# Between two questions for the state of what is in progress, after it was asked without a pause.
+_SPIN_SECONDS, _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 200e-6, 20e-6, 5e-3
 # After its deadline, until a call counts as one that does not return.
 _HANG_SECONDS = 0.2
 # An abort that takes longer goes on in the background.
 _ABORT_SECONDS = 0.3
 
 _logger = logging.getLogger("mirror")
-
-
-@dataclass
-class _Operation:
-    what: str
-    seconds: float  # that it may take
-    deadline: float
-    events: list[Event] = field(default_factory=list)
 
 
 class _Refused(Exception):
@@ -92,14 +83,16 @@ class Clique:
         self._devices = tuple(devices)
         self.timeout_seconds = timeout_seconds
         self._communicators = Communicators(library, self._devices)
+        self._state_word = ctypes.c_int(SUCCESS)  # of whoever has the mutex
+        self._state_address = ctypes.byref(self._state_word)
         self._turn = threading.Lock()
         self._mutex = threading.Lock()
         self._failure: MirrorError | None = None
         self._failure_was_raised = False
         self._closed = False
         self._abandoned = False
-        self._calling: _Operation | None = None
-        self._under_way: deque[_Operation] = deque()
+        self._calling: Operation | None = None
+        self._under_way: deque[Operation] = deque()
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="mirror-nccl", daemon=True)
         self._watcher.start()
@@ -113,7 +106,7 @@ class Clique:
             self._communicators.end("ncclCommAbort", _ABORT_SECONDS)
             raise
 
-    def run(self, what: str, calls: Iterable[Call]) -> None:
+    def run(self, what: str, calls: Sequence[Call]) -> None:
         """Enqueues the calls on each device's current stream, as one group.
 
         Raises:
@@ -121,16 +114,23 @@ class Clique:
             CollectiveTimeoutError: this did not come to an end, or an earlier call did not.
         """
         with self._operation(what) as operation:
-            streams = [stream_address(device) for device in self._devices]
+            streams = operation.streams = [stream_address(device) for device in self._devices]
+            handles = self._communicators.handles
 
             def enqueue() -> None:
                 for replica_id, function, arguments in calls:
-                    handle, stream = self._communicators[replica_id], streams[replica_id]
-                    self._call(function, *arguments, handle, stream)
+                    self._locked_call(
+                        function, *arguments, handles[replica_id], streams[replica_id]
+                    )
 
-            self._group(enqueue)
-            operation.events = [record_event(device) for device in self._devices]
-            if not all(event.query() for event in operation.events):
+            with self._mutex:
+                result = self._group(enqueue, self._locked_call)
+            self._settle(result)
+            num_replicas = len(self._devices)
+            # See [Note: One witness].
+            first = num_replicas - 1 if are_joint(calls, num_replicas) else 0
+            operation.events = [record_event(device) for device in self._devices[first:]]
+            if not operation.is_done():
                 self._under_way.append(operation)
 
     def close(self) -> None:
@@ -166,12 +166,12 @@ class Clique:
     # What the caller's thread does.
 
     @contextmanager
-    def _operation(self, what: str, seconds: float | None = None) -> Iterator[_Operation]:
+    def _operation(self, what: str, seconds: float | None = None) -> Iterator[Operation]:
         """Gives the caller its turn; whatever goes wrong in it is the clique's end."""
         with self._turn:
             self._raise_failure()
             seconds = self.timeout_seconds if seconds is None else seconds
-            operation = _Operation(what, seconds, monotonic() + seconds)
+            operation = Operation(what, seconds, monotonic() + seconds)
             self._calling = operation
             try:
                 yield operation
@@ -189,11 +189,15 @@ class Clique:
     def _make(self) -> None:
         unique_id = UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(unique_id))
-        self._group(lambda: self._communicators.make(unique_id, self._call))
 
-    def _group(self, make_calls: Callable[[], None]) -> None:
-        """Makes the calls as one, and waits until NCCL has enqueued everything."""
-        self._call("ncclGroupStart")
+        def make() -> None:
+            self._communicators.make(unique_id, self._call)
+
+        self._settle(self._group(make, self._call))
+
+    def _group(self, make_calls: Callable[[], None], call: Callable[[str], int]) -> int:
+        """Makes the calls as one; returns what comes of them: SUCCESS or IN_PROGRESS."""
+        call("ncclGroupStart")
         try:
             make_calls()
         except BaseException:
@@ -202,21 +206,25 @@ class Clique:
             if self._failure is None:
                 self._library.call("ncclGroupEnd")
             raise
-        if self._call("ncclGroupEnd") == IN_PROGRESS:
-            self._settle()
+        return call("ncclGroupEnd")
 
-    def _settle(self) -> None:
-        """Waits until nothing is in progress."""
+    def _settle(self, result: int) -> None:
+        """Waits until NCCL has enqueued everything. See [Note: What a wait costs]."""
+        if result != IN_PROGRESS:
+            return
+        begun, wait = monotonic(), _FIRST_POLL_SECONDS
         for replica_id in range(len(self._devices)):
-            wait = _FIRST_POLL_SECONDS
             while self._state(replica_id) == IN_PROGRESS:
-                operation = self._calling
-                if operation is not None and monotonic() > operation.deadline:
+                now, operation = monotonic(), self._calling
+                if operation is not None and now > operation.deadline:
                     where = f"replica {replica_id} ({self._devices[replica_id]})"
                     self._time_out(operation, f"{where} is still in progress")
                     raise _Refused
-                sleep(wait)
-                wait = min(2 * wait, _LAST_POLL_SECONDS)
+                if now - begun < _SPIN_SECONDS:
+                    sleep(0)  # lets go of the GIL
+                else:
+                    sleep(wait)
+                    wait = min(2 * wait, _LAST_POLL_SECONDS)
 
     def _state(self, replica_id: int) -> int:
         """Returns SUCCESS or IN_PROGRESS.
@@ -224,13 +232,14 @@ class Clique:
         Raises:
             _Refused: what was started has failed.
         """
-        state = ctypes.c_int(SUCCESS)
-        handle = self._communicators[replica_id]
-        self._call("ncclCommGetAsyncError", handle, ctypes.byref(state))
-        if state.value not in (SUCCESS, IN_PROGRESS):
-            what = self._library.explain(state.value)
+        handle = self._communicators.handles[replica_id]
+        with self._mutex:
+            self._locked_call("ncclCommGetAsyncError", handle, self._state_address)
+            state = self._state_word.value
+        if state not in (SUCCESS, IN_PROGRESS):
+            what = self._library.explain(state)
             raise _Refused(f"replica {replica_id} came to {what}")
-        return state.value
+        return state
 
     def _call(self, function: str, *arguments: object) -> int:
         """Calls NCCL; returns SUCCESS or IN_PROGRESS.
@@ -239,28 +248,32 @@ class Clique:
             _Refused: NCCL returned an error, or the clique has been given up, also meanwhile.
         """
         with self._mutex:
-            if self._failure is not None:
-                raise _Refused
-            result = self._library.call(function, *arguments)
-            if self._failure is not None:
-                raise _Refused
-            if result not in (SUCCESS, IN_PROGRESS):
-                raise _Refused(f"{function} returned {self._library.explain(result)}")
+            return self._locked_call(function, *arguments)
+
+    def _locked_call(self, function: str, *arguments: object) -> int:
+        """Does the same for whoever holds the mutex."""
+        if self._failure is not None:
+            raise _Refused
+        result = self._library.functions[function](*arguments)
+        if self._failure is not None:
+            raise _Refused
+        if result not in (SUCCESS, IN_PROGRESS):
+            raise _Refused(f"{function} returned {self._library.explain(result)}")
         return result
 
     def _finish(self) -> None:
         if self._failure is None:
             with self._operation("ending its communicators") as operation:
-                self._group(self._finalize)
+                self._settle(self._group(self._finalize, self._call))
                 self._destroy(operation)
         if not self._failure_was_raised:
             self._raise_failure()
 
     def _finalize(self) -> None:
         for replica_id in range(len(self._devices)):
-            self._call("ncclCommFinalize", self._communicators[replica_id])
+            self._call("ncclCommFinalize", self._communicators.handles[replica_id])
 
-    def _destroy(self, operation: _Operation) -> None:
+    def _destroy(self, operation: Operation) -> None:
         seconds = operation.deadline - monotonic()
         failed = self._communicators.end("ncclCommDestroy", seconds)
         if failed is None:
@@ -298,32 +311,19 @@ class Clique:
     def _look_at_devices(self) -> None:
         while self._under_way:
             operation = self._under_way[0]
-            pending = [i for i, event in enumerate(operation.events) if not event.query()]
-            if pending:
+            if not operation.is_done():
                 for replica_id in range(len(self._devices)):
                     self._state(replica_id)
                 if monotonic() > operation.deadline:
-                    who = ", ".join(f"replica {i} ({self._devices[i]})" for i in pending)
-                    self._time_out(operation, f"not done: {who}")
+                    self._time_out(operation, f"not done: {operation.late(self._devices)}")
                 return
             self._under_way.popleft()
 
     def _failed(self, what: str, why: str) -> MirrorError:
-        return BackendError(
-            f"NCCL {version_name(self._library.version)} failed at {what} on "
-            f"{self._where()}: {why}; its communicators were aborted, and what was reduced last "
-            "may be garbage: make another strategy"
-        )
+        return failed(self._library.version, what, self._devices, why)
 
-    def _time_out(self, operation: _Operation, state: str) -> None:
-        self._give_up(
-            CollectiveTimeoutError(
-                f"NCCL must be done within {operation.seconds:g} s; {operation.what} on "
-                f"{self._where()} was not: {state}; see what the devices were doing, or allow "
-                "more with timeout_seconds; its communicators were aborted, and what was reduced "
-                "last may be garbage: make another strategy"
-            )
-        )
+    def _time_out(self, operation: Operation, state: str) -> None:
+        self._give_up(timed_out(operation.seconds, operation.what, self._devices, state))
 
     def _give_up(self, failure: MirrorError) -> None:
         """Notes the failure and aborts all communicators; only the first one to come does."""
@@ -344,6 +344,3 @@ class Clique:
         if self._failure is not None:
             self._failure_was_raised = True
             raise type(self._failure)(str(self._failure)) from None
-
-    def _where(self) -> str:
-        return ", ".join(map(str, self._devices))

@@ -15,16 +15,14 @@ from mirror.devices import using
 class Communicators:
     """The handles of one communicator per replica; replica ``i`` is rank ``i``.
 
-    One that is not there, not yet or no longer, is ``None``.
+    Attributes:
+        handles: one that is not there, not yet or no longer, is ``None``.
     """
 
     def __init__(self, library: NcclLibrary, devices: Sequence[torch.device]) -> None:
         self._library = library
         self._devices = tuple(devices)
-        self._handles = self._none()
-
-    def __getitem__(self, replica_id: int) -> int | None:
-        return self._handles[replica_id]
+        self.handles = self._none()
 
     def make(self, unique_id: UniqueId, call: Callable[..., int]) -> None:
         """Begins to make them, as a group.
@@ -46,11 +44,11 @@ class Communicators:
                         ctypes.byref(config),
                     )
             finally:
-                self._handles[rank] = handle.value
+                self.handles[rank] = handle.value
 
     def end(self, function: str, seconds: float) -> dict[int, int] | None:
         """Forgets them all and calls a function that ends them; see ``end_each``."""
-        handles, self._handles = self._handles, self._none()
+        handles, self.handles = self.handles, self._none()
         return self.end_each(function, handles, seconds)
 
     def end_each(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,6 +117,7 @@ class NcclLibrary:
     Attributes:
         path: the file.
         version: as ``ncclGetVersion`` has it: 22809 is 2.28.9.
+        functions: by name; each returns an ``ncclResult_t``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -127,9 +129,11 @@ class NcclLibrary:
         """
         self.path = str(path)
         self._c = ctypes.CDLL(self.path)
+        self.functions: dict[str, Callable[..., int]] = {}
         for name, argtypes in _SIGNATURES.items():
             function = getattr(self._c, name)
             function.restype, function.argtypes = _I, argtypes
+            self.functions[name] = function
         self._c.ncclGetErrorString.restype = self._c.ncclGetLastError.restype = ctypes.c_char_p
         self._c.ncclGetErrorString.argtypes, self._c.ncclGetLastError.argtypes = [_I], [_P]
         version = _I(0)
@@ -138,8 +142,7 @@ class NcclLibrary:
 
     def call(self, name: str, *arguments: object) -> int:
         """Calls one of the functions; returns its ``ncclResult_t``."""
-        result: int = getattr(self._c, name)(*arguments)
-        return result
+        return self.functions[name](*arguments)
 
     def explain(self, result: int) -> str:
         """Returns the name of a result, what NCCL says about it, and about its last error."""

@@ -19,7 +19,6 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,18 +26,26 @@ from torch import Tensor
 from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
 from mirror.comm.choose import register
 from mirror.comm.nccl import libnccl
-from mirror.comm.nccl.clique import Call, Clique
-from mirror.comm.nccl.libnccl import DTYPES, OPS, NcclLibrary, version_name
+from mirror.comm.nccl.calls import (
+    Call,
+    all_gather_calls,
+    all_reduce_calls,
+    broadcast_calls,
+    exchange_calls,
+    reduce_scatter_calls,
+)
+from mirror.comm.nccl.clique import Clique
+from mirror.comm.nccl.libnccl import NcclLibrary, version_name
 from mirror.comm.ordered import reduced
 from mirror.comm.turns import cannot_wait_for
 from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
 
-_BYTES = DTYPES[torch.uint8]
 # NCCL's issues tell of 55 s on 8 B200, most of it for loading kernels (NVIDIA/nccl#1646).
 _INIT_SECONDS = 300.0
 # Integers that sort like the floats of their size, see _ordered.
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_FLOATS = {key: dtype for dtype, key in _KEYS.items()}
 
 
 @register("nccl")
@@ -148,36 +155,26 @@ class NcclCommunicator(Communicator):
         if tensors[0].dtype in HALF_DTYPES:
             self._reduce_halves("all_reduce", tensors, op, scale)
             if len(tensors) > 1:
-                self._run("all_reduce", tensors, _all_gather_calls(tensors))
+                self._run("all_reduce", tensors, all_gather_calls(tensors))
             return
         with in_place(tensors):
-            wires = [_to_wire(tensor, op) for tensor in tensors]
-            count, dtype = wires[0].numel(), DTYPES[wires[0].dtype]
-            pointers = [wire.data_ptr() for wire in wires]
-            self._run(
-                "all_reduce",
-                tensors,
-                [
-                    (i, "ncclAllReduce", (pointer, pointer, count, dtype, OPS[op]))
-                    for i, pointer in enumerate(pointers)
-                ],
-            )
-            for tensor, wire in zip(tensors, wires, strict=True):
-                _from_wire(wire, tensor, op, scale)
+            if _travels_as_it_is(tensors[0], op):
+                self._run("all_reduce", tensors, all_reduce_calls(tensors, op))
+                if scale != 1:
+                    for tensor in tensors:
+                        tensor.mul_(scale)
+                return
+            keys = [_ordered(tensor, op) for tensor in tensors]
+            self._run("all_reduce", tensors, all_reduce_calls(keys, op))
+            for tensor, key in zip(tensors, keys, strict=True):
+                value = _unordered(key)
+                tensor.copy_(value if scale == 1 else value.mul_(scale))
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.check_tensors(tensors, root=root)
         if tensors[0].numel() == 0:
             return
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        self._run(
-            "broadcast",
-            tensors,
-            [
-                (i, "ncclBroadcast", (pointer, pointer, tensors[0].nbytes, _BYTES, root))
-                for i, pointer in enumerate(pointers)
-            ],
-        )
+        self._run("broadcast", tensors, broadcast_calls(tensors, root))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
         self.check_tensors(tensors, op)
@@ -187,16 +184,19 @@ class NcclCommunicator(Communicator):
             self._reduce_halves("reduce_scatter", tensors, op)
             return
         with in_place(tensors):
-            wires = [_to_wire(tensor, op).view(-1) for tensor in tensors]
-            self._run("reduce_scatter", tensors, _reduce_scatter_calls(wires, OPS[op]))
-            for i, (tensor, wire) in enumerate(zip(tensors, wires, strict=True)):
+            if _travels_as_it_is(tensors[0], op):
+                self._run("reduce_scatter", tensors, reduce_scatter_calls(tensors, op))
+                return
+            keys = [_ordered(tensor, op).view(-1) for tensor in tensors]
+            self._run("reduce_scatter", tensors, reduce_scatter_calls(keys, op))
+            for i, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
                 own = tensor.view(-1).tensor_split(len(tensors))[i]
-                _from_wire(wire.tensor_split(len(tensors))[i], own, op)
+                own.copy_(_unordered(key.tensor_split(len(tensors))[i]))
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
         self.check_tensors(tensors)
         if tensors[0].numel() > 0:
-            self._run("all_gather", tensors, _all_gather_calls(tensors))
+            self._run("all_gather", tensors, all_gather_calls(tensors))
 
     def _reduce_halves(
         self, collective: str, tensors: Sequence[Tensor], op: str, scale: float = 1.0
@@ -210,7 +210,7 @@ class NcclCommunicator(Communicator):
                 for i in range(len(tensors))
             ]
             if len(tensors) > 1:
-                self._run(collective, tensors, _exchange_calls(chunks, terms))
+                self._run(collective, tensors, exchange_calls(chunks, terms))
             for i, rows in enumerate(terms):
                 own = chunks[i][i]
                 rows[i].copy_(own)
@@ -244,39 +244,6 @@ def shared_gpu_reason(version: int, enabled: str | None) -> str | None:
     return None
 
 
-def _reduce_scatter_calls(wires: Sequence[Tensor], op: int) -> list[Call]:
-    n, first = len(wires), wires[0]
-    dtype, size = DTYPES[first.dtype], first.element_size()
-    pointers = [wire.data_ptr() for wire in wires]
-    if first.numel() % n == 0:
-        count = first.numel() // n
-        return [
-            (i, "ncclReduceScatter", (pointer, pointer + i * count * size, count, dtype, op))
-            for i, pointer in enumerate(pointers)
-        ]
-    return [
-        (i, "ncclReduce", (pointer + begin * size, pointer + begin * size, count, dtype, op, root))
-        for root, (begin, count) in enumerate(_chunks(first.numel(), n))
-        if count > 0
-        for i, pointer in enumerate(pointers)
-    ]
-
-
-def _exchange_calls(chunks: Sequence[Sequence[Tensor]], terms: Sequence[Tensor]) -> list[Call]:
-    """Every replica sends every other one the chunk that this one owns, into its own row there."""
-    calls: list[Call] = []
-    for i in range(len(chunks)):
-        for peer in range(len(chunks)):
-            if peer == i:
-                continue
-            sent, row = chunks[i][peer], terms[i][peer]
-            if sent.numel() > 0:
-                calls.append((i, "ncclSend", (sent.data_ptr(), sent.nbytes, _BYTES, peer)))
-            if row.numel() > 0:
-                calls.append((i, "ncclRecv", (row.data_ptr(), row.nbytes, _BYTES, peer)))
-    return calls
-
-
 def _reduced_rows(rows: Tensor, op: str, scale: float) -> Tensor:
     """Returns the rows of a half type, reduced in float32 and scaled; sums by one kernel."""
     if op != "sum":
@@ -285,45 +252,9 @@ def _reduced_rows(rows: Tensor, op: str, scale: float) -> Tensor:
     return total if scale == 1 else total.mul_(scale)
 
 
-def _all_gather_calls(tensors: Sequence[Tensor]) -> list[Call]:
-    n, numel, size = len(tensors), tensors[0].numel(), tensors[0].element_size()
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    if numel % n == 0:
-        count = numel // n * size
-        return [
-            (i, "ncclAllGather", (pointer + i * count, pointer, count, _BYTES))
-            for i, pointer in enumerate(pointers)
-        ]
-    calls: list[Call] = []
-    for root, (begin, count) in enumerate(_chunks(numel, n)):
-        for i, pointer in enumerate(pointers):
-            chunk = pointer + begin * size
-            if count > 0:
-                calls.append((i, "ncclBroadcast", (chunk, chunk, count * size, _BYTES, root)))
-    return calls
-
-
-def _chunks(numel: int, n: int) -> list[tuple[int, int]]:
-    """Returns begin and length of each chunk, as ``torch.tensor_split`` cuts."""
-    counts = [numel // n + (i < numel % n) for i in range(n)]
-    return list(zip(accumulate(counts, initial=0), counts, strict=False))
-
-
-def _to_wire(tensor: Tensor, op: str) -> Tensor:
-    """Returns what travels for a tensor: itself where NCCL reduces it as the contract wants."""
-    if not tensor.is_floating_point() or op in ("sum", "prod"):
-        return tensor
-    return _ordered(tensor, op)
-
-
-def _from_wire(wire: Tensor, tensor: Tensor, op: str, scale: float = 1.0) -> None:
-    """Leaves in the tensor what has arrived for it, scaled."""
-    if tensor.is_floating_point() and op in ("min", "max"):
-        wire = _flipped(wire).view(torch.float64 if wire.dtype == torch.int64 else torch.float32)
-    if wire.data_ptr() != tensor.data_ptr():
-        tensor.copy_(wire if scale == 1 else wire.mul_(scale))
-    elif scale != 1:
-        tensor.mul_(scale)
+def _travels_as_it_is(tensor: Tensor, op: str) -> bool:
+    """Whether NCCL reduces it as the contract wants; half types apart."""
+    return op in ("sum", "prod") or not tensor.is_floating_point()
 
 
 def _ordered(tensor: Tensor, op: str) -> Tensor:
@@ -332,6 +263,11 @@ def _ordered(tensor: Tensor, op: str) -> Tensor:
     keys = _flipped(tensor.view(dtype))
     limits = torch.iinfo(dtype)
     return keys.masked_fill_(tensor.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _unordered(keys: Tensor) -> Tensor:
+    """Returns the floats that have come out of ``_ordered``."""
+    return _flipped(keys).view(_FLOATS[keys.dtype])
 
 
 def _flipped(bits: Tensor) -> Tensor:
