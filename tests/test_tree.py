@@ -18,7 +18,7 @@ TESTED_BY = {
     "comm/topology.py": "comm/kernels/test_hierarchical.py",
     "concurrency/stack.py": "concurrency/test_standstill.py",
     "data/join.py": "strategy/test_input.py",
-    "data/position.py": "data/test_resume.py",
+    "data/samplers.py": "data/test_position.py",
     "data/source.py": "data/test_distribute.py",
     "data/streams.py": "data/test_drawing.py",
     "data/tfrecord/compressed.py": "data/tfrecord/test_tfrecord.py",

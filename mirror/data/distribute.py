@@ -158,9 +158,9 @@ class DistributedDataset(Uncopied):
         saved = Saved.from_state(state, self._source.kind, self._num_batches())
         self._source.check_order(saved.position.order)
         self._end_iterations()
+        self._source.load_own_state(saved.position.own_state)
         if not saved.has_begun:
             self._source.reorder(saved.position.order)
-        self._source.load_own_state(saved.position.own_state)
         restore_streams(saved.streams)
         self._shared = self._position = None
         self._saved = saved if saved.has_begun else None

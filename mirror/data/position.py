@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mirror.data.streams import capture_streams
+from mirror.data.streams import capture_streams, streams_at
 
 VERSION = 1
 
@@ -115,23 +115,29 @@ def _check(state: object, kind: str, num_batches: int | None) -> None:
             f"a state goes back into the dataset it was taken from, of {state['num_batches']} "
             f"batches; this one has {num_batches}; keep the examples and the batch size"
         )
-    if state["num_consumed"] < 0:
-        raise ValueError(f"{rule}; its num_consumed is {state['num_consumed']}, below 0")
+    for key, least in (("num_consumed", 0), ("first_size", 1)):
+        if state[key] is not None and state[key] < least:
+            raise ValueError(f"{rule}; its {key} is {state[key]}, below {least}")
     template = capture_streams()
     _check_streams(state["streams"], template)
     _check_streams(state["order"].get("streams"), template)
 
 
 def _check_streams(streams: object, template: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` unless the streams look like what ``capture_streams`` returns."""
+    """Raises ``ValueError`` unless the streams are such as ``capture_streams`` returns."""
     fits = isinstance(streams, Mapping) and streams.keys() - {"numpy"} == {"torch", "python"}
     if fits and isinstance(streams, Mapping):
         fits = all(_is_alike(streams[key], template.get(key, streams[key])) for key in streams)
-    if not fits:
-        raise ValueError(
-            "the random streams of an input state must be those that state_dict saved; got "
-            f"{_short(streams)}; the state is damaged or of another version of Python"
-        )
+    if fits and isinstance(streams, Mapping):
+        try:
+            with streams_at(streams):  # what the generators themselves refuse
+                return
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass
+    raise ValueError(
+        "the random streams of an input state must be those that state_dict saved; got "
+        f"{_short(streams)}; the state is damaged or of another version of Python"
+    )
 
 
 def _is_alike(value: Any, template: Any) -> bool:

@@ -8,9 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, IterableDataset
 
+from mirror.data.samplers import (
+    SHARDED,
+    check_order,
+    order_of,
+    reads_a_shard,
+    samplers_of,
+    set_order,
+)
 from mirror.data.streams import capture_streams, restore_streams
 from mirror.errors import BatchError
 
@@ -100,13 +107,32 @@ class StatefulSource(Source):
 
     def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
         """Begins where the dataset's own state says."""
-        return Pass(iter(self.dataset))
+        try:
+            return Pass(iter(self.dataset))
+        except Exception as error:
+            if order is None:
+                raise
+            raise self._refused(error) from error
 
     def own_state(self) -> Any:
         return copy.deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
 
     def load_own_state(self, state: Any) -> None:
-        self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
+        dataset: Any = self.dataset
+        # A loader looks at its state when it begins; to ask for it may start its workers.
+        before = None if isinstance(dataset, DataLoader) else self.own_state()
+        try:
+            dataset.load_state_dict(state)
+        except Exception as error:
+            if before is not None:
+                dataset.load_state_dict(before)
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"a {type(self.dataset).__name__} refuses the state that was saved of it, "
+            f"{type(error).__name__}: {error}; it is damaged, or of another dataset"
+        )
 
     def rewind(self, state: Any) -> None:
         # A loader's next pass is a new epoch, wherever the last one was left.
@@ -151,30 +177,19 @@ class LoaderSource(Source):
         self.reorder(order)
 
     def order(self) -> dict[str, Any]:
-        samplers, generators = _samplers_of(self._loader)
         return {
             **super().order(),
-            "generators": [generator.get_state() for generator in generators],
-            "samplers": [_sampler_state(sampler) for sampler in samplers],
+            **order_of(self._loader),
             "reuses_workers": bool(self._idle),
         }
 
     def check_order(self, order: Mapping[str, Any]) -> None:
-        samplers, generators = _samplers_of(self._loader)
-        saved = len(order.get("samplers", ())), len(order.get("generators", ()))
-        if saved != (len(samplers), len(generators)):
-            raise ValueError(
-                "a state goes back into a loader with the samplers and generators it was taken "
-                f"from; it is of {saved[0]} samplers and {saved[1]} generators, this loader has "
-                f"{len(samplers)} and {len(generators)}"
-            )
+        if not isinstance(order.get("reuses_workers", False), bool):
+            raise ValueError("a state tells by a bool whether workers went on; this one does not")
+        check_order(self._loader, order)
 
     def reorder(self, order: Mapping[str, Any]) -> None:
-        samplers, generators = _samplers_of(self._loader)
-        for generator, state in zip(generators, order.get("generators", ()), strict=True):
-            generator.set_state(state)
-        for sampler, state in zip(samplers, order.get("samplers", ()), strict=True):
-            _set_sampler_state(sampler, state)
+        set_order(self._loader, order)
 
     def num_whole_batches(self) -> int | None:
         known: int | None = getattr(self._loader.sampler, "num_whole_batches", None)
@@ -182,20 +197,6 @@ class LoaderSource(Source):
         if size is not None and isinstance(self._loader.sampler, Sized):
             return len(self._loader.sampler) // size
         return known
-
-
-SHARDED = (
-    "a DistributedSampler gives this process 1 / {} of the examples, and no other process reads "
-    "the rest: mirror feeds all replicas from one; use the loader without it, with shuffle=True"
-)
-
-
-def reads_a_shard(sampler: object) -> bool:
-    """Whether a sampler leaves out what other processes would read, and there are none."""
-    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas < 2:
-        return False
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized())
 
 
 def source_of(dataset: Iterable[Any]) -> Source:
@@ -229,7 +230,7 @@ def source_of(dataset: Iterable[Any]) -> Source:
             "torch.utils.data.DataLoader(dataset, batch_size=...)"
         )
     if isinstance(dataset, DataLoader):
-        for sampler in _samplers_of(dataset)[0]:
+        for sampler in samplers_of(dataset)[0]:
             if reads_a_shard(sampler):
                 raise BatchError(SHARDED.format(sampler.num_replicas))
     if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
@@ -304,33 +305,3 @@ def _skip(batches: Iterator[Any], count: int) -> None:
                 f"a dataset must have the batches that the loaded state counts as consumed, "
                 f"{count}; this one ended after {k}; resume with the dataset that was saved"
             )
-
-
-def _samplers_of(loader: DataLoader[Any]) -> tuple[list[Any], list[torch.Generator]]:
-    """Returns the samplers that a loader is made of, inner ones too, and their generators."""
-    samplers: dict[int, Any] = {}
-    generators: dict[int, torch.Generator] = {}
-    holders: list[Any] = [loader]
-    for holder in holders:  # grows
-        for name, value in sorted(getattr(holder, "__dict__", {}).items()):
-            if isinstance(value, torch.Generator):
-                generators.setdefault(id(value), value)
-            elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
-                if id(value) not in samplers:
-                    samplers[id(value)] = value
-                    holders.append(value)
-    return list(samplers.values()), list(generators.values())
-
-
-def _sampler_state(sampler: Any) -> dict[str, Any]:
-    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
-        return {"own": copy.deepcopy(sampler.state_dict())}
-    epoch = getattr(sampler, "epoch", None)
-    return {"epoch": epoch} if isinstance(epoch, int) else {}
-
-
-def _set_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
-    if "own" in state:
-        sampler.load_state_dict(state["own"])
-    elif "epoch" in state:
-        sampler.epoch = state["epoch"]

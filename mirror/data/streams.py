@@ -80,8 +80,8 @@ def same_streams(a: Any, b: Any) -> bool:
 def streams_at(streams: Mapping[str, Any]) -> Iterator[None]:
     """Replays what was drawn from ``streams``; afterwards the global ones are as before."""
     now = capture_streams()
-    restore_streams(streams)
     try:
+        restore_streams(streams)
         yield
     finally:
         restore_streams(now)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from mirror.concurrency.stack import warn_user
-from mirror.data.source import SHARDED, reads_a_shard
+from mirror.data.samplers import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
 from mirror.replica.routing import owner_of
 from mirror.torch_private import wrap_once

@@ -1,0 +1,96 @@
+"""The samplers of a loader, and their generators: what decides the order of its examples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+SHARDED = (
+    "a DistributedSampler gives this process 1 / {} of the examples, and no other process reads "
+    "the rest: mirror feeds all replicas from one; use the loader without it, with shuffle=True"
+)
+
+
+def reads_a_shard(sampler: object) -> bool:
+    """Whether a sampler leaves out what other processes would read, and there are none."""
+    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas < 2:
+        return False
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized())
+
+
+def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns what decides the order of a pass that would begin now."""
+    samplers, generators = samplers_of(loader)
+    return {
+        "generators": [generator.get_state() for generator in generators],
+        "samplers": [_sampler_state(sampler) for sampler in samplers],
+    }
+
+
+def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` for an order that is not one of this loader's; changes nothing."""
+    samplers, generators = samplers_of(loader)
+    states, positions = order.get("samplers", []), order.get("generators", [])
+    if not isinstance(states, (list, tuple)) or not isinstance(positions, (list, tuple)):
+        raise ValueError("a state has lists of what belongs to samplers and generators")
+    if (len(states), len(positions)) != (len(samplers), len(generators)):
+        raise ValueError(
+            "a state goes back into a loader with the samplers and generators it was taken "
+            f"from; it is of {len(states)} samplers and {len(positions)} generators, this "
+            f"loader has {len(samplers)} and {len(generators)}"
+        )
+    for sampler, state in zip(samplers, states, strict=True):
+        if not isinstance(state, Mapping) or state.keys() != _sampler_state(sampler).keys():
+            raise ValueError(f"this is no state of a {type(sampler).__name__}: {state!r:.60}")
+        if not isinstance(state.get("epoch", 0), int):
+            raise ValueError(f"the epoch of a sampler is a number; got {state['epoch']!r:.60}")
+    for generator, position in zip(generators, positions, strict=True):
+        try:
+            torch.Generator(generator.device).set_state(position)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"this is no state of a torch.Generator: {error}") from error
+
+
+def set_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
+    """Makes the loader's next pass have this order."""
+    samplers, generators = samplers_of(loader)
+    for generator, state in zip(generators, order.get("generators", ()), strict=True):
+        generator.set_state(state)
+    for sampler, state in zip(samplers, order.get("samplers", ()), strict=True):
+        _set_sampler_state(sampler, state)
+
+
+def samplers_of(loader: DataLoader[Any]) -> tuple[list[Any], list[torch.Generator]]:
+    """Returns the samplers that a loader is made of, inner ones too, and their generators."""
+    samplers: dict[int, Any] = {}
+    generators: dict[int, torch.Generator] = {}
+    holders: list[Any] = [loader]
+    for holder in holders:  # grows
+        for name, value in sorted(getattr(holder, "__dict__", {}).items()):
+            if isinstance(value, torch.Generator):
+                generators.setdefault(id(value), value)
+            elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
+                if id(value) not in samplers:
+                    samplers[id(value)] = value
+                    holders.append(value)
+    return list(samplers.values()), list(generators.values())
+
+
+def _sampler_state(sampler: Any) -> dict[str, Any]:
+    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+        return {"own": copy.deepcopy(sampler.state_dict())}
+    epoch = getattr(sampler, "epoch", None)
+    return {"epoch": epoch} if isinstance(epoch, int) else {}
+
+
+def _set_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
+    if "own" in state:
+        sampler.load_state_dict(state["own"])
+    elif "epoch" in state:
+        sampler.epoch = state["epoch"]
