@@ -100,15 +100,12 @@ class Step:
     Attributes:
         num_batches: how many of the dataset's batches are in it.
         own_state: the dataset's own state after them, if it has one.
-        is_read_later: whether copies read the dataset's own memory after they were enqueued:
-            pinned memory. From any other they read it before.
     """
 
     __slots__ = (
         "_assembly",
         "_batches",
         "_delivery",
-        "is_read_later",
         "num_batches",
         "own_state",
     )
@@ -119,9 +116,7 @@ class Step:
         self._assembly = assembly
         self._batches = batches
         self._delivery: Delivery | None = None
-        self.is_read_later = False
         if assembly.copies:
-            self.is_read_later = any(map(_is_pinned, chain(*map(leaves_of, batches))))
             self._delivery = assembly.assemble(batches)
 
     def num_examples(self) -> int:
@@ -155,7 +150,9 @@ class Steps:
         self._reuse = Reuse(source.dataset, assembly.options.prefetch, assembly.batches_per_step)
         self._read: list[Any] = []  # for a step that is not complete
         self._held: list[Step] = []
-        self._is_read_later = False  # what the last step was made of
+        # Whether copies read the dataset's own memory after they were enqueued: pinned memory.
+        # From any other they read it before.
+        self._is_read_later = False
         self._error: BaseException | None = None
 
     @property
@@ -206,9 +203,10 @@ class Steps:
                 break
             self._read.append(self._reuse.checked(batch))
         batches, self._read = self._read, []
-        step = Step(batches, self._source.own_state(), self._assembly)
-        self._is_read_later = step.is_read_later
-        return step
+        if self._assembly.copies:
+            # Also if no step is made of them: an error may come when some copies are under way.
+            self._is_read_later = any(map(_is_pinned, chain(*map(leaves_of, batches))))
+        return Step(batches, self._source.own_state(), self._assembly)
 
     def end(self) -> None:
         """Lets go of the dataset."""

@@ -73,3 +73,54 @@ def test_nobody_waits_for_copies_of_memory_that_the_host_reads_itself(prefetch, 
             for _ in DistributedDataset(batches, gpus.devices, InputOptions(prefetch=prefetch)):
                 pass
             assert bool(waits) == is_pinned
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("failing", [1, 3])
+def test_copies_of_a_step_that_failed_are_waited_for_as_well(
+    failing, joins, prefetch, monkeypatch
+):
+    # The first GPU has its part under way when the second one has no memory left.
+    copied = []
+
+    def copy(streams, tensor, device):
+        copied.append(device)
+        if len(copied) == 2 * failing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(streams, tensor, device)
+
+    real = CopyStreams.copy
+    monkeypatch.setattr(CopyStreams, "copy", copy)
+    with FakeGpus(2) as gpus:
+        buffer = torch.zeros(8, 2).pin_memory()
+        batches = FilledAgain(buffer, 12)
+        dataset = DistributedDataset(batches, gpus.devices, InputOptions(prefetch), joins=joins)
+        iterator, num_steps = iter(dataset), 0
+        while True:
+            try:
+                batch = next(iterator)
+            except torch.OutOfMemoryError:
+                continue
+            except StopIteration:
+                break
+            num_steps += 1
+            for part in batch.values:
+                part.sum()
+        assert num_steps == (12 // 2 if joins else 12) - 1
+
+
+class FilledAgain:
+    """An iterator, which goes on after an error, over one buffer."""
+
+    def __init__(self, buffer, num_batches):
+        self.buffer, self.left = buffer, num_batches
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.left == 0:
+            raise StopIteration
+        self.left -= 1
+        return self.buffer.fill_(self.left)
