@@ -113,12 +113,15 @@ class Table:
         self, agent: Agent, address: int, num_bytes: int, *, writes: bool, what: str
     ) -> None:
         """Does the same for bytes that a kernel has got the address of."""
+        memory, offset = self.memory_at(address)
+        self._order.access(agent, memory, offset, offset + num_bytes, writes=writes, what=what)
+
+    def memory_at(self, address: int) -> tuple[Memory, int]:
+        """Returns the memory that an address is in, and where."""
         self._drain()
         before = [(begin, key) for key, begin in self._begins.items() if begin <= address]
         begin, key = max(before)
-        offset = address - begin
-        memory = self._places[key].memory
-        self._order.access(agent, memory, offset, offset + num_bytes, writes=writes, what=what)
+        return self._places[key].memory, address - begin
 
     def _drain(self) -> None:
         while self._gone:
@@ -302,9 +305,17 @@ def _where() -> str:
     """Returns the line of the project, or of its tests, that this is called for."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        is_fake = name.startswith(_HERE) and not Path(name).name.startswith("test_")
-        if name.startswith(_ROOT) and not is_fake and "site-packages" not in name:
-            return f"{name.removeprefix(_ROOT).lstrip('/')}:{frame.f_lineno}"
+        place = _shown(frame.f_code.co_filename)
+        if place is not None:
+            return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
     return "a thread of torch"
+
+
+@cache
+def _shown(file: str) -> str | None:
+    """Returns the name of a file of the project or its tests; ``None`` for those of the fakes."""
+    is_fake = file.startswith(_HERE) and not Path(file).name.startswith("test_")
+    if not file.startswith(_ROOT) or is_fake or "site-packages" in file:
+        return None
+    return file.removeprefix(_ROOT).lstrip("/")
