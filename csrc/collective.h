@@ -36,6 +36,7 @@ struct Arguments {
   int element_bytes;           // for kernels that only copy, and see bytes
   int state_blocks;            // blocks for which the workspaces have room
   int island_size;             // replicas per island
+  int rounds;                  // whether partial sums travel as elements; see PartialOf
   int call;                    // number of the call, for error words
   int rows[kMaxReplicas];      // the replica that row i of this launch's grid stands for
   int order[kMaxReplicas];     // the replicas sorted by island
@@ -45,8 +46,9 @@ struct Arguments {
 // What a kernel is compiled for, of what its arguments say. What is 0, or kAnyOp, they say alone:
 // simulated devices have no compiler, and would need all of them. Copies need nothing of it.
 constexpr int kAnyOp = -1;
-template <int kReplicas, int kIsland, int kOp>
+template <int kReplicas, int kIsland, int kOp, bool kRoundsPartials = false>
 struct Known {
+  static constexpr bool kRounds = kRoundsPartials;
   static constexpr bool kIsOpKnown = kOp != kAnyOp;
   static constexpr int kMostReplicas = kReplicas != 0 ? kReplicas : kMaxReplicas;
   static constexpr int kMostMembers = kIsland != 0 ? kIsland : kMaxReplicas;
@@ -276,6 +278,7 @@ DEVICE Elements<T, At> read(const T* tensor, const At& at) {
     const Word* from = reinterpret_cast<const Word*>(tensor + at[i]);
     UNROLL
     for (int w = 0; w < Elements<T, At>::kWords; ++w) elements.word[i][w] = from[w];
+    tell_moved(from, sizeof elements.word[i], false);
   }
   return elements;
 }
@@ -288,6 +291,7 @@ DEVICE void write(T* tensor, const At& at, const Elements<T, At>& elements) {
     Word* to = reinterpret_cast<Word*>(tensor + at[i]);
     UNROLL
     for (int w = 0; w < Elements<T, At>::kWords; ++w) to[w] = elements.word[i][w];
+    tell_moved(to, sizeof elements.word[i], true);
   }
 }
 
@@ -330,29 +334,58 @@ DEVICE Totals<T, At> read_combined(const Arguments& a, int n, const At& at,
   Elements<T, At> terms[kMost];
   terms[0] = read<T>(tensor_of(0), at);
   UNROLL_KNOWN
-  for (int i = 1; i < n; ++i) terms[i] = read<T>(tensor_of(i), at);
+  for (int i = 1; i < n && i < kMost; ++i) terms[i] = read<T>(tensor_of(i), at);
   Totals<T, At> totals = widened(terms[0]);
   UNROLL_KNOWN
   for (int i = 1; i < n; ++i) combine<K>(a, totals, terms[i]);
   return totals;
 }
 
-// Scratch holds totals in whole packs, aligned: half types travel as float32.
+// What a partial sum travels as, and lies as in scratch, in whole packs, aligned: as it is kept in
+// registers, float32 for half types, so that a result is rounded once. Where K says so it is
+// rounded to an element instead, at every hop: half of the bytes. Of a minimum or a maximum
+// nothing is lost by that.
+template <class T, bool kRounds>
+struct PartialOf {
+  using Type = Total<T>;
+};
 template <class T>
-constexpr int kVectors = static_cast<int>(sizeof(Total<T>) / sizeof(T));
+struct PartialOf<T, true> {
+  using Type = T;
+};
+template <class T, class K>
+using Partial = typename PartialOf<T, K::kRounds>::Type;
+
+// How many 16 bytes a pack of partial sums is.
+template <class T, class K>
+constexpr int kVectors = static_cast<int>(sizeof(Partial<T, K>) / sizeof(T));
+
+template <class T, class K, class At>
+DEVICE Elements<Partial<T, K>, At> partial(const Totals<T, At>& totals) {
+  if constexpr (sizeof(Partial<T, K>) == sizeof(Total<T>)) {
+    return totals;
+  } else {
+    Elements<T, At> elements;
+    UNROLL
+    for (int i = 0; i < At::kCount * At::kWidth; ++i) {
+      elements.lane[i] = narrowed<T>(totals.lane[i]);
+    }
+    return elements;
+  }
+}
 
 // The kernel of a template, under a name without mangling. Reductions are compiled for what the
-// compiler was given: an element type, an operation, and numbers of replicas and of members of an
-// island (0 where the source does not need them). Copies, which see bytes, are compiled for
-// MIRROR_COPIES, once. mirror/comm/kernels/binaries.py defines these; simulate.cpp takes the
-// templates themselves.
+// compiler was given: an element type, an operation, numbers of replicas and of members of an
+// island (0 where the source does not need them), and whether partial sums are rounded. Copies,
+// which see bytes, are compiled for MIRROR_COPIES, once. mirror/comm/kernels/binaries.py defines
+// these; simulate.cpp takes the templates themselves.
 #define MIRROR_KERNEL_OF(name, Element, Given)                     \
   extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)     \
       name##_kernel(const __grid_constant__ Arguments arguments) { \
     name<Element, Given>(arguments);                               \
   }
 #ifdef MIRROR_ELEMENT
-using Given = Known<MIRROR_REPLICAS, MIRROR_ISLAND, MIRROR_OP>;
+using Given = Known<MIRROR_REPLICAS, MIRROR_ISLAND, MIRROR_OP, MIRROR_ROUNDS>;
 #define MIRROR_REDUCTION(name) MIRROR_KERNEL_OF(name, MIRROR_ELEMENT, Given)
 #else
 #define MIRROR_REDUCTION(name)

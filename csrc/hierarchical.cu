@@ -41,10 +41,11 @@ DEVICE bool meet_counterparts(const Arguments& a, const IslandStation& at, unsig
 }
 
 // A segment of partial sums from island `from`, in the scratch of a carrier.
-template <class T>
-DEVICE Total<T>* partial_slot(const Arguments& a, const IslandStation& at, int replica, int from) {
+template <class T, class K>
+DEVICE Partial<T, K>* partial_slot(const Arguments& a, const IslandStation& at, int replica,
+                                   int from) {
   const long long slot_bytes = a.scratch_bytes / at.k / kPackBytes * kPackBytes;
-  return reinterpret_cast<Total<T>*>(scratch_of(a, replica) + from * slot_bytes);
+  return reinterpret_cast<Partial<T, K>*>(scratch_of(a, replica) + from * slot_bytes);
 }
 
 template <class T>
@@ -96,10 +97,10 @@ DEVICE void reduce_inside(const Arguments& a, const IslandStation& at, const Cut
     const auto tensor_of = [&](int m) {
       return static_cast<const T*>(a.data[a.order[at.island * at.g + m]]);
     };
-    Total<T>* out = partial_slot<T>(a, at, owner, at.island);
+    Partial<T, K>* out = partial_slot<T, K>(a, at, owner, at.island);
     deal_out<T, reduced_at_once<T, K>(K::kMostMembers)>(range, at.are_aligned, [&](auto here) {
       const auto totals = read_combined<T, K, K::kMostMembers>(a, K::members(a), here, tensor_of);
-      write(out, here.from(origin), totals);
+      write(out, here.from(origin), partial<T, K>(totals));
     });
   }
 }
@@ -111,10 +112,10 @@ DEVICE void reduce_between(const Arguments& a, const IslandStation& at, const Cu
                            long long s, bool everywhere) {
   const Range range = island_segment<T>(a, at.self.id, cut, s);
   const long long origin = origin_of<T>(range);
-  const auto slot_of = [&](int i) { return partial_slot<T>(a, at, at.self.id, i); };
-  constexpr int kLoads = K::kMostIslands * kVectors<T>;
+  const auto slot_of = [&](int i) { return partial_slot<T, K>(a, at, at.self.id, i); };
+  constexpr int kLoads = K::kMostIslands * kVectors<T, K>;
   deal_out<T, reduced_at_once<T, K>(kLoads)>(range, at.are_aligned, [&](auto here) {
-    const auto totals = read_combined<Total<T>, K, K::kMostIslands>(
+    const auto totals = read_combined<Partial<T, K>, K, K::kMostIslands>(
         a, K::islands(a), here.from(origin), slot_of);
     const auto result = finished<T>(totals, a.scale);
     write(static_cast<T*>(a.data[at.self.id]), here, result);
@@ -190,7 +191,8 @@ DEVICE void island_spread(const Arguments& a, int source, int from) {
 // them, all-gather inside.
 //
 //   traffic       g members, k islands: about 2 (g - 1) / g * bytes per replica on fast links,
-//                 2 (k - 1) / k * bytes / g on slow ones (half types: partial sums as float32)
+//                 2 (k - 1) / k * bytes / g on slow ones. Half types: 3 instead of 2 there, for
+//                 partial sums travel as float32, 4 bytes for g terms of 2; or rounded, and 2
 //   best for      large messages, where links between islands are much slower than inside
 //   needs         islands of equal size; access inside an island and among counterparts
 //   determinism   an element is reduced once and copied: outputs have equal bits. The order is

@@ -72,6 +72,8 @@ DEVICE long long now_ns() {
 
 DEVICE void relax() {}
 
+DEVICE void tell_moved(const void*, int, bool) {}
+
 #else
 
 // Lets the threads of a block wait for each other, and agree on whether any of them says yes.
@@ -99,10 +101,19 @@ class BlockBarrier {
   std::barrier<Agree> barrier_;
 };
 
+// Is told what kernels read from tensors and scratch, and write there: whoever counts bytes.
+struct Watcher {
+  virtual void moved(int row, const void* address, int num_bytes, bool is_write) = 0;
+
+ protected:
+  ~Watcher() = default;
+};
+
 // Where in the grid an OS thread stands.
 struct Place {
   int thread, num_threads, block, num_blocks, row;
   BlockBarrier* barrier;
+  Watcher* watcher;  // nullptr: nobody counts
 };
 inline thread_local Place place;
 
@@ -111,6 +122,11 @@ DEVICE int num_threads() { return place.num_threads; }
 DEVICE int block_id() { return place.block; }
 DEVICE int num_blocks() { return place.num_blocks; }
 DEVICE int device_row() { return place.row; }
+
+DEVICE void tell_moved(const void* address, int num_bytes, bool is_write) {
+  if (place.watcher == nullptr) return;
+  place.watcher->moved(place.row, address, num_bytes, is_write);
+}
 
 DEVICE void block_barrier() { place.barrier->any(false); }
 DEVICE bool block_any(bool mine) { return place.barrier->any(mine); }

@@ -113,44 +113,44 @@ DEVICE void ring_leave(const RingStation& at) {
   if (thread_id() == 0) at.mine->counters = at.counters;
 }
 
-template <class T>
-DEVICE Total<T>* ring_slot(const Arguments& a, const RingStation& at, int replica,
-                           unsigned count) {
-  return reinterpret_cast<Total<T>*>(scratch_of(a, replica) + count % kSlots * at.slot_bytes);
+template <class Slot>
+DEVICE Slot* ring_slot(const Arguments& a, const RingStation& at, int replica, unsigned count) {
+  return reinterpret_cast<Slot*>(scratch_of(a, replica) + count % kSlots * at.slot_bytes);
 }
 
 // How often a thread reads 16 bytes for a pack of a sum: from a slot, and from the own tensor.
-template <class T>
-constexpr int kRingLoads = kVectors<T> + 1;
+template <class T, class K>
+constexpr int kRingLoads = kVectors<T, K> + 1;
 
-// Sends the own elements of a segment, as the first of the sum.
+// Sends the own elements of a segment, as they are, as the first of the sum.
 template <class T, class K>
 DEVICE bool ring_send(const Arguments& a, RingStation& at, const Range& range) {
   const RingStep step = {.take = false, .put = true, .land = false, .write = false};
   if (!ring_await(a, at, step)) return false;
   const T* own = static_cast<const T*>(a.data[at.self.id]);
-  Total<T>* out = ring_slot<T>(a, at, at.next, at.counters.sent);
+  T* out = ring_slot<T>(a, at, at.next, at.counters.sent);
   const long long origin = origin_of<T>(range);
   deal_out<T, in_flight<K>(1)>(range, at.are_aligned, [&](auto here) {
-    write(out, here.from(origin), widened(read(own, here)));
+    write(out, here.from(origin), read(own, here));
   });
   ring_publish(at, step);
   return true;
 }
 
-// Receives a partial sum, adds the own elements, sends it on: one pass over the segment.
-template <class T, class K>
+// Receives a partial sum, adds the own elements, sends it on: one pass over the segment. What
+// comes is Slots: elements from the first replica, partial sums from others.
+template <class T, class K, class Slot>
 DEVICE bool ring_receive_reduce_send(const Arguments& a, RingStation& at, const Range& range) {
   const RingStep step = {.take = true, .put = true, .land = false, .write = false};
   if (!ring_await(a, at, step)) return false;
   const T* own = static_cast<const T*>(a.data[at.self.id]);
-  const Total<T>* in = ring_slot<T>(a, at, at.self.id, at.counters.taken);
-  Total<T>* out = ring_slot<T>(a, at, at.next, at.counters.sent);
+  const Slot* in = ring_slot<Slot>(a, at, at.self.id, at.counters.taken);
+  Partial<T, K>* out = ring_slot<Partial<T, K>>(a, at, at.next, at.counters.sent);
   const long long origin = origin_of<T>(range);
-  deal_out<T, in_flight<K>(kRingLoads<T>)>(range, at.are_aligned, [&](auto here) {
-    auto totals = read(in, here.from(origin));
+  deal_out<T, in_flight<K>(kRingLoads<T, K>)>(range, at.are_aligned, [&](auto here) {
+    auto totals = widened(read(in, here.from(origin)));
     combine<K>(a, totals, read(own, here));
-    write(out, here.from(origin), totals);
+    write(out, here.from(origin), partial<T, K>(totals));
   });
   ring_publish(at, step);
   return true;
@@ -158,17 +158,17 @@ DEVICE bool ring_receive_reduce_send(const Arguments& a, RingStation& at, const 
 
 // Receives the last partial sum, adds the own elements, scales, rounds; writes the result here
 // and, if it `is_passed_on`, into the next replica's tensor.
-template <class T, class K>
+template <class T, class K, class Slot>
 DEVICE bool ring_finish(const Arguments& a, RingStation& at, const Range& range,
                         bool is_passed_on) {
   const RingStep step = {.take = true, .put = false, .land = false, .write = is_passed_on};
   if (!ring_await(a, at, step)) return false;
   T* own = static_cast<T*>(a.data[at.self.id]);
   T* out = static_cast<T*>(a.data[at.next]);
-  const Total<T>* in = ring_slot<T>(a, at, at.self.id, at.counters.taken);
+  const Slot* in = ring_slot<Slot>(a, at, at.self.id, at.counters.taken);
   const long long origin = origin_of<T>(range);
-  deal_out<T, in_flight<K>(kRingLoads<T>)>(range, at.are_aligned, [&](auto here) {
-    auto totals = read(in, here.from(origin));
+  deal_out<T, in_flight<K>(kRingLoads<T, K>)>(range, at.are_aligned, [&](auto here) {
+    auto totals = widened(read(in, here.from(origin)));
     combine<K>(a, totals, read(own, here));
     const auto result = finished<T>(totals, a.scale);
     write(own, here, result);
@@ -218,14 +218,32 @@ DEVICE Range ring_segment(const Arguments& a, const RingStation& at, const Cut& 
 //   n = 3, a message is src->dst:chunk
 //       0->1:2  1->2:0  2->0:1      first terms
 //       0->1:1  1->2:2  2->0:0      two terms; replica r adds the third one to chunk r
+//
+// A first term is an element, and travels in its bytes. What the next hops carry does not fit into
+// them: two bfloat16 alone have more than 2^16 sums, which the terms to come tell apart.
 template <class T, class K>
 DEVICE bool ring_reduce_segment(const Arguments& a, RingStation& at, const Cut& cut, long long s,
                                 bool write) {
   if (!ring_send<T, K>(a, at, ring_segment<T>(a, at, cut, 1, s))) return false;
-  for (int back = 2; back < a.num_replicas; ++back) {
-    if (!ring_receive_reduce_send<T, K>(a, at, ring_segment<T>(a, at, cut, back, s))) return false;
+  const int n = a.num_replicas;
+  if constexpr (sizeof(Partial<T, K>) == sizeof(T)) {
+    for (int back = 2; back < n; ++back) {
+      const Range range = ring_segment<T>(a, at, cut, back, s);
+      if (!ring_receive_reduce_send<T, K, T>(a, at, range)) return false;
+    }
+    return ring_finish<T, K, T>(a, at, ring_segment<T>(a, at, cut, 0, s), write);
+  } else {
+    using Slot = Partial<T, K>;
+    const Range own = ring_segment<T>(a, at, cut, 0, s);
+    if (n == 2) return ring_finish<T, K, T>(a, at, own, write);
+    const Range second = ring_segment<T>(a, at, cut, 2, s);
+    if (!ring_receive_reduce_send<T, K, T>(a, at, second)) return false;
+    for (int back = 3; back < n; ++back) {
+      const Range range = ring_segment<T>(a, at, cut, back, s);
+      if (!ring_receive_reduce_send<T, K, Slot>(a, at, range)) return false;
+    }
+    return ring_finish<T, K, Slot>(a, at, own, write);
   }
-  return ring_finish<T, K>(a, at, ring_segment<T>(a, at, cut, 0, s), write);
 }
 
 // Passes on segment s of the other replicas' chunks, as they land; the last one ends here.
@@ -242,7 +260,8 @@ DEVICE bool ring_gather_segment(const Arguments& a, RingStation& at, const Cut& 
 // Ring all-reduce: reduce-scatter and all-gather, fused, segment by segment.
 //
 //   traffic       2 (n - 1) / n * bytes written to the next replica; (5n - 4) / n * bytes of
-//                 memory per replica (half types: more, partial sums travel as float32)
+//                 memory per replica. Half types, but where partial sums are rounded: (3n - 4) / n
+//                 * bytes written, of first terms 2 an element, of partial sums 4
 //   best for      large messages on PCIe, and where not all devices reach each other
 //   needs         access to the next replica's memory, and from the previous one
 //   determinism   an element is reduced once and copied: outputs have equal bits. The order is

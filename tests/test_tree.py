@@ -13,6 +13,7 @@ MANY_FILES = {"training"}
 # Files whose tests have other names, because what they do is seen elsewhere.
 TESTED_BY = {
     "comm/host/host_library.py": "comm/host/test_host.py",
+    "comm/kernels/ring.py": "comm/kernels/test_two_bytes.py",
     "comm/kernels/simulator.py": "comm/kernels/test_kernels.py",
     "comm/nccl/communicators.py": "comm/nccl/test_clique.py",
     "comm/topology.py": "comm/kernels/test_hierarchical.py",

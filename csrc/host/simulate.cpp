@@ -19,6 +19,9 @@ using Kernel = void (*)(const Arguments&);
 // Every number of replicas, and every operation.
 using Any = Known<0, 0, kAnyOp>;
 
+// The same where partial sums are rounded, which makes a difference for half types alone.
+using Rounding = Known<0, 0, kAnyOp, true>;
+
 // In the order of mirror.comm.base.DTYPES. A race detector's program compiles in a fraction of the
 // time with one type.
 #ifdef MIRROR_ONLY_INT32
@@ -43,7 +46,7 @@ using Any = Known<0, 0, kAnyOp>;
     }                                                                                             \
   }
 
-constexpr int kNumElements = 7;
+constexpr int kNumElements = 7, kHalfElement = 2, kBFloat16Element = 3;
 
 struct Entry {
   const char* name;
@@ -86,6 +89,34 @@ struct KnownEntry {
   Kernel kernel;
 };
 
+#ifndef MIRROR_ONLY_INT32
+struct RoundingEntry {
+  const char* name;
+  Kernel half, bfloat16;
+};
+
+#define ROUNDING_ENTRY(name) \
+  { #name, name<Half, Rounding>, name<BFloat16, Rounding> }
+
+const RoundingEntry kRoundingKernels[] = {
+    ROUNDING_ENTRY(ring_all_reduce),
+    ROUNDING_ENTRY(ring_reduce_scatter),
+    ROUNDING_ENTRY(hierarchical_all_reduce),
+    ROUNDING_ENTRY(hierarchical_reduce_scatter),
+};
+
+Kernel find_rounding_kernel(const char* name, int element) {
+  for (const RoundingEntry& entry : kRoundingKernels) {
+    if (std::strcmp(entry.name, name) != 0) continue;
+    if (element == kHalfElement) return entry.half;
+    if (element == kBFloat16Element) return entry.bfloat16;
+  }
+  return nullptr;
+}
+#else
+Kernel find_rounding_kernel(const char*, int) { return nullptr; }
+#endif
+
 #define KNOWN_ENTRY(name, replicas, island) \
   { #name, replicas, island, name<KnownElement, Known<replicas, island, kSum>> }
 #define KNOWN_DIRECT(replicas)                                                          \
@@ -106,6 +137,9 @@ Kernel find_kernel(const char* name, int element, const Arguments& call) {
       return entry.kernel;
     }
   }
+  if (call.rounds != 0) {
+    if (const Kernel kernel = find_rounding_kernel(name, element)) return kernel;
+  }
   for (const Entry& entry : kKernels) {
     if (std::strcmp(entry.name, name) == 0 && element >= 0 && element < kNumElements) {
       return entry.by_element[element];
@@ -113,6 +147,37 @@ Kernel find_kernel(const char* name, int element, const Arguments& call) {
   }
   return nullptr;
 }
+
+// Counts the bytes of tensors and scratch that go from one replica's memory to another's.
+class Traffic : public Watcher {
+ public:
+  // `moved` has a row of `num_replicas` numbers for each replica: what goes from it to others.
+  Traffic(const Arguments& call, int num_blocks, long long* moved) : call_(call), moved_(moved) {
+    const long long state = static_cast<long long>(call.state_blocks) * kStateBytes;
+    workspace_bytes_ = state + num_blocks * call.scratch_bytes;
+  }
+
+  void moved(int row, const void* address, int num_bytes, bool is_write) override {
+    for (int r = 0; r < call_.num_replicas; ++r) {
+      if (!is_in(address, call_.data[r], call_.count * call_.element_bytes) &&
+          !is_in(address, call_.workspace[r], workspace_bytes_)) {
+        continue;
+      }
+      const int from = is_write ? row : r, to = is_write ? r : row;
+      std::atomic_ref<long long>(moved_[from * call_.num_replicas + to]) += num_bytes;
+    }
+  }
+
+ private:
+  static bool is_in(const void* address, const void* begin, long long num_bytes) {
+    const auto offset = static_cast<const char*>(address) - static_cast<const char*>(begin);
+    return offset >= 0 && offset < num_bytes;
+  }
+
+  const Arguments& call_;
+  long long workspace_bytes_;
+  long long* moved_;
+};
 
 // What the threads of one replica share: a barrier per block, and one between calls.
 struct Device {
@@ -137,15 +202,19 @@ int mirror_arguments_bytes() { return sizeof(Arguments); }
 
 // Runs `num_calls` calls, each of a kernel by name and element type, on all replicas that are not
 // in the bit mask `absent`, and returns when all have ended. `calls[i].rows` is to be the
-// identity: every replica is a device.
+// identity: every replica is a device. What the first call moves between replicas is added to
+// `moved`, a matrix, unless that is null.
 int mirror_simulate(const char* const* names, const int* elements, const Arguments* calls,
-                    int num_calls, int num_blocks, int num_threads, unsigned absent) {
+                    int num_calls, int num_blocks, int num_threads, unsigned absent,
+                    long long* moved) {
   std::vector<Kernel> kernels;
   for (int i = 0; i < num_calls; ++i) {
     kernels.push_back(find_kernel(names[i], elements[i], calls[i]));
     if (kernels.back() == nullptr) return kNoSuchKernel;
   }
   const int num_replicas = calls[0].num_replicas;
+  Traffic traffic(calls[0], num_blocks, moved);
+  Watcher* const watcher = moved == nullptr ? nullptr : &traffic;
   std::vector<std::unique_ptr<Device>> devices;
   std::vector<Place> places;
   for (int r = 0; r < num_replicas; ++r) {
@@ -153,7 +222,8 @@ int mirror_simulate(const char* const* names, const int* elements, const Argumen
     devices.push_back(std::make_unique<Device>(num_blocks, num_threads));
     for (int b = 0; b < num_blocks; ++b) {
       for (int t = 0; t < num_threads; ++t) {
-        places.push_back({t, num_threads, b, num_blocks, r, devices.back()->blocks[b].get()});
+        BlockBarrier* const barrier = devices.back()->blocks[b].get();
+        places.push_back({t, num_threads, b, num_blocks, r, barrier, watcher});
       }
     }
   }

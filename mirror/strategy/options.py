@@ -24,9 +24,11 @@ class CommunicationOptions:
             ``None`` waits for ever.
         wire_dtype: what float32 and float64 gradients travel as, ``torch.bfloat16`` for instance:
             half the bytes, rounded once before and once after the sum, which is accumulated in
-            float32. Every replica still gets the same bits. ``None``: as they are. ``ring`` and
-            ``hierarchical`` pass partial sums on, as float32: there the half of the way on which
-            is reduced keeps its four bytes.
+            float32. Every replica still gets the same bits. ``None``: as they are. ``ring``, where
+            there are more than two replicas, and ``hierarchical``, between islands, pass partial
+            sums on as float32 while they reduce: half the bytes on the way back alone. Half both
+            ways, and a rounding at every hop, is for those who ask for it:
+            ``backend=mirror.comm.create("ring", devices, partial_sums="rounded")``.
         deterministic: only a backend whose sums do not depend on packing or algorithm.
 
     Raises:

@@ -82,6 +82,7 @@ class FakeCupy:
             launches[0].blocks,
             _THREADS_PER_BLOCK,
             0,
+            None,
         )
         assert result == 0, name
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mirror.comm.checks import HALF_DTYPES
 from mirror.comm.kernels.layout import Arguments
 from mirror.errors import BackendError
 from mirror.files import replacing
@@ -60,6 +61,7 @@ class Unit(NamedTuple):
         source: the file in csrc/, without its suffix.
         element: the element type of the file's reductions; "" for its copies, which see bytes.
         op: the number of the operation, as in ``Arguments``.
+        rounds: whether partial sums travel as elements.
     """
 
     source: str
@@ -67,6 +69,7 @@ class Unit(NamedTuple):
     op: int = 0
     num_replicas: int = 0
     island_size: int = 0
+    rounds: bool = False
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -83,7 +86,9 @@ def unit_of(kernel: str, dtype: torch.dtype, arguments: Arguments) -> Unit:
     # A ring reads from one replica at a time, however many there are.
     num_replicas = 0 if source == "ring" else arguments.num_replicas
     island_size = arguments.island_size if source == "hierarchical" else 0
-    return Unit(source, ELEMENTS[dtype], arguments.op, num_replicas, island_size)
+    # "direct" passes no partial sums on, and those of wide types are elements anyway.
+    rounds = bool(arguments.rounds) and dtype in HALF_DTYPES and source != "direct"
+    return Unit(source, ELEMENTS[dtype], arguments.op, num_replicas, island_size, rounds)
 
 
 def source_folder() -> Path | None:
@@ -125,6 +130,7 @@ def unit_source(unit: Unit) -> str:
             f"MIRROR_OP {_OPS[unit.op]}",
             f"MIRROR_REPLICAS {unit.num_replicas}",
             f"MIRROR_ISLAND {unit.island_size}",
+            f"MIRROR_ROUNDS {int(unit.rounds)}",
         ]
     head = "".join(f"#define {what}\n" for what in defined)
     return head + expanded(f"{unit.source}.cu")

@@ -27,8 +27,9 @@ from mirror.errors import BackendError
 
 # kMaxThreads in csrc/collective.h.
 _THREADS_PER_BLOCK = 512
-# As many as others use who copy by registers (NCCL's rings 16 to 32, vLLM 36); to be measured.
-_MAX_BLOCKS = 32
+# As many as others use who copy by registers (NCCL's rings 16 to 32, vLLM 36). To be measured:
+# benchmarks/gpu_blocks.py finds the best for a machine.
+_DEFAULT_BLOCKS = 32
 _PEER_ACCESS_ALREADY_ENABLED = 704
 
 _Place = tuple[str, torch.device]
@@ -62,33 +63,41 @@ class CudaDevices:
     So modules are loaded, on every device, and all memory is there before the first launch.
     """
 
-    # 4 packs for each thread; below that another block costs more than it brings.
-    bytes_per_block = 4 * 16 * _THREADS_PER_BLOCK
+    # A pack for each thread. With more of them a thread waits for memory more than once, while
+    # there are multiprocessors to ask at the same time; with less, threads are idle.
+    bytes_per_block = 16 * _THREADS_PER_BLOCK
 
     def __init__(
         self,
         devices: Sequence[torch.device],
         scratch_bytes: int,
         linked: Sequence[tuple[torch.device, torch.device]],
+        max_blocks: int | None = None,
     ) -> None:
         """Opens the devices' memory to each other, and makes the workspaces.
 
         Args:
             linked: the pairs of which the one reaches the other's memory. No others are opened: a
                 GPU has so many peers at most.
+            max_blocks: of each replica: all are to be resident at once, one to a multiprocessor.
 
         Raises:
             BackendError: a GPU has fewer multiprocessors than replicas.
+            ValueError: it has fewer than ``max_blocks`` for each of its replicas, or these are
+                none.
         """
         self._devices = tuple(devices)
         self._rows = {d: [i for i, e in enumerate(devices) if e == d] for d in devices}
         self._scratch_bytes = scratch_bytes
-        self.max_blocks = _MAX_BLOCKS
-        for device, rows in self._rows.items():
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self.max_blocks = min(self.max_blocks, processors // len(rows))
-        if self.max_blocks == 0:
+        most = min(_processors(device) // len(rows) for device, rows in self._rows.items())
+        if most == 0:
             raise BackendError("a GPU has fewer multiprocessors than replicas; use fewer replicas")
+        if max_blocks is not None and not 1 <= max_blocks <= most:
+            raise ValueError(
+                f"each replica has 1 to {most} blocks here, one to a multiprocessor of its GPU; "
+                f"got max_blocks={max_blocks}"
+            )
+        self.max_blocks = max_blocks or min(_DEFAULT_BLOCKS, most)
         _open_memory(linked)
         num_bytes = workspace_bytes(self.max_blocks, scratch_bytes)
         # They outlive the inference mode and the default device of whoever makes them.
@@ -192,6 +201,11 @@ def _load(unit: Unit, devices: tuple[torch.device, ...]) -> dict[_Place, _Loaded
                 # `.kernel` is the function on the current device.
                 kernels[name, device] = _Loaded(kernel, kernel.kernel.ptr)
     return kernels
+
+
+def _processors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def _capability(device: torch.device) -> int:

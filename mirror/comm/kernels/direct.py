@@ -32,6 +32,10 @@ class DirectCommunicator(KernelCommunicator):
     def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:
         return list(permutations(range(num_replicas), 2))
 
+    def share(self, collective: str, num_bytes: int) -> int:
+        is_one_shot = collective == "all_reduce" and num_bytes <= ONE_SHOT_MAX_BYTES
+        return num_bytes if is_one_shot else super().share(collective, num_bytes)
+
     def kernel_for(self, collective: str, num_bytes: int, blocks: int) -> str:
         if collective != "all_reduce":
             return super().kernel_for(collective, num_bytes, blocks)

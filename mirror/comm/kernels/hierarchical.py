@@ -8,7 +8,7 @@ from itertools import permutations
 import torch
 
 from mirror.comm.choose import register
-from mirror.comm.kernels.kernels import KernelCommunicator
+from mirror.comm.kernels.kernels import KernelCommunicator, checked_partial_sums
 from mirror.comm.kernels.layout import Arguments
 from mirror.comm.topology import Topology, topology_of
 
@@ -19,6 +19,21 @@ class HierarchicalCommunicator(KernelCommunicator):
 
     Every element is reduced in replica order inside the islands, and then in island order. So the
     result depends on the islands, but not on what is reduced together.
+
+    Inside an island elements move as they are. Bytes that each replica sends to other islands in
+    an all-reduce, for each element, with k islands of g members; the first half is that of the
+    reduction, the second one that of the results:
+
+    ==================================  =============================  ============  ============
+    elements, ``partial_sums``          k islands of g                 k = 2, g = 2  k = 2, g = 4
+    ==================================  =============================  ============  ============
+    float32                             (4 (k-1) + 4 (k-1)) / (k g)    2             1
+    bfloat16 or float16, "exact"        (4 (k-1) + 2 (k-1)) / (k g)    1.5           0.75
+    the same, "rounded"; min and max    (2 (k-1) + 2 (k-1)) / (k g)    1             0.5
+    ==================================  =============================  ============  ============
+
+    An island's partial sum is four bytes for g terms of two: the terms themselves would be as many
+    or more.
 
     Attributes:
         islands: the replicas of each island.
@@ -35,23 +50,30 @@ class HierarchicalCommunicator(KernelCommunicator):
         *,
         islands: Sequence[Sequence[int]] | None = None,
         timeout_seconds: float | None = None,
+        max_blocks: int | None = None,
+        partial_sums: str = "exact",
     ) -> None:
         """Makes the workspaces.
 
         Args:
             islands: the ids of the replicas in each island, all of equal size; by default what
                 the devices' links suggest, see ``topology_of``.
-            timeout_seconds: how long a replica may wait inside a collective; by default 600 s.
+            timeout_seconds, max_blocks: as for the other kernels.
+            partial_sums: what those of half types travel as, see ``checked_partial_sums``.
 
         Raises:
-            ValueError: the islands are not of equal size, or do not have each replica once.
+            ValueError: the islands are not of equal size, or do not have each replica once; or
+                ``partial_sums`` is unknown.
             BackendError, DeviceError: as for the other backends.
         """
-        super().__init__(devices, timeout_seconds=timeout_seconds)
+        self.partial_sums = checked_partial_sums(partial_sums)
+        super().__init__(devices, timeout_seconds=timeout_seconds, max_blocks=max_blocks)
         if islands is None:
             self.islands = topology_of(self.devices).islands
         else:
             self.islands = Topology(islands).checked(len(self.devices)).islands
+        if len(self.islands) == 1:
+            self.partial_sums = "exact"  # none of them leaves its replica
 
     @classmethod
     def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:

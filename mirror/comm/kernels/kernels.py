@@ -28,7 +28,13 @@ _logger = logging.getLogger("mirror")
 
 
 class Machine(Protocol):
-    """Runs kernels on all replicas, and owns the memory that they share."""
+    """Runs kernels on all replicas, and owns the memory that they share.
+
+    Attributes:
+        max_blocks: how many blocks of threads a kernel may have on each replica.
+        bytes_per_block: how much of a message one replica works on before another block is worth
+            its while.
+    """
 
     max_blocks: int
     bytes_per_block: int
@@ -65,6 +71,7 @@ class KernelCommunicator(Communicator):
     Attributes:
         source: the file in csrc/ with the kernels.
         scratch_bytes: of each block of each replica.
+        partial_sums: "exact" or "rounded", see ``checked_partial_sums``.
     """
 
     waits = True
@@ -73,19 +80,26 @@ class KernelCommunicator(Communicator):
     source: ClassVar[str]
     simulated_scratch_bytes: ClassVar[int]
     cuda_scratch_bytes: ClassVar[int]
+    partial_sums = "exact"
 
     def __init__(
-        self, devices: Sequence[torch.device | str], *, timeout_seconds: float | None = None
+        self,
+        devices: Sequence[torch.device | str],
+        *,
+        timeout_seconds: float | None = None,
+        max_blocks: int | None = None,
     ) -> None:
         """Makes the workspaces.
 
         Args:
             timeout_seconds: how long a replica may wait inside a collective; by default 600 s.
+            max_blocks: how many blocks of threads a kernel may have on each replica; results have
+                the same bits whatever it is. By default what the machine suggests.
 
         Raises:
             BackendError: the kernels cannot be run here; see ``unavailable_reason``.
             DeviceError: a device does not exist.
-            ValueError: the timeout is negative.
+            ValueError: the timeout is negative, or the blocks are none, or too many for a device.
         """
         super().__init__(devices)
         if timeout_seconds is not None and not timeout_seconds >= 0:
@@ -100,11 +114,13 @@ class KernelCommunicator(Communicator):
         self._machine: Machine
         if is_simulated(self.devices):
             self.scratch_bytes = self.simulated_scratch_bytes
-            self._machine = simulator.SimulatedDevices(len(self.devices), self.scratch_bytes)
+            self._machine = simulator.SimulatedDevices(
+                len(self.devices), self.scratch_bytes, max_blocks
+            )
         else:
             self.scratch_bytes = self.cuda_scratch_bytes
             self._machine = cuda_kernels.CudaDevices(
-                self.devices, self.scratch_bytes, self._linked(self.devices)
+                self.devices, self.scratch_bytes, self._linked(self.devices), max_blocks
             )
         # Not at exit: the driver may be gone by then, and the process gives everything back.
         weakref.finalize(self, self._machine.close).atexit = False
@@ -170,6 +186,10 @@ class KernelCommunicator(Communicator):
         self.check_tensors(tensors, root=root)
         self._launch("broadcast", tensors, torch.uint8, root=root)
 
+    def share(self, collective: str, num_bytes: int) -> int:
+        """Returns how many bytes of a message of so many one replica works on: a chunk."""
+        return -(-num_bytes // len(self.devices))
+
     def kernel_for(self, collective: str, num_bytes: int, blocks: int) -> str:
         """Returns the name of the kernel for so many bytes per replica, on so many blocks."""
         return f"{self.source}_{collective}"
@@ -186,6 +206,8 @@ class KernelCommunicator(Communicator):
         arguments = Arguments()
         arguments.num_replicas = len(self.devices)
         arguments.op = OPS.index(op)
+        # Of elements the least and the greatest are elements: nothing is lost.
+        arguments.rounds = self.partial_sums == "rounded" or op in ("min", "max")
         self.arrange(arguments)
         return arguments
 
@@ -223,7 +245,7 @@ class KernelCommunicator(Communicator):
         arguments.root = root
         arguments.element_bytes = first.element_size()
         arguments.call = self._num_calls
-        blocks = -(-first.nbytes // self._machine.bytes_per_block)
+        blocks = -(-self.share(collective, first.nbytes) // self._machine.bytes_per_block)
         blocks = max(1, min(blocks, self._machine.max_blocks))
         kernel = self.kernel_for(collective, first.nbytes, blocks)
         self._machine.run(kernel, element, arguments, blocks)
@@ -252,6 +274,21 @@ class KernelCommunicator(Communicator):
             f"not: {who}; see what the replicas waited for were doing, or allow more with "
             "timeout_seconds"
         )
+
+
+def checked_partial_sums(partial_sums: str) -> str:
+    """Returns what partial sums of half types travel as, where replicas pass them on.
+
+    "exact": as float32, and the result is rounded once, as everywhere. "rounded": as elements,
+    rounded at every hop, as NCCL does it and with it DDP's ``bf16_compress_hook``; every replica
+    still gets the same bits. Products are sums here; minima and maxima need no more than elements.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if partial_sums not in ("exact", "rounded"):
+        raise ValueError(f"partial_sums must be 'exact' or 'rounded'; got {partial_sums!r}")
+    return partial_sums
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -31,6 +31,7 @@ class Arguments(ctypes.Structure):
         ("element_bytes", ctypes.c_int32),
         ("state_blocks", ctypes.c_int32),
         ("island_size", ctypes.c_int32),
+        ("rounds", ctypes.c_int32),
         ("call", ctypes.c_int32),
         ("rows", ctypes.c_int32 * MAX_REPLICAS),
         ("order", ctypes.c_int32 * MAX_REPLICAS),

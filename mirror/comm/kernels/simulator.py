@@ -21,7 +21,8 @@ PATH = Path(__file__).parents[1] / "_simulate.so"
 # More than one each, so that barriers and the dealing out of work are the real ones; few, for
 # every one is an OS thread: 8 replicas are 16 threads, or 32.
 _THREADS_PER_BLOCK = 2
-_MAX_BLOCKS = 2
+_DEFAULT_BLOCKS = 2
+_MAX_BLOCKS = 16
 
 
 class SimulatedDevices:
@@ -29,16 +30,31 @@ class SimulatedDevices:
 
     Attributes:
         absent: a bit mask of replicas that do not take part, for tests of time-outs.
+        moved: a matrix of int64, to which is added how many bytes of tensors and of scratch go
+            from the memory of one replica, a row, to that of another, a column; ``None`` does not
+            count.
     """
 
-    max_blocks = _MAX_BLOCKS
-    bytes_per_block = 64 * 1024
+    bytes_per_block = 16 * 1024
 
-    def __init__(self, num_replicas: int, scratch_bytes: int) -> None:
+    def __init__(
+        self, num_replicas: int, scratch_bytes: int, max_blocks: int | None = None
+    ) -> None:
+        """Makes the workspaces.
+
+        Raises:
+            ValueError: no blocks, or more than the system should start threads for.
+        """
+        self.max_blocks = _DEFAULT_BLOCKS if max_blocks is None else max_blocks
+        if not 1 <= self.max_blocks <= _MAX_BLOCKS:
+            raise ValueError(
+                f"simulated devices have 1 to {_MAX_BLOCKS} blocks; got max_blocks={max_blocks}"
+            )
         self.absent = 0
+        self.moved: Tensor | None = None
         self._scratch_bytes = scratch_bytes
         self._errors = _aligned_zeros(num_replicas * FLAG_BYTES)
-        num_bytes = workspace_bytes(_MAX_BLOCKS, scratch_bytes)
+        num_bytes = workspace_bytes(self.max_blocks, scratch_bytes)
         self._workspaces = [_aligned_zeros(num_bytes) for _ in range(num_replicas)]
 
     def prepare(self, calls: Iterable[tuple[str, torch.dtype, Arguments]]) -> None:
@@ -49,7 +65,7 @@ class SimulatedDevices:
         arguments.workspace[:num_replicas] = [w.data_ptr() for w in self._workspaces]
         arguments.errors = self._errors.data_ptr()
         arguments.scratch_bytes = self._scratch_bytes
-        arguments.state_blocks = _MAX_BLOCKS
+        arguments.state_blocks = self.max_blocks
         arguments.rows[:num_replicas] = range(num_replicas)
         result = library().mirror_simulate(
             (ctypes.c_char_p * 1)(kernel.encode()),
@@ -59,6 +75,7 @@ class SimulatedDevices:
             blocks,
             _THREADS_PER_BLOCK,
             self.absent,
+            None if self.moved is None else self.moved.data_ptr(),
         )
         if result != 0:
             threads = num_replicas * blocks * _THREADS_PER_BLOCK
@@ -101,6 +118,7 @@ def library() -> ctypes.CDLL:
         ctypes.c_int,
         ctypes.c_int,
         ctypes.c_uint,
+        ctypes.c_void_p,
     ]
     loaded.mirror_widen.argtypes = [ctypes.c_int, ctypes.c_uint]
     loaded.mirror_widen.restype = ctypes.c_float

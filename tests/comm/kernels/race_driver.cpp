@@ -154,8 +154,8 @@ int main(int argc, char** argv) {
     }
     is_equal = true;
   }
-  const int result =
-      mirror_simulate(names.data(), elements.data(), calls.data(), num_calls, blocks, threads, 0);
+  const int result = mirror_simulate(names.data(), elements.data(), calls.data(), num_calls,
+                                     blocks, threads, 0, nullptr);
   if (result != kDone) return 3;
   for (int r = 0; r < n; ++r) {
     const unsigned word = static_cast<Flag*>(errors.pointer)[r].value;

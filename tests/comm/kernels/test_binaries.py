@@ -1,18 +1,10 @@
-"""binaries.py: the kernels for GPUs, as far as a compiler can tell, and where they are kept.
+"""binaries.py: the kernels for GPUs, as far as a compiler can tell, and where they are kept."""
 
-The compilers are NVRTC, from the packages nvidia-cuda-nvrtc-cu12 (CUDA 12) and nvidia-cuda-nvrtc
-(CUDA 13), which need no driver, and nvcc where there is one.
-"""
-
-import ctypes
-import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,75 +23,10 @@ from mirror.comm.kernels.binaries import (
 )
 from mirror.comm.kernels.layout import Arguments
 from mirror.errors import BackendError
+from tests.comm.kernels.compilers import COMPILERS, Nvcc, Nvrtc, nvrtc_library
 
 SOURCES = ("direct", "ring", "hierarchical")
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
-LIBRARIES = {"CUDA 12": "cuda_nvrtc/lib/libnvrtc.so.12", "CUDA 13": "cu13/lib/libnvrtc.so.13"}
-
-
-def nvrtc_library(name):
-    """Returns the path of a compiler's library; None where its package is not installed."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = spec.submodule_search_locations if spec else ()
-    paths = [Path(folder) / LIBRARIES[name] for folder in folders or ()]
-    return next((path for path in paths if path.exists()), None)
-
-
-COMPILERS = [name for name in LIBRARIES if nvrtc_library(name)]
-if not COMPILERS and shutil.which("nvcc"):
-    COMPILERS = ["nvcc"]
-
-
-class Nvrtc:
-    def __init__(self, path):
-        self.library = ctypes.CDLL(str(path))
-
-    def compile(self, source, architecture):
-        """Returns the PTX and the binary."""
-        program = ctypes.c_void_p()
-        self.check(
-            self.library.nvrtcCreateProgram(
-                ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
-            )
-        )
-        options = [*OPTIONS, "--ptxas-options=-v", f"--gpu-architecture=sm_{architecture}"]
-        array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        status = self.library.nvrtcCompileProgram(program, len(options), array)
-        log = self.output(program, "ProgramLog").decode()
-        assert status == 0, log
-        assert not re.search(r"warning|error|[1-9]\d* bytes spill", log), log
-        used = re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", log, re.DOTALL)
-        self.registers = {kernel: int(number) for kernel, number in used}
-        parts = self.output(program, "PTX").decode(), self.output(program, "CUBIN")
-        self.check(self.library.nvrtcDestroyProgram(ctypes.byref(program)))
-        return parts
-
-    def output(self, program, what):
-        size = ctypes.c_size_t()
-        self.check(self.library[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
-        text = ctypes.create_string_buffer(size.value)
-        self.check(self.library[f"nvrtcGet{what}"](program, text))
-        return text.raw
-
-    def check(self, status):
-        assert status == 0, f"NVRTC returned {status}"
-
-
-class Nvcc:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def compile(self, source, architecture):
-        file = self.folder / "kernels.cu"
-        file.write_text(source)
-        outputs = []
-        for kind in ("ptx", "cubin"):
-            output = self.folder / f"kernels.{kind}"
-            options = OPTIONS[:-1]  # the last one is NVRTC's alone
-            command = ["nvcc", *options, f"-arch=sm_{architecture}", f"--{kind}", str(file)]
-            subprocess.run([*command, "-o", str(output)], check=True)
-            outputs.append(output.read_bytes())
-        return outputs[0].decode(), outputs[1]
 
 
 @pytest.fixture(params=COMPILERS or ["none"])
@@ -111,9 +38,10 @@ def compiler(request, tmp_path):
     return Nvrtc(nvrtc_library(request.param))
 
 
-def unit(source, element, n=8, island=4, op=0):
+def unit(source, element, n=8, island=4, op=0, rounds=False):
     """Returns the unit of a source for n replicas, with islands of so many where it needs them."""
-    call = Arguments(num_replicas=n, island_size=island, op=op)
+    rounds = rounds or OPS[op] in ("min", "max")  # nothing is lost by it
+    call = Arguments(num_replicas=n, island_size=island, op=op, rounds=rounds)
     dtype = next(dtype for dtype, name in ELEMENTS.items() if name == element)
     return unit_of(f"{source}_reduce_scatter", dtype, call)
 
@@ -148,6 +76,14 @@ def test_kernels_compile_for_every_element_type_and_operation(compiler, source):
     check(compiler, Unit(source), 90)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [75, 80, 90])
+@pytest.mark.parametrize("element", ["Half", "BFloat16"])
+@pytest.mark.parametrize("source", ["ring", "hierarchical"])
+def test_kernels_that_round_partial_sums_compile(compiler, source, element, architecture):
+    check(compiler, unit(source, element, rounds=True), architecture)
+
+
 def loads_in_flight(ptx, kernel):
     """Returns how many packs a thread reads before it computes, at most, and writes any.
 
@@ -177,6 +113,8 @@ IN_FLIGHT = [
             ("ring", "Half", 8, 4 * 3),
             ("hierarchical", "float", 8, 4 * 4),
             ("hierarchical", "Half", 16, 4 * 4),
+            ("ring", "BFloat16 rounded", 8, 4 * 2),
+            ("hierarchical", "Half rounded", 8, 4 * 4),
         )
     ),
 ]
@@ -187,7 +125,8 @@ IN_FLIGHT = [
 def test_all_replicas_are_read_before_any_is_added(
     compiler, source, element, n, loads, architecture
 ):
-    made = unit(source, element, n)
+    element, _, rounded = element.partition(" ")
+    made = unit(source, element, n, rounds=bool(rounded))
     ptx = check(compiler, made, architecture)  # no spills, either
     for kernel in made.kernels:
         assert loads_in_flight(ptx, kernel) == loads
@@ -214,6 +153,10 @@ def test_every_kernel_is_in_one_unit():
             unit = unit_of(f"{source}_reduce_scatter", dtype, call)
             assert unit == Unit(source, element, 3, *needs)
             assert not set(unit.kernels) & set(Unit(source).kernels)
+            call.rounds = True  # halves alone are compiled for that, where it makes a difference
+            is_other = unit_of(f"{source}_reduce_scatter", dtype, call) != unit
+            assert is_other == (source != "direct" and dtype.itemsize == 2)
+            call.rounds = False
 
 
 def test_operations_are_numbered_as_in_the_kernels():

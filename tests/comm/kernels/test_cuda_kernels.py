@@ -198,6 +198,17 @@ def test_what_a_trial_needs_is_compiled_at_once(gpus):
     assert capabilities == {90, 91, 92, 93}
 
 
+@pytest.mark.parametrize(("indices", "most"), [((0, 1), 100), ((0, 0, 1), 50)], ids=str)
+def test_all_blocks_of_a_gpu_fit_on_its_multiprocessors(gpus, indices, most):
+    assert machine(gpus, "ring", indices).max_blocks == 32
+    for max_blocks in (1, most):
+        gpus.kept.append(gpus.create("ring", indices, max_blocks=max_blocks))
+        assert gpus.kept[-1]._machine.max_blocks == max_blocks
+    for max_blocks in (0, most + 1):
+        with pytest.raises(ValueError, match=rf"1 to {most} .* got max_blocks={max_blocks}"):
+            gpus.create("ring", indices, max_blocks=max_blocks)
+
+
 def test_default_device_and_inference_mode_are_not_its_own(gpus):
     with torch.device("meta"), torch.inference_mode():
         made = machine(gpus, "direct", (0, 1))
