@@ -1,7 +1,7 @@
 """What has to be seen on a machine with a GPU: every backend there, with streams that are late.
 
 Needs one GPU; uses all there are. With --device cpu everything but NCCL runs on simulated devices:
-to check this program, not the GPU.
+to check this program, not the GPU. Every check has a deadline, and all of them have a budget.
 
     python benchmarks/gpu_check.py --json found.json
 """
@@ -11,15 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
+from time import monotonic
 
 import torch
 from arguments import at_least, new_file
-from checking import LATE_CYCLES, Skipped, created, settle
+from checking import LATE_CYCLES, created, settle
+from gpu_blocks import best_blocks
 from gpu_whole import whole_checks
+from supervised import Check, supervise, work
 from timing import seconds_of
 
 import mirror
@@ -31,20 +33,13 @@ from mirror.errors import DeviceError
 
 REPLICAS = (1, 2, 4, 8)
 KERNELS = ("direct", "ring", "hierarchical")
-
-
-@dataclass
-class Outcome:
-    """What came of a check."""
-
-    name: str
-    state: str
-    seconds: float
-    detail: str
+BUDGET_SECONDS = 460
+"""Under 8 minutes, with the start of the processes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes all checks and prints what came of them; returns 1 if one failed, else 0."""
+    begin = monotonic()
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     parser.add_argument("--device", default="cuda:0", help="the one that replicas share")
     parser.add_argument(
@@ -54,7 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="of a large float32 message",
     )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="checks with this in their names"
+    )
+    parser.add_argument(
+        "--deadline", type=at_least(1), default=90, metavar="SECONDS", help="of each check"
+    )
+    parser.add_argument(
+        "--budget", type=at_least(1), default=BUDGET_SECONDS, metavar="SECONDS", help="of all"
+    )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="for what was found")
+    # What makes the checks: a process of this program, that is told where to begin and to report.
+    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.device != "cpu" and num_cuda_devices() == 0:
         parser.error("there is no GPU; --device cpu checks this program on simulated devices")
@@ -62,47 +68,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         (device,) = resolve([arguments.device])
     except DeviceError as error:
         parser.error(str(error))
-    diagnosis = diagnose([device], partial(print, flush=True))
-    print(diagnosis.to_text(), "\n", flush=True)
+    chosen = [
+        (name, check)
+        for name, check in checks(device, arguments.elements)
+        if arguments.only in name
+    ]
+    if arguments.work:
+        work(chosen, *arguments.work)
+        return 0
+    command = [sys.executable, __file__, "--device", arguments.device, "--only", arguments.only]
     outcomes = []
-    for name, check in checks(device, arguments.elements):
-        outcomes.append(made(name, check))
-        outcome = outcomes[-1]
-        print(
-            f"{outcome.state:7} {outcome.name:34} {outcome.seconds:7.2f} s  {outcome.detail}",
-            flush=True,
-        )
+    for outcome in supervise(
+        [*command, "--elements", str(arguments.elements), "--work"],
+        [name for name, _ in chosen],
+        deadline_seconds=arguments.deadline,
+        budget_seconds=arguments.budget,
+    ):
+        print(outcome, flush=True)
+        outcomes.append(outcome)
+    seconds = monotonic() - begin
+    counts = {s: sum(o.state == s for o in outcomes) for s in ("passed", "failed", "skipped")}
+    told = ", ".join(f"{count} {state}" for state, count in counts.items())
+    print(f"{told}; {seconds:.0f} s of {arguments.budget} s")
     if arguments.json:
         found = {
-            "doctor": json.loads(diagnosis.to_json()),
             "checks": [asdict(outcome) for outcome in outcomes],
+            "seconds": seconds,
+            "budget_seconds": arguments.budget,
         }
         with open(arguments.json, "w") as file:
             json.dump(found, file, indent=1)
-    return int(any(outcome.state == "failed" for outcome in outcomes))
+    return int(counts["failed"] > 0)
 
 
-def made(name: str, check: Callable[[], str]) -> Outcome:
-    """Makes one check, whatever comes of it."""
-    outcome = Outcome(name, "failed", 0.0, "")
-
-    def run() -> None:
-        try:
-            outcome.detail = check()
-            outcome.state = "passed"
-        except Skipped as skipped:
-            outcome.state, outcome.detail = "skipped", str(skipped)
-        except Exception as error:
-            traceback.print_exc()
-            outcome.detail = f"{type(error).__name__}: {error}"
-
-    outcome.seconds = seconds_of(run)
-    return outcome
-
-
-def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Callable[[], str]]]:
+def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Check]]:
     """Yields names and checks; a check returns what is worth telling."""
     one = (device,)
+    yield "doctor", partial(is_healthy, device)
     yield "nccl, one rank", partial(conforms, "nccl", one, elements)
     yield "nccl, one rank, late streams", partial(waits_for_streams, "nccl", one)
     yield "nccl, one rank, time-out", partial(times_out, one)
@@ -116,19 +118,37 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Callable[
             yield f"batches of the host, {n} on one", partial(waits_for_no_copy, one * n)
     everything = resolve()
     yield from whole_checks(device, elements, everything)
+    for name in KERNELS:
+        yield f"{name}, how many blocks, 2 on one", partial(best_blocks, name, one * 2, elements)
     if len(everything) > 1:
         for name in ("nccl", *KERNELS):
             yield f"{name}, all GPUs", partial(conforms, name, everything, elements)
             yield f"{name}, all GPUs, late streams", partial(waits_for_streams, name, everything)
+        for name in KERNELS:
+            yield (
+                f"{name}, how many blocks, all GPUs",
+                partial(best_blocks, name, everything, elements),
+            )
         yield "nccl, all GPUs, time-out", partial(times_out, everything)
         yield "auto and training, all GPUs", partial(trains, everything)
         yield "batches of the host, all GPUs", partial(waits_for_no_copy, everything)
+
+
+def is_healthy(device: torch.device) -> str:
+    """The doctor finds nothing wrong; what it says is printed."""
+    diagnosis = diagnose([device], partial(print, flush=True))
+    print(diagnosis.to_text(), "\n", flush=True)
+    failures = [f"{backend.name}: {backend.failure}" for backend in diagnosis.backends]
+    if not diagnosis.healthy:
+        raise AssertionError("; ".join(text for text in failures if not text.endswith(": None")))
+    return f"auto: {diagnosis.auto.name}, {diagnosis.auto.reason}"
 
 
 def conforms(name: str, devices: tuple[torch.device, ...], elements: int) -> str:
     """Every collective and dtype is exact, and a large sum has the bits of copying and adding."""
     with_backend = created(name, devices)
     try:
+        with_backend.prepare(self_test.EVERY)  # compiled one after the other, they take minutes
         count = self_test.examine(with_backend)
         generator = torch.Generator().manual_seed(1)
         # Integers, so that every order of summation is exact.

@@ -22,6 +22,7 @@ Devices = tuple[torch.device, ...]
 
 # What mirror may cost on one GPU, for steps of some milliseconds and more.
 MOST = 1.03
+WAYS = ("way 1", "way 2", "way 3")
 FIRST_USE_SECONDS = 10.0
 HAND_OVER_SECONDS = 0.003  # of a busy machine, too; the target on an idle one is a tenth
 
@@ -70,8 +71,8 @@ def hides_reductions(devices: Devices, elements: int) -> str:
     return f"step {report.step * 1e3:.2f} ms; {share}"
 
 
-def hands_over(devices: Devices) -> str:
-    """Replicas that block on the host do not keep the others from beginning."""
+def hands_over(devices: Devices, schedule: str) -> str:
+    """Replicas that block on the host do not keep the others from beginning, when staggered."""
     begins: list[float] = []
     lock = threading.Lock()
 
@@ -80,14 +81,14 @@ def hands_over(devices: Devices) -> str:
             begins.append(perf_counter())
         sleep(0.03)
 
-    with mirror.MirroredStrategy(devices, schedule="staggered") as strategy:
+    with mirror.MirroredStrategy(devices, schedule=schedule) as strategy:
         taken = []
         for _ in range(12):
             begins.clear()
             strategy.run(block)
             taken.append(max(begins) - min(begins))
     late = sorted(taken)[len(taken) // 2]
-    if devices[0].type == "cuda":
+    if devices[0].type == "cuda" and schedule == "staggered":
         told = f"the last of {len(devices)} began {late * 1e3:.2f} ms late"
         assert late < HAND_OVER_SECONDS, told
     return f"the last one begins {late * 1e3:.2f} ms after the first"
@@ -125,19 +126,36 @@ def feeds(devices: Devices) -> str:
     return f"{rate:.1f} GB/s from pageable memory"
 
 
-def costs_little(device: torch.device) -> str:
-    """``MirroredStrategy([gpu])`` is a plain loop, nearly, for steps of some milliseconds."""
+def costs_little(device: torch.device, way: str) -> str:
+    """``MirroredStrategy([gpu])`` is a plain loop, nearly, for steps of some milliseconds.
+
+    Args:
+        way: what is in ``run``: nothing, the forward pass and the loss, or the whole step.
+    """
     width = 2048 if device.type == "cuda" else 64
     x = torch.randn(1024, width, device=device)
 
-    def made(model: Any) -> Callable[[], None]:
+    def made(model: Any, run: Callable[..., Any] | None = None) -> Callable[[], None]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def loss() -> torch.Tensor:
+            squares: torch.Tensor = model(x).square()
+            return squares.mean()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            if run is not None and way == "way 2":
+                strategy.reduce("mean", run(loss)).backward()
+            else:
+                loss().backward()
+            optimizer.step()
 
         def steps() -> None:
             for _ in range(10):
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
+                if run is not None and way == "way 3":
+                    run(step)
+                else:
+                    step()
             settle((device,))
 
         return steps
@@ -146,7 +164,7 @@ def costs_little(device: torch.device) -> str:
     plain = made(nn.Sequential(*layers).to(device))
     with mirror.MirroredStrategy([device]) as strategy:
         layers = [nn.Linear(width, width) for _ in range(8)]
-        ours = made(strategy.mirror(nn.Sequential(*layers)))
+        ours = made(strategy.mirror(nn.Sequential(*layers)), strategy.run)
         samples = interleaved({"ours": ours, "plain": plain}, rounds=15)
     ratio = samples["ours"].over(samples["plain"]).median
     if device.type == "cuda":

@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 from checking import LATE_CYCLES, Skipped, created, settle
-from gpu_costs import costs_little, feeds, first_use, hands_over, hides_reductions
+from gpu_costs import WAYS, costs_little, feeds, first_use, hands_over, hides_reductions
+from gpu_risks import beside_allocations, beside_computation, peers_are_what_they_say
 from torch import nn
 
 import mirror
@@ -37,15 +38,29 @@ def whole_checks(
         if name == "direct" or device.type == "cuda":
             yield f"{name}, first use", partial(first_use, name, one * 2)
         yield f"{name}, two streams at once", partial(two_streams, name, one * 2)
+        yield f"{name}, beside allocations", partial(beside_allocations, name, one * 2)
+        yield f"{name}, beside computation", partial(beside_computation, name, one * 2, elements)
     yield "SyncBatchNorm beside buckets", partial(collectives_beside_buckets, one * 2)
     yield "the caller's own stream", partial(on_the_callers_stream, one * 2)
     yield "reductions hidden by backward", partial(hides_reductions, one * 2, elements)
-    yield "hand-over of 8 that block", partial(hands_over, one * 8)
+    for schedule in ("staggered", "lockstep"):
+        yield f"hand-over of 8 that block, {schedule}", partial(hands_over, one * 8, schedule)
     yield "input, pinned and in parts", partial(feeds, one * 2)
     yield "autocast and GradScaler", partial(scales, one * 2)
     yield "a graph captured after a run", partial(captures, device)
-    yield "one replica / a plain loop", partial(costs_little, device)
+    for way in WAYS:
+        yield f"one replica / a plain loop, {way}", partial(costs_little, device, way)
+    yield "peers", partial(peers_are_what_they_say, everything)
     if len(everything) > 1:
+        for name in ("nccl", "direct", "ring", "hierarchical"):
+            yield (
+                f"{name}, beside allocations, all GPUs",
+                partial(beside_allocations, name, everything),
+            )
+            yield (
+                f"{name}, beside computation, all GPUs",
+                partial(beside_computation, name, everything, elements),
+            )
         yield "two streams at once, all GPUs, nccl", partial(two_streams, "nccl", everything)
         yield (
             "SyncBatchNorm beside buckets, all GPUs",

@@ -255,14 +255,26 @@ def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
         "nccl, one rank, late streams",
         "nccl, one rank, time-out",
         "a graph captured after a run",
+        "peers",
     }
     assert states["direct, 8 on one, late streams"] == "passed"
     assert set(states.values()) == {"passed", "skipped"}
-    assert report["doctor"]["healthy"] is True
+    assert states["doctor"] == "passed"
+    assert report["seconds"] < report["budget_seconds"] < 8 * 60
+    assert f"s of {report['budget_seconds']} s" in result.stdout
     assert "auto and training, 4 on one device" in result.stdout
     assert "chose host" in result.stdout
     assert states["SyncBatchNorm beside buckets"] == "passed"
-    assert states["one replica / a plain loop"] == "passed"
+    assert states["one replica / a plain loop, way 3"] == "passed"
+
+
+@pytest.mark.slow
+def test_the_check_of_a_gpu_makes_those_that_are_named():
+    result = run("gpu_check.py", "--device", "cpu", "--only", "ring, 4 on one", "--elements", 99)
+    assert result.returncode == 0, result.stdout + result.stderr
+    names = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert names[:2] == ["passed", "passed"]
+    assert "2 passed, 0 failed, 0 skipped; " in names[2]
 
 
 @pytest.mark.parametrize("waits", [False, True])

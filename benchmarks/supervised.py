@@ -1,0 +1,159 @@
+"""Checks made in a process of their own, one by one: under deadlines, and all within a budget.
+
+A kernel that never ends, a driver that does not return and an illegal address, after which nothing
+works in its process, cost one check each. The process tells what came of a check by a line of JSON
+in a pipe; one that is late, or gone, is replaced by another one, which makes the checks that are
+left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import Any
+
+from checking import Skipped
+from timing import seconds_of
+
+Check = Callable[[], str]
+
+
+@dataclass
+class Outcome:
+    """What came of a check: it passed, failed, or was skipped; ``detail`` says why, or how."""
+
+    name: str
+    state: str
+    seconds: float
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.state:7} {self.name:44} {self.seconds:7.2f} s  {self.detail}"
+
+
+def made(name: str, check: Check) -> Outcome:
+    """Makes one check, whatever comes of it."""
+    outcome = Outcome(name, "failed", 0.0, "")
+
+    def run() -> None:
+        try:
+            outcome.detail = check()
+            outcome.state = "passed"
+        except Skipped as skipped:
+            outcome.state, outcome.detail = "skipped", str(skipped)
+        except Exception as error:
+            traceback.print_exc()
+            outcome.detail = f"{type(error).__name__}: {error}"
+
+    outcome.seconds = seconds_of(run)
+    return outcome
+
+
+def work(checks: Sequence[tuple[str, Check]], first: int, pipe: int) -> None:
+    """Makes the checks from the given one on, and tells of each in the pipe: the other side."""
+    with os.fdopen(pipe, "w", buffering=1) as told:
+        for name, check in checks[first:]:
+            told.write(json.dumps(asdict(made(name, check))) + "\n")
+
+
+def supervise(
+    command: Sequence[str],
+    names: Sequence[str],
+    *,
+    deadline_seconds: float,
+    budget_seconds: float,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Outcome]:
+    """Yields what comes of every check, in order.
+
+    Args:
+        command: of the process that makes them. It gets two more arguments, for ``work``: the
+            number of the first check, and that of the pipe.
+        names: of all checks.
+        deadline_seconds: how long a check may take, the start of its process not included.
+        budget_seconds: how long all may take together; those that are left then are skipped.
+    """
+    end = monotonic() + budget_seconds
+    worker: _Worker | None = None
+    try:
+        for i, name in enumerate(names):
+            left = end - monotonic()
+            if left <= 0:
+                yield Outcome(name, "skipped", 0.0, f"the budget of {budget_seconds:g} s is spent")
+                continue
+            # To start, a process imports torch, and begins to use the devices.
+            patience = deadline_seconds + (deadline_seconds if worker is None else 0)
+            if worker is None:
+                worker = _Worker([*command, str(i)], env)
+            begin = monotonic()
+            answer = worker.next(min(patience, left))
+            if isinstance(answer, str):
+                seconds = monotonic() - begin
+                worker.end()
+                worker = None
+                yield Outcome(name, "failed", seconds, answer)
+            else:
+                yield Outcome(**answer)
+        if worker is not None:
+            worker.leave()
+    finally:
+        if worker is not None:
+            worker.end()
+
+
+class _Worker:
+    """A process that makes checks, and everything that it starts."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
+        self._pipe, theirs = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(theirs)],
+                pass_fds=[theirs],
+                start_new_session=True,
+                env={**os.environ, **(env or {})},
+            )
+        finally:
+            os.close(theirs)
+        self._read = b""
+
+    def next(self, seconds: float) -> dict[str, Any] | str:
+        """Returns the next outcome, or why there will be none."""
+        end = monotonic() + seconds
+        while b"\n" not in self._read:
+            is_there, _, _ = select.select([self._pipe], [], [], max(end - monotonic(), 0))
+            if not is_there:
+                return f"did not end within {seconds:.0f} s; its process was killed"
+            part = os.read(self._pipe, 1 << 16)
+            if not part:
+                return f"its process ended {_how(self._process.wait())}"
+            self._read += part
+        line, _, self._read = self._read.partition(b"\n")
+        outcome: dict[str, Any] = json.loads(line)
+        return outcome
+
+    def leave(self) -> None:
+        """Lets the process end by itself, which has told everything."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+
+    def end(self) -> None:
+        """Ends the process and its children, whatever they do."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._pipe)
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        return f"by {signal.Signals(-status).name}"
+    return f"with status {status}"
