@@ -20,6 +20,7 @@ import torch
 from arguments import at_least, new_file
 from checking import LATE_CYCLES, created, settle
 from gpu_blocks import best_blocks
+from gpu_waits import wait_checks
 from gpu_whole import whole_checks
 from supervised import Check, supervise, work
 from timing import seconds_of
@@ -120,6 +121,7 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Check]]:
     yield from whole_checks(device, elements, everything)
     for name in KERNELS:
         yield f"{name}, how many blocks, 2 on one", partial(best_blocks, name, one * 2, elements)
+    yield from wait_checks(device, everything)
     if len(everything) > 1:
         for name in ("nccl", *KERNELS):
             yield f"{name}, all GPUs", partial(conforms, name, everything, elements)
