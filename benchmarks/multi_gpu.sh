@@ -4,9 +4,11 @@
 #   benchmarks/multi_gpu.sh [--quick] [FOLDER]        default: results-HOST-DATE
 #
 # Needs two or more NVIDIA GPUs that do nothing else, and a Python with torch for CUDA and this
-# package: $PYTHON if it is set, else .venv/bin/python, else python3. It takes about an hour on
-# eight GPUs, --quick some minutes with numbers that mean little. A part that fails does not stop
-# the others; the folder's summary.md says what to put into benchmarks/README.md.
+# package: $PYTHON if it is set, else .venv/bin/python, else python3. First come the checks of
+# first_run.py, under half an hour; then measurements, which take about an hour on eight GPUs,
+# --quick some minutes with numbers that mean little. A part that fails does not stop the others;
+# the folder's summary.md says what to put into benchmarks/README.md. Where there is no GPU a table
+# says what was not checked, and why.
 
 set -euo pipefail
 
@@ -22,7 +24,7 @@ warn() {
 }
 
 usage() {
-    sed -n 's/^# \{0,1\}//; 2,9p' "${BASH_SOURCE[0]}"
+    sed -n 's/^# \{0,1\}//; 2,11p' "${BASH_SOURCE[0]}"
 }
 
 quick=()
@@ -39,9 +41,6 @@ folder=${folder:-results-$(hostname -s)-$(date +%Y%m%d-%H%M)}
 
 # What must be there.
 
-command -v nvidia-smi > /dev/null || die "there is no nvidia-smi: is the NVIDIA driver installed?"
-nvidia-smi > /dev/null || die "nvidia-smi fails: the driver does not answer"
-
 if [[ -n ${PYTHON:-} ]]; then
     python=$PYTHON
 elif [[ -x .venv/bin/python ]]; then
@@ -57,11 +56,22 @@ command -v "$python" > /dev/null || die "there is no $python; name one: PYTHON=.
 here=$("$python" -c 'import mirror, pathlib; print(pathlib.Path(mirror.__file__).parents[1])')
 [[ $here -ef $PWD ]] ||
     die "$python takes mirror from $here, not from $PWD; run: $python -m pip install -e '.[bench]'"
+
+die_with_table() { # what first_run.py says without a GPU, and why this ends here
+    "$python" benchmarks/first_run.py || true
+    die "$@"
+}
+
+command -v nvidia-smi > /dev/null ||
+    die_with_table "there is no nvidia-smi: is the NVIDIA driver installed?"
+nvidia-smi > /dev/null || die_with_table "nvidia-smi fails: the driver does not answer"
 count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ((count > 0)) ||
-    die "this torch sees no GPU: it is built for CPU, CUDA_VISIBLE_DEVICES hides them, or the" \
+    die_with_table "this torch sees no GPU: it is built for CPU, CUDA_VISIBLE_DEVICES hides them, or the" \
         "driver is too old for it"
-((count > 1)) || die "torch sees one GPU; for one there is: benchmarks/train_step.py --devices cuda:0"
+((count > 1)) ||
+    die "torch sees one GPU; for one there are: benchmarks/first_run.py --json FILE and" \
+        "benchmarks/train_step.py --devices cuda:0"
 
 mkdir -p "$folder" || die "cannot make the folder $folder"
 [[ -z $(ls -A "$folder") ]] || die "$folder is not empty; name another folder"
@@ -88,18 +98,24 @@ done
 
 failed=()
 
+result() { # NAME PROGRAM OPTIONS...
+    local name=$1 program=$2
+    shift 2
+    echo "== $name: $program $*"
+    # They end with 1 when a target was missed, too: that they wrote their numbers tells.
+    "$python" "benchmarks/$program" "$@" 2>&1 | tee "$folder/$name.txt" || true
+    if [[ ! -e $folder/$name.json ]]; then
+        failed+=("$name")
+        echo "== $name FAILED"
+    fi
+}
+
 part() { # NAME PROGRAM ARGUMENTS...
     local name=$1 program=$2
     shift 2
     local options=("$@" --json "$folder/$name.json")
     if [[ $plots = yes ]]; then options+=(--plot "$folder/$name.png"); fi
-    echo "== $name: $program ${options[*]}"
-    # They end with 1 when a target was missed, too: that they wrote their numbers tells.
-    "$python" "benchmarks/$program" "${options[@]}" 2>&1 | tee "$folder/$name.txt" || true
-    if [[ ! -e $folder/$name.json ]]; then
-        failed+=("$name")
-        echo "== $name FAILED"
-    fi
+    result "$name" "$program" "${options[@]}"
 }
 
 {
@@ -118,6 +134,8 @@ if "$python" -m mirror doctor --help > /dev/null 2>&1; then
 else
     echo "this version of mirror has no doctor" > "$folder/doctor.txt"
 fi
+
+result first_run first_run.py --json "$folder/first_run.json"
 
 sizes=(1024 32768 1048576 8388608 67108864 268435456 1073741824)
 rounds=(--rounds 21)

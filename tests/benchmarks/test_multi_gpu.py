@@ -60,6 +60,7 @@ elif "--json" in asked:
         assert "these parts failed, see their .txt: one_gpu\n" in result.stdout
         assert "4 GPUs: the rows of more stay empty" in result.stderr
         assert {path.stem for path in folder.glob("*.json")} == {
+            "first_run",
             "all_reduce_2_float32",
             "all_reduce_2_bfloat16",
             "all_reduce_4_float32",

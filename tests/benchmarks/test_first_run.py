@@ -1,0 +1,138 @@
+"""benchmarks/first_run.py: what a machine cannot check is said, and what fails is no traceback."""
+
+import importlib
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NEEDS = ("gpu", "two_gpus", "cupy", "nccl", "peers", "sanitizer", "pytest")
+
+
+@pytest.fixture
+def first_run(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("first_run")
+
+
+@pytest.fixture
+def whole(first_run):
+    """A machine that has everything."""
+    machine = first_run.Machine(**dict.fromkeys(NEEDS))
+    assert [field.name for field in fields(machine)] == list(NEEDS)
+    return machine
+
+
+def check(name, state, detail):
+    return {"name": name, "state": state, "seconds": 1.0, "detail": detail}
+
+
+@pytest.fixture
+def runs(first_run, monkeypatch):
+    """The programs that were run; the one in whose arguments ``runs.failing`` is, fails."""
+
+    class Runs(list):
+        failing = None
+
+    runs = Runs()
+
+    def run(command, seconds, env):
+        runs.append((command, dict(env)))
+        if "--json" in command:
+            state = "failed" if runs.failing == "gpu_check" else "passed"
+            found = {"checks": [check("ring, all GPUs", state, "8 GB/s")]}
+            Path(command[command.index("--json") + 1]).write_text(json.dumps(found))
+        if runs.failing in command:
+            return 1, "Traceback ...\nValueError: no such kernel\n"
+        return 0, "9 passed\n"
+
+    monkeypatch.setattr(first_run, "_run", run)
+    return runs
+
+
+def test_everything_is_run_in_order_and_is_one_table_and_one_file(
+    first_run, whole, runs, capsys, tmp_path
+):
+    found = tmp_path / "found.json"
+    assert first_run.main(["--json", str(found)], look=lambda: whole) == 0
+    rows = json.loads(found.read_text())
+    names = [row["name"] for row in rows]
+    assert names[len(NEEDS) :] == [
+        "the kernels' own tests",
+        "gpu_check: ring, all GPUs",
+        "modules loaded when first used: ring, all GPUs",
+        "segments that grow: ring, all GPUs",
+        "direct under compute-sanitizer",
+        "ring under compute-sanitizer",
+        "hierarchical under compute-sanitizer",
+    ]
+    assert {row["state"] for row in rows} == {"passed"}
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(rows)
+    assert all(row["name"] in line for row, line in zip(rows, lines, strict=True))
+    (tests, _), (_, alone), (_, lazy), (_, segments), *sanitized = runs
+    assert tests[-1].endswith("test_cuda_kernels.py")
+    assert alone == {}
+    assert lazy["CUDA_MODULE_LOADING"] == "LAZY"
+    assert segments["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert lazy["CUDA_VISIBLE_DEVICES"] == segments["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert {tuple(command[:3]) for command, _ in sanitized} == {
+        ("compute-sanitizer", "--tool", "memcheck")
+    }
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_what_a_machine_lacks_is_said_and_what_needs_it_is_not_run(
+    first_run, whole, runs, capsys, need
+):
+    lacking = replace(whole, **{need: f"there is no {need} here"})
+    assert first_run.main([], look=lambda: lacking) == 0
+    lines = capsys.readouterr().out.splitlines()
+    without = [line for line in lines if line.endswith(f"there is no {need} here")]
+    assert all(line.startswith("skipped") for line in without)
+    num_parts = {"gpu": 5, "two_gpus": 2, "cupy": 4, "sanitizer": 3, "pytest": 1}.get(need, 0)
+    assert len(without) == 1 + num_parts  # itself, and every part that needs it
+    assert len(runs) == 7 - num_parts
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize("failing", ["gpu_check", "compute-sanitizer"])
+def test_what_fails_is_a_row(first_run, whole, runs, capsys, failing):
+    runs.failing = failing
+    assert first_run.main([], look=lambda: whole) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
+    if failing == "gpu_check":
+        assert "gpu_check: ring, all GPUs" in failed[0]
+        assert len(failed) == 3
+    else:
+        assert failed[0].endswith("1: ValueError: no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("program", "state", "detail"),
+    [
+        ("print('1 passed')", "passed", "1 passed"),
+        ("import sys; sys.exit('out of memory')", "failed", "1: out of memory"),
+        ("import os; os.abort()", "failed", "-6: it said nothing"),
+        ("import time; time.sleep(1000)", "failed", "did not end within 2 s: it said nothing"),
+        ("print('ERROR SUMMARY: 3 errors')", "failed", "ERROR SUMMARY: 3 errors"),
+        ("print('ERROR SUMMARY: 0 errors')", "passed", "ERROR SUMMARY: 0 errors"),
+    ],
+)
+def test_a_program_passes_fails_or_is_late(first_run, whole, program, state, detail):
+    part = first_run.Part(
+        "x", (sys.executable, "-c", program), (), 2, fails_by="ERROR SUMMARY: [1-9].*"
+    )
+    (row,) = first_run.outcomes_of(part, whole)
+    assert (row.state, row.detail) == (state, detail)
+
+
+def test_this_machine_is_looked_at_without_a_traceback(first_run, capsys):
+    found = first_run.machine()
+    for name in NEEDS:
+        why = getattr(found, name)
+        assert why is None or (why and "\n" not in why)
+    assert found.pytest is None
