@@ -30,12 +30,16 @@ from mirror.strategy.inspection import is_mirrored, set_aggregation
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions
 from mirror.strategy.replica_context import ReplicaContext
+from mirror.train.checkpoint.checkpoint import Checkpoint
+from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.values import PerReplica
 
 __all__ = [
     "BackendError",
     "BatchError",
+    "Checkpoint",
     "CheckpointError",
+    "CheckpointManager",
     "CollectiveTimeoutError",
     "CommunicationOptions",
     "DeviceError",

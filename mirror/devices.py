@@ -73,6 +73,12 @@ def num_cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def cuda_devices_in_use() -> tuple[torch.device, ...]:
+    """Returns all CUDA devices if this process has used one, else none."""
+    num_cuda = num_cuda_devices() if torch.cuda.is_initialized() else 0
+    return tuple(torch.device("cuda", i) for i in range(num_cuda))
+
+
 def is_simulated(devices: Sequence[torch.device]) -> bool:
     """Whether all the devices are CPU devices."""
     return all(device.type == "cpu" for device in devices)

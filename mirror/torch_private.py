@@ -183,7 +183,7 @@ def _of_torch(path: str) -> Any:
                 importlib.import_module(".".join(["torch", *parts[: i + 1]]))
         found = getattr(found, name)
         if bracket:
-            found = found(*literal_eval(f"({arguments[:-1]},)"))
+            found = found(*literal_eval(f"[{arguments[:-1]}]"))
     return found
 
 
@@ -331,6 +331,7 @@ WHOLE_CALL = "_call_impl"
 CONVERT = "_apply"
 INFER = "_infer_parameters"
 WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
+METADATA = "_metadata"  # of a state_dict: versions of the modules it is of
 Loss: Any = _find("torch.nn.modules.loss._Loss", nn.MSELoss.__base__)
 
 # Optimizers

@@ -31,6 +31,7 @@ TESTED_BY = {
     "execution/run.py": "strategy/test_run.py",
     "replica/collectives/collectives.py": "strategy/test_replica_context.py",
     "replica/collectives/nodes.py": "replica/collectives/test_at_once.py",
+    "replica/copies/apart.py": "train/checkpoint/test_checkpoint.py",
     "replica/copies/buffer.py": "replica/copies/test_buffers.py",
     "replica/copies/hooks.py": "replica/gradients/test_hooks.py",
     "replica/copies/overrides.py": "replica/copies/test_parameters.py",
@@ -60,6 +61,11 @@ TESTED_BY = {
     "strategy/inspection.py": "replica/copies/test_identity.py",
     "strategy/mirrored.py": "strategy/test_constructor.py",
     "strategy/options.py": "strategy/test_constructor.py",
+    "train/checkpoint/contents.py": "faults/test_damage.py",
+    "train/archive/durable.py": "faults/test_disk.py",
+    "train/checkpoint/packed.py": "train/checkpoint/test_checkpoint.py",
+    "train/checkpoint/random_state.py": "train/checkpoint/test_checkpoint.py",
+    "train/archive/skeleton_reader.py": "train/archive/test_skeleton.py",
     "values.py": "strategy/test_per_replica.py",
 }
 

@@ -169,6 +169,20 @@ class Buffer:
         for r in idle:
             self.copies[r] = value.to(self.replicas.devices[r], copy=True)
 
+    def apart(self) -> tuple[tuple[int, ...], list[Tensor]] | None:
+        """Returns who has run last, and the copies, if these may differ from what is read."""
+        if not self._apart or self.must_be_given():
+            return None
+        return self._ran, [copy.detach() for copy in self.copies]
+
+    def put_apart(self, ran: tuple[int, ...], copies: Sequence[Tensor]) -> None:
+        """Gives each replica a value of its own, which combine to what is read now."""
+        self.give()
+        for mine, copy in zip(self.copies, copies, strict=True):
+            mine.data.copy_(copy)
+        self._ran = ran
+        self._stale = self._apart = True
+
     def _truth(self) -> Tensor:
         return self.copies[0] if self._aggregation == "none" else self.combined
 

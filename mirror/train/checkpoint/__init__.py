@@ -1,0 +1,1 @@
+"""Checkpoints: the state of objects, saved and restored; a directory of them; preemption."""

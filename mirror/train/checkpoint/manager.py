@@ -1,0 +1,204 @@
+"""CheckpointManager: the newest checkpoints of a run, in one directory."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import SupportsIndex
+
+from mirror.errors import CheckpointError, in_words
+from mirror.train.archive.durable import (
+    has_manifest,
+    locked,
+    make_directories,
+    remove_checkpoint,
+    remove_leftovers,
+)
+from mirror.train.checkpoint.checkpoint import Checkpoint
+from mirror.train.checkpoint.contents import read_contents
+from mirror.uncopied import Uncopied
+
+_PREFIX = "step-"
+_NAME = re.compile(rf"{_PREFIX}([0-9]{{1,18}})", re.ASCII)
+
+
+class SavedStep(int):
+    """The number of a step that was saved; as a path, its checkpoint: ``restore(latest)``.
+
+    Attributes:
+        path: the directory of the checkpoint.
+    """
+
+    path: Path
+
+    @classmethod
+    def at(cls, step: int, path: Path) -> SavedStep:
+        """Returns the step with its path."""
+        saved = cls(step)
+        saved.path = path
+        return saved
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+class CheckpointManager(Uncopied):
+    """Saves a checkpoint under the number of steps that were done, and restores the newest.
+
+    ::
+
+        manager = mirror.CheckpointManager(checkpoint, "checkpoints", max_to_keep=3)
+        step = manager.restore_latest() or 0
+        ...
+        manager.save(step)
+
+    Several processes may have managers of one directory: they save one after the other.
+
+    Attributes:
+        checkpoint: what is saved.
+        directory: where; a checkpoint is ``step-`` and its number.
+        max_to_keep: how many of the newest are kept, ``None``: all.
+    """
+
+    _instead = "make one in the other process, over the same directory"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+    ) -> None:
+        """Takes the checkpoint, and the directory, which is made with the first save.
+
+        Raises:
+            TypeError: it is no Checkpoint.
+            ValueError: ``max_to_keep`` is below 1.
+        """
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(
+                f"a manager takes a mirror.Checkpoint, got {in_words(checkpoint)}; pass "
+                "mirror.Checkpoint(model=model, optimizer=optimizer)"
+            )
+        if max_to_keep is not None and (
+            isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 1
+        ):
+            raise ValueError(
+                f"max_to_keep is how many checkpoints stay, at least 1, or None for all; got "
+                f"{in_words(max_to_keep)}"
+            )
+        self.checkpoint = checkpoint
+        self.directory = Path(os.path.abspath(directory))
+        self.max_to_keep = max_to_keep
+        self.last_step = 0  # that was saved or restored, for who counts on from there
+
+    @property
+    def steps(self) -> tuple[SavedStep, ...]:
+        """The steps that are saved, from the oldest on, whole or damaged."""
+        found = {}
+        names = os.listdir(self.directory) if self.directory.is_dir() else []
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match and has_manifest(self.directory / name):
+                found[int(match[1])] = self.directory / name
+        return tuple(SavedStep.at(step, found[step]) for step in sorted(found))
+
+    @property
+    def latest(self) -> SavedStep | None:
+        """The newest step that is saved, ``None`` without any; also a path for ``restore``."""
+        steps = self.steps
+        return steps[-1] if steps else None
+
+    def save(self, step: SupportsIndex, *, wait: bool = True) -> SavedStep:
+        """Saves under the number of a step, and removes the oldest checkpoints.
+
+        Args:
+            step: from 0; a checkpoint that has it is replaced.
+            wait: see ``Checkpoint.save``.
+
+        Raises:
+            CheckpointError: see ``Checkpoint.save``.
+            TypeError, ValueError: the step is no whole number, or below 0.
+        """
+        number = operator.index(step)
+        if isinstance(step, bool) or not 0 <= number < 10**18:
+            raise ValueError(
+                "a checkpoint is saved under the number of steps done, from 0; got "
+                f"{in_words(step)}"
+            )
+        path = self._path(number)
+        self.checkpoint.save_step(
+            path, number, wait=wait, write=lambda write: self._write(path, write)
+        )
+        self.last_step = number
+        return SavedStep.at(number, path)
+
+    def restore_latest(self) -> int | None:
+        """Restores the newest checkpoint that is whole; returns its step, ``None`` without any.
+
+        Damaged ones are skipped, with a warning.
+
+        Raises:
+            CheckpointError: all are damaged; or the newest is whole, and of other objects.
+        """
+        self.wait()
+        damaged: list[str] = []
+        for step in reversed(self.steps):
+            try:
+                contents = read_contents(step.path)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                continue
+            for text in damaged:
+                warnings.warn(f"step {int(step)} is restored: {text}", UserWarning, stacklevel=2)
+            self.checkpoint.restore_contents(contents)
+            self.last_step = int(step)
+            return int(step)
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is whole; {'; '.join(damaged)}; remove them "
+                "to begin anew"
+            )
+        return None
+
+    def wait(self) -> None:
+        """Waits for the save that goes on beside; see ``Checkpoint.wait``."""
+        self.checkpoint.wait()
+
+    close = wait
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
+        try:
+            make_directories(self.directory)
+            with locked(self.directory):
+                remove_leftovers(self.directory, _PREFIX)
+                write()
+                self._remove_old(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be written ({error})") from error
+
+    def _remove_old(self, written: Path) -> None:
+        """Removes all but the newest, and never what was just written."""
+        if self.max_to_keep is None:
+            return
+        others = [step for step in self.steps if step.path != written]
+        for step in others[: max(0, len(others) - self.max_to_keep + 1)]:
+            with suppress(OSError):  # the next save tries again
+                remove_checkpoint(step.path)
+
+    def _path(self, step: int) -> Path:
+        """Returns where a step is, or is to be."""
+        for saved in self.steps:
+            if saved == step:
+                return saved.path
+        return self.directory / f"{_PREFIX}{step:09d}"

@@ -1,0 +1,168 @@
+"""CheckpointManager: the newest checkpoints, in order, whatever else is in the directory."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import mirror
+from mirror.train.archive.durable import locked
+
+
+def manager(directory, value=0, **options):
+    return mirror.CheckpointManager(mirror.Checkpoint(x=value), directory, **options)
+
+
+def save(directory, *steps, **options):
+    for step in steps:
+        manager(directory, step, **options).save(step)
+
+
+def restored(directory):
+    one = manager(directory)
+    step = one.restore_latest()
+    return step, one.checkpoint.objects["x"]
+
+
+def steps(directory):
+    return [int(step) for step in manager(directory).steps]
+
+
+def test_the_newest_is_restored_by_number_not_by_name(tmp_path):
+    save(tmp_path, 9, 10, 1_000_000_001, 99)
+    assert steps(tmp_path) == [9, 10, 99, 1_000_000_001]
+    assert restored(tmp_path) == (1_000_000_001, 1_000_000_001)
+
+
+def test_without_any_there_is_none(tmp_path):
+    assert restored(tmp_path / "absent") == (None, 0)
+    assert manager(tmp_path).latest is None
+
+
+def test_the_latest_is_a_number_and_a_path(tmp_path):
+    saved = manager(tmp_path / "a" / "b", 5).save(5)
+    latest = manager(tmp_path / "a" / "b").latest
+    assert latest == saved == 5
+    assert latest.path == Path(latest) == tmp_path / "a" / "b" / "step-000000005"
+    assert mirror.Checkpoint(x=0).restore(latest) == {"x": 5}
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4]), (None, [1, 2, 3, 4])]
+)
+def test_the_newest_are_kept(tmp_path, keep, left):
+    save(tmp_path, 1, 2, 3, 4, max_to_keep=keep)
+    assert steps(tmp_path) == left
+
+
+def test_what_was_just_saved_is_never_removed(tmp_path):
+    save(tmp_path, 8, 9, max_to_keep=2)
+    save(tmp_path, 3, max_to_keep=2)
+    assert steps(tmp_path) == [3, 9]
+    save(tmp_path, 3, max_to_keep=1)
+    assert steps(tmp_path) == [3]
+
+
+def test_a_step_is_saved_again_in_its_place(tmp_path):
+    save(tmp_path, 3)
+    manager(tmp_path, "again").save(3)
+    assert restored(tmp_path) == (3, "again")
+    assert len(os.listdir(manager(tmp_path).latest.path)) == 2
+
+
+def damage(path, how):
+    (data,) = path.glob("*.safetensors")
+    name = path / "checkpoint.json"
+    if how == "no tensors":
+        data.unlink()
+    elif how == "no manifest":
+        name.unlink()
+    elif how == "cut":
+        os.truncate(data, data.stat().st_size - 1)
+    else:
+        name.write_bytes(name.read_bytes().replace(b"tensors", b"Tensors", 1))
+
+
+@pytest.mark.parametrize("how", ["no tensors", "no manifest", "cut", "flipped"])
+def test_a_damaged_one_is_skipped_with_a_warning(tmp_path, how):
+    save(tmp_path, 1, 2, 3)
+    damage(manager(tmp_path).latest.path, how)
+    if how == "no manifest":  # to the manager, nothing at all
+        assert restored(tmp_path) == (2, 2)
+        return
+    with pytest.warns(UserWarning, match="step 2 is restored: .*step-000000003"):
+        assert restored(tmp_path) == (2, 2)
+
+
+def test_if_all_are_damaged_nothing_begins_anew_silently(tmp_path):
+    save(tmp_path, 1, 2)
+    for step in manager(tmp_path).steps:
+        damage(step.path, "cut")
+    with pytest.raises(mirror.CheckpointError, match=r"no checkpoint in .* is whole"):
+        restored(tmp_path)
+
+
+def test_one_of_other_objects_is_not_skipped(tmp_path):
+    save(tmp_path, 1)
+    mirror.CheckpointManager(mirror.Checkpoint(y=1), tmp_path).save(2)
+    with warnings.catch_warnings(), pytest.raises(mirror.CheckpointError, match="lacks 'x'"):
+        warnings.simplefilter("error")
+        restored(tmp_path)
+
+
+def test_other_files_stay_and_are_in_nobodys_way(tmp_path):
+    mine = [tmp_path / name for name in ("step-x", "step-1", ".step-notes", "step-0000")]
+    for path in mine:
+        path.write_text("mine")
+    (tmp_path / "step-7").mkdir()
+    save(tmp_path, 2, 3, max_to_keep=1)
+    assert steps(tmp_path) == [3]
+    assert all(path.read_text() == "mine" for path in mine)
+
+
+def test_what_a_killed_save_has_left_is_removed(tmp_path):
+    left = tmp_path / ".step-000000001.tmp-0123"
+    left.mkdir()
+    (left / "tensors-0123456789abcdef.safetensors").write_text("half")
+    save(tmp_path, 2)
+    assert os.listdir(tmp_path) == ["step-000000002"]
+
+
+def test_what_another_process_writes_is_left_alone(tmp_path):
+    writing = tmp_path / ".step-000000001.tmp-0123"
+    writing.mkdir()
+    with locked(writing):
+        save(tmp_path, 2)
+    assert writing.exists()
+
+
+def test_a_save_beside_the_training(tmp_path):
+    with manager(tmp_path, torch.ones(10), max_to_keep=1) as one:
+        one.save(1, wait=False)
+        one.save(2, wait=False)
+        assert steps(tmp_path) in ([1], [2], [1, 2])
+    assert steps(tmp_path) == [2]
+
+
+def test_restoring_waits_for_the_save(tmp_path):
+    one = manager(tmp_path, 4)
+    one.save(4, wait=False)
+    assert one.restore_latest() == 4
+
+
+@pytest.mark.parametrize("step", [-1, True, 10**18])
+def test_a_step_that_is_no_count_is_refused(tmp_path, step):
+    with pytest.raises(ValueError, match="number of steps done"):
+        manager(tmp_path).save(step)
+
+
+def test_what_is_no_option_is_refused(tmp_path):
+    for keep in (0, -1, True, 2.0, "5"):
+        with pytest.raises(ValueError, match="max_to_keep"):
+            manager(tmp_path, max_to_keep=keep)
+    with pytest.raises(TypeError, match=r"takes a mirror.Checkpoint"):
+        mirror.CheckpointManager({"x": 1}, tmp_path)
+    with pytest.raises(TypeError):
+        manager(tmp_path).save(1.5)
