@@ -16,6 +16,7 @@ TESTED_BY = {
     "comm/kernels/ring.py": "comm/kernels/test_two_bytes.py",
     "comm/kernels/simulator.py": "comm/kernels/test_kernels.py",
     "comm/nccl/communicators.py": "comm/nccl/test_clique.py",
+    "comm/nccl/failures.py": "comm/nccl/test_errors.py",
     "comm/topology.py": "comm/kernels/test_hierarchical.py",
     "concurrency/stack.py": "concurrency/test_standstill.py",
     "data/join.py": "strategy/test_input.py",

@@ -101,7 +101,7 @@ def failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | 
             finally:
                 communicator.close()
         except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
-            _found[place] = _found.get(place) or _told(error)
+            _found[place] = _found.get(place) or _told(error, place[1])
     return _found[place]
 
 
@@ -132,12 +132,22 @@ def trial(communicator: Communicator) -> str | None:
                 examine(communicator, TRIED)
             _found[place] = None
         except Exception as error:
-            _found[place] = _told(error)
+            _found[place] = _told(error, communicator.devices)
     return _found[place]
 
 
-def _told(error: Exception) -> str:
-    return f"{_FAILED}: {type(error).__name__}: {error}"
+def _told(error: Exception, devices: Sequence[torch.device]) -> str:
+    """Returns how a trial failed, and what it has left behind: some errors of CUDA stay."""
+    told = f"{_FAILED}: {type(error).__name__}: {error}"
+    try:
+        for device in dict.fromkeys(devices):
+            if device.type == "cuda":
+                torch.zeros(1, device=device)
+                synchronize(device)
+    except Exception as left:
+        lost = f"since then CUDA refuses all work in this process ({type(left).__name__})"
+        return f"{told}; {lost}: start it anew, with another backend"
+    return told
 
 
 def _values(size: int, n: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ from mirror.comm import self_test
 from mirror.comm.base import DTYPES, OPS
 from mirror.comm.host.naive import NaiveCommunicator
 from mirror.errors import BackendError, CollectiveTimeoutError
+from tests.gpu.fake import FakeGpus
 
 CPU = torch.device("cpu")
 
@@ -99,6 +100,24 @@ def test_a_failure_is_a_reason_and_found_once():
         assert reason == "its self-test on these devices failed: OSError: no link"
     assert len(made) == 1
     assert made[0]._closed
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_failure_after_which_cuda_is_lost_says_so(monkeypatch, is_lost):
+    # An illegal address, say: whatever is tried afterwards fails in this process.
+    class Broken(NaiveCommunicator):
+        def all_reduce(self, tensors, op="sum", scale=1.0):
+            if is_lost:
+                monkeypatch.setattr(self_test, "synchronize", self.refuse)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        def refuse(self, device):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with FakeGpus(2) as gpus:
+        reason = self_test.trial(Broken(gpus.devices))
+    assert "illegal memory access" in reason
+    assert ("start it anew, with another backend" in reason) == is_lost
 
 
 def test_those_that_wait_get_a_short_timeout():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mirror.comm.nccl import nccl
+from mirror.comm.nccl import failures, nccl
 from mirror.errors import BackendError
 from tests.comm.nccl.failing import FUNCTIONS, assert_the_next_one_works, tensors
 
@@ -124,3 +124,35 @@ def test_ranks_whose_calls_differ_are_an_error(fake):
     calls = [(i, "ncclAllReduce", (pointers[i], pointers[i], 6 - i, 7, 0)) for i in range(2)]
     with pytest.raises(BackendError, match="ranks differ in arguments"):
         communicator._clique.run("a mistake", calls)
+
+
+class Size:
+    """What the system says of /dev/shm."""
+
+    def __init__(self, megabytes):
+        self.f_blocks, self.f_frsize = megabytes << 8, 4096
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "result", "is_told"), [(64, 2, True), (64, 5, False), (2048, 2, False)]
+)
+def test_little_shared_memory_is_named_where_it_may_be_the_reason(
+    fake, monkeypatch, megabytes, result, is_told
+):
+    monkeypatch.setattr(failures.os, "statvfs", lambda path: Size(megabytes))
+    communicator = fake.communicator()
+    fake.fail("ncclAllReduce", 1, result)
+    with pytest.raises(BackendError, match="make another strategy") as error:
+        communicator.all_reduce(tensors())
+    assert ("/dev/shm has 64 MiB" in str(error.value)) == is_told
+    assert ("--shm-size=1g" in str(error.value)) == is_told
+
+
+def test_a_machine_without_shared_memory_is_no_other_error(fake, monkeypatch):
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(failures.os, "statvfs", missing)
+    fake.fail("ncclGetUniqueId", 1, 2)
+    with pytest.raises(BackendError, match="ncclSystemError"):
+        fake.communicator()
