@@ -28,7 +28,7 @@ from mirror.strategy.current import (
 )
 from mirror.strategy.inspection import is_mirrored, set_aggregation
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.options import CommunicationOptions
+from mirror.strategy.options import CommunicationOptions, Guards
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.train.checkpoint.checkpoint import Checkpoint
 from mirror.train.checkpoint.manager import CheckpointManager
@@ -45,6 +45,7 @@ __all__ = [
     "DeviceError",
     "DistributedDataset",
     "DivergenceError",
+    "Guards",
     "InputContext",
     "InputOptions",
     "MirrorError",

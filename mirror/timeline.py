@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +65,16 @@ class Timeline:
 
     Attributes:
         steps: of the last steps, the whole and each kind's own seconds by lane.
+        at_step_ends: called when a step has ended.
+        is_in_run: whether an outermost run is going on.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.num_replicas = len(names)
         self.names = (*names, "cross-replica context", "reductions beside backward")
         self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
+        self.is_in_run = False
+        self.at_step_ends: list[Callable[[], None]] = []
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._sums: list[dict[str, float]] = []
         self._events: list[dict[str, Any]] | None = None
@@ -109,7 +113,7 @@ class Timeline:
     def note_update(self, lane: int) -> None:
         """Notes that an optimizer has stepped: outside ``run`` that ends a step."""
         self._has_updated = True
-        if lane == CROSS:
+        if lane == CROSS and not self.is_in_run:  # in a merge
             self._end_step()
 
     def note_run(self) -> None:
@@ -124,6 +128,8 @@ class Timeline:
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now
         self._clear()
+        for hear in self.at_step_ends:
+            hear()
 
     def so_far(self) -> tuple[float, list[dict[str, float]]]:
         """Returns the step that has not ended."""

@@ -153,7 +153,7 @@ class Runner:
         state = ThreadState.capture(self.replicas, sharers)
         tasks = {r: self._task(fn, run, r, state) for r in active}
         timeline = self.replicas.timeline
-        self.running = run
+        self.running, timeline.is_in_run = run, True
         timeline.use()
         try:
             # Activation checkpointing wants what is saved in one order.
@@ -171,7 +171,7 @@ class Runner:
             raise
         finally:
             if self._goes_on(run):
-                self.running = outer
+                self.running, timeline.is_in_run = outer, outer is not None
             state.restore()
             if run.streams is not None:
                 run.streams.end()
@@ -195,9 +195,14 @@ class Runner:
         return bool(self.locksteps) and self.locksteps[0].is_eager
 
     @property
+    def is_between_runs(self) -> bool:
+        """Whether no run, and no backward pass in the replicas' threads, is going on."""
+        return self.running is None and self.parallel_pass is None
+
+    @property
     def is_free(self) -> bool:
         """Whether the replicas' threads are there, and nothing is going on in them."""
-        if self.running is not None or self.parallel_pass is not None:
+        if not self.is_between_runs:
             return False
         return bool(self.locksteps) and self.locksteps[0].usable  # not closed, nor interrupted
 

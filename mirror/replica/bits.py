@@ -24,6 +24,18 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Returns the sum of a dense tensor's bits, read as integers: int64, 0-d, on its device.
+
+    It wraps around. It is another one if any single element has other bits.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kind[tensor.element_size()]).sum(dtype=torch.int64)
+
+
 def same_values(a: Any, b: Any) -> bool:
     """Whether two nested values hold tensors with equal bits and equal numbers and strings."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):

@@ -23,8 +23,7 @@ from mirror.replica.collectives.reduction import ReduceOp
 from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.group import Group
-from mirror.strategy.inspection import compare_replicas
-from mirror.strategy.options import CommunicationOptions
+from mirror.strategy.options import CommunicationOptions, Guards
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.scope import Scope
@@ -56,6 +55,7 @@ class Strategy(Uncopied):
         devices: Sequence[torch.device],
         communicator: Communicator,
         options: CommunicationOptions,
+        guards: Guards,
         *,
         schedule: str,
         weighted: bool,
@@ -69,9 +69,8 @@ class Strategy(Uncopied):
             strategy=self,
             schedule=schedule,
             weighted=weighted,
-            bytes_per_pack=options.bytes_per_pack,
-            wire_dtype=options.wire_dtype,
-            timeout_seconds=options.timeout_seconds,
+            options=options,
+            guards=guards,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         weakref.finalize(self, end_threads, self._group.runner.locksteps)
@@ -303,7 +302,8 @@ class Strategy(Uncopied):
             ReplicaMismatchError: naming the first variable and replica that differ.
         """
         self._check_cross("check_replicas")
-        return compare_replicas(self._group)
+        self._group.comparison.check()
+        return len(self._group.registry.parameters())
 
     def report(self) -> Report:
         """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""

@@ -12,12 +12,14 @@ from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_me
 from mirror.comm.base import Communicator
 from mirror.devices import is_simulated
 from mirror.execution.current import current
+from mirror.execution.every import Every
 from mirror.execution.part import Part
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.execution.saved_draws import watch_saved_draws
 from mirror.replica.collectives.nodes import order
 from mirror.replica.collectives.reducer import Reducer
+from mirror.replica.comparison import Comparison
 from mirror.replica.copies.assigned import assigned_part
 from mirror.replica.copies.buffers import Buffers
 from mirror.replica.copies.recorded import Recorded
@@ -31,6 +33,7 @@ from mirror.replica.modules.modules import Modules
 from mirror.replica.modules.own_values import Attributes
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
 from mirror.replica.optimizer.optimizers import Optimizers
+from mirror.strategy.options import CommunicationOptions, Guards
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -48,9 +51,8 @@ class Group:
         strategy: the one that this is the group of.
         schedule: how replicas take turns, see [Note: Turns].
         weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
-        bytes_per_pack: what one collective of gradients takes at most.
-        wire_dtype: what gradients are sent as; ``None``: as they are.
-        timeout_seconds: how long no replica may move before a run fails; ``None``: for ever.
+        options: how the replicas communicate.
+        guards: what is watched meanwhile.
     """
 
     def __init__(
@@ -61,9 +63,8 @@ class Group:
         strategy: object,
         schedule: str,
         weighted: bool,
-        bytes_per_pack: int,
-        wire_dtype: torch.dtype | None,
-        timeout_seconds: float | None,
+        options: CommunicationOptions,
+        guards: Guards,
     ) -> None:
         replicas = Replicas(
             devices,
@@ -72,9 +73,10 @@ class Group:
             weighted=weighted,
             is_nested=current.replica is not None,
         )
-        runner = Runner(replicas, schedule=schedule, timeout_seconds=timeout_seconds)
+        runner = Runner(replicas, schedule=schedule, timeout_seconds=options.timeout_seconds)
         registry, recorded = Registry(), Recorded()
-        gradients = Gradients(replicas, runner, Reducer(replicas, bytes_per_pack, wire_dtype))
+        reducer = Reducer(replicas, options.bytes_per_pack, options.wire_dtype)
+        gradients = Gradients(replicas, runner, reducer)
         access = Access(replicas, runner, gradients)
         variables, buffers = Variables(replicas, registry, access), Buffers(replicas, registry)
         attributes = Attributes(runner)
@@ -84,6 +86,7 @@ class Group:
             replicas, runner, registry, recorded, variables, buffers, attributes
         )
         self.optimizers = Optimizers(replicas, runner, access)
+        self.comparison = Comparison(replicas, runner.prepare, self.variables, self.optimizers)
         self.plain = PlainVariables(replicas, registry, recorded)
         # In the order of [Note: Parts].
         parts = (
@@ -101,6 +104,8 @@ class Group:
         # What one replica has, nobody has to agree with.
         runner.keep(parts if replicas.num_replicas > 1 else parts[:1])
         self._simulates = replicas.num_replicas > 1 and is_simulated(replicas.devices)
+        if guards.replicas_every and replicas.num_replicas > 1:
+            Every(guards.replicas_every, runner, self.comparison.check_sums)
         watch_passes()
         watch_optimizer_steps(are_mirrored=replicas.num_replicas > 1)
         if schedule == "concurrent":

@@ -1,18 +1,16 @@
-"""Questions about what is mirrored, and whether its replicas are equal; settings of buffers."""
+"""Questions about what is mirrored; settings of buffers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.errors import ReplicaMismatchError, StrategyError, in_words
-from mirror.replica.bits import same_bits
+from mirror.errors import StrategyError, in_words
 from mirror.replica.copies.buffer import AGGREGATIONS, MirroredBuffer
 from mirror.replica.modules.dicts import ReplicaDict
-from mirror.strategy.group import Group, all_groups
+from mirror.strategy.group import all_groups
 
 
 def is_mirrored(obj: object) -> bool:
@@ -63,25 +61,3 @@ def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
     buffer = dict.__getitem__(buffers, buffer_name)
     if isinstance(buffer, MirroredBuffer) and isinstance(buffers, ReplicaDict):
         buffer._mirrored.aggregation = buffers.aggregations[buffer_name] = how
-
-
-def compare_replicas(group: Group) -> int:
-    """Compares parameters and optimizer state; returns the number of parameters.
-
-    Raises:
-        ReplicaMismatchError: naming the first variable and replica that differ.
-    """
-    group.runner.prepare()
-    names = group.replicas.names
-    with torch.inference_mode(False), torch.no_grad():
-        for variable in group.variables:
-            first = variable.targets[0]
-            for r, target in enumerate(variable.targets):
-                if not same_bits(first, target):
-                    raise ReplicaMismatchError(
-                        f"parameter {variable.name!r} differs on {names[r]} from "
-                        f"{names[0]}; replicas must hold the same bits: look for a write "
-                        "inside run that is not the same on all replicas"
-                    )
-        group.optimizers.check()
-    return len(group.registry.parameters())

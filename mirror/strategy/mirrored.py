@@ -12,7 +12,7 @@ from mirror.devices import is_simulated, resolve
 from mirror.signposts import signposted_call
 from mirror.strategy.backend import make_communicator
 from mirror.strategy.base import Strategy
-from mirror.strategy.options import CommunicationOptions, check_choice
+from mirror.strategy.options import CommunicationOptions, Guards, check_choice
 
 _SCHEDULES = ("auto", "lockstep", "staggered")
 _GRADIENT_REDUCTIONS = ("mean", "sum")
@@ -39,6 +39,7 @@ class MirroredStrategy(Strategy):
         backend: ``"auto"``, the name of a communication backend, or a ``Communicator`` over the
             same devices.
         communication_options: see ``CommunicationOptions``.
+        guards: what the strategy watches while it trains, see ``Guards``.
         gradient_reduction: what a backward pass inside ``run`` leaves in ``.grad``: ``"mean"``,
             weighted by the replicas' numbers of examples, or ``"sum"``, as in tf.distribute.
         schedule: how replicas take turns: ``"lockstep"``, one at a time, deterministic (the
@@ -59,6 +60,7 @@ class MirroredStrategy(Strategy):
         backend: str | Communicator = "auto",
         *,
         communication_options: CommunicationOptions | None = None,
+        guards: Guards | None = None,
         gradient_reduction: str = "mean",
         schedule: str = "auto",
     ) -> None:
@@ -75,6 +77,7 @@ class MirroredStrategy(Strategy):
             resolved,
             make_communicator(backend, resolved, options),
             options,
+            or_default(guards, Guards),
             schedule=schedule,
             weighted=gradient_reduction == "mean",
         )

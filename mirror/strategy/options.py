@@ -1,4 +1,4 @@
-"""CommunicationOptions: how a strategy's replicas communicate."""
+"""What a strategy is told: how its replicas communicate, and what it watches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mirror.data.options import is_int
 from mirror.errors import in_words
 from mirror.signposts import signposted_call
 
@@ -49,6 +50,31 @@ class CommunicationOptions:
             names = ", ".join(map(str, _WIRE_DTYPES))
             raise ValueError(
                 f"wire_dtype must be one of {names}, or None; got {in_words(self.wire_dtype)}"
+            )
+
+
+@signposted_call
+@dataclass(frozen=True)
+class Guards:
+    """What a strategy watches while it trains.
+
+    Attributes:
+        replicas_every: after every so many steps the parameters and the optimizer state of all
+            replicas are compared, on GPUs by sums of their bits: what has drifted apart is a
+            ``ReplicaMismatchError`` that names it. 0: never. ``strategy.check_replicas()``
+            compares bit for bit, whenever it is called.
+
+    Raises:
+        ValueError: a number of steps below 0.
+    """
+
+    replicas_every: int = 1000
+
+    def __post_init__(self) -> None:
+        if not is_int(self.replicas_every) or self.replicas_every < 0:
+            raise ValueError(
+                f"replicas_every is a number of steps, 0 for never; got "
+                f"{in_words(self.replicas_every)}"
             )
 
 

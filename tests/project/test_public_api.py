@@ -16,6 +16,7 @@ NAMES = {
     "DeviceError",
     "DistributedDataset",
     "DivergenceError",
+    "Guards",
     "InputContext",
     "InputOptions",
     "MirrorError",

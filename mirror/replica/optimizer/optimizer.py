@@ -39,6 +39,7 @@ from mirror.compiler import Hold
 from mirror.devices import using
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replica
+from mirror.replica.comparison import Look
 from mirror.replica.copies.variable import settle
 from mirror.replica.optimizer.global_hooks import has_hooks
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored
@@ -307,7 +308,7 @@ class OptimizerMirror:
         self.loan.give_back()
         self.states.follow_first()
 
-    def check(self, names: Sequence[str]) -> None:
-        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
+    def check(self, look: Look) -> None:
+        """Shows the state of every replica to ``look``, beside that of the first."""
         self.loan.refresh(only_first=True)
-        self.states.check(self.loan.parameters.variables, names)
+        self.states.check(self.loan.parameters.variables, look)

@@ -12,6 +12,7 @@ from mirror.execution.part import Part
 from mirror.execution.replicas import Lent, Replicas, Together
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
+from mirror.replica.comparison import Look
 from mirror.replica.copies.variable import Variable
 from mirror.replica.gradients.access import Access
 from mirror.replica.optimizer.groups import Parameters
@@ -29,8 +30,8 @@ class Mirrored(Protocol):
     def follow_first(self) -> None:
         """Takes the optimizer back, and makes the first replica's state that of all."""
 
-    def check(self, names: Sequence[str]) -> None:
-        """Raises ReplicaMismatchError for state that differs between replicas."""
+    def check(self, look: Look) -> None:
+        """Shows the state of every replica to ``look``, beside that of the first."""
 
 
 class Optimizers:
@@ -62,10 +63,10 @@ class Optimizers:
         """Notes an optimizer, for as long as it lives."""
         self._all.add(optimizer)
 
-    def check(self) -> None:
-        """Raises ReplicaMismatchError for state that differs between replicas."""
+    def check(self, look: Look) -> None:
+        """Shows the state of every replica to ``look``, beside that of the first."""
         for optimizer in self._all:
-            optimizer.check(self.replicas.names)
+            optimizer.check(look)
 
     # Gradients, and the values with them
 

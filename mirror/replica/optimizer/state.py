@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.errors import ReplicaMismatchError
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replicas
-from mirror.replica.bits import same_values
+from mirror.replica.comparison import Look
 from mirror.replica.copies.variable import Variable
 from mirror.replica.copies.variables import variable_of
+from mirror.replica.paths import path_of
 from mirror.values import are_identical, map_structure
 
 # A replica's state, the key in it, and the key in the shared state if that is to see new entries.
@@ -186,20 +186,23 @@ class ReplicaStates:
             variable = variable_of(key)
             self.shared.put(key if variable is None else variable.owner(), value)
 
-    def check(self, variables: Sequence[Variable], names: Sequence[str]) -> None:
-        """Raises ReplicaMismatchError for state tensors that differ between replicas."""
+    def check(self, variables: Sequence[Variable], look: Look) -> None:
+        """Shows what every replica has to ``look``, beside what the first one has."""
         if self._are_behind:
             return
+        names = self._replicas.names
         for variable in variables:
             first = self._by_replica[0].get(variable.targets[0], {})
             for r in range(1, self._replicas.num_replicas):
                 other = self._by_replica[r].get(variable.targets[r], {})
                 for key in first.keys() | other.keys():
-                    if not same_values(first.get(key), other.get(key)):
-                        raise ReplicaMismatchError(
-                            f"optimizer state {key!r} of parameter {variable.name!r} differs on "
-                            f"{names[r]} from {names[0]}; replicas must hold the same bits"
-                        )
+
+                    def what(key: Any = key, variable: Variable = variable, r: int = r) -> str:
+                        path = path_of(variable.owner(), variable.name)
+                        state = f"optimizer state {key!r} of parameter {path!r}"
+                        return f"{state} differs on {names[r]} from {names[0]}"
+
+                    look(first.get(key), other.get(key), what)
 
     def find_here(self, key: Any) -> Here | None:
         """Returns where code inside ``run`` finds a state entry; ``None`` outside."""

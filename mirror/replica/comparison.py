@@ -1,0 +1,151 @@
+"""Comparison: whether all replicas hold the same bits, exactly or by sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from mirror.errors import ReplicaMismatchError
+from mirror.execution.replicas import Replicas
+from mirror.replica.bits import same_bits, same_values, sum_of_bits
+from mirror.replica.paths import path_of
+
+
+class Look(Protocol):
+    """Looks whether two nested values are equal."""
+
+    def __call__(self, first: Any, other: Any, what: Callable[[], str]) -> None:
+        """Raises ReplicaMismatchError, now or in the end, if they are not.
+
+        Args:
+            what: says what it is that differs, and where.
+        """
+
+
+class Variable(Protocol):
+    """A parameter, whose copies are compared."""
+
+    name: str
+
+    @property
+    def targets(self) -> Sequence[Tensor]: ...
+
+    def owner(self) -> Tensor | None: ...
+
+
+class Optimizers(Protocol):
+    """What keeps optimizers' state equal."""
+
+    def check(self, look: Look) -> None:
+        """Shows the state of every replica to ``look``, beside that of the first."""
+
+
+class Comparison:
+    """Whether parameters and optimizer state are equal on all replicas of a strategy.
+
+    Args:
+        prepare: makes the replicas equal to what the cross-replica context has left.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        prepare: Callable[[], None],
+        variables: Iterable[Variable],
+        optimizers: Optimizers,
+    ) -> None:
+        self._replicas, self._prepare = replicas, prepare
+        self._variables, self._optimizers = variables, optimizers
+
+    def check(self) -> None:
+        """Compares bit for bit.
+
+        Raises:
+            ReplicaMismatchError: naming the first variable and replica that differ.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._show(_exactly)
+
+    def check_sums(self) -> None:
+        """Compares sums of bits, which every device takes of what it holds itself.
+
+        What has drifted apart has another sum but by chance, one in 2**64; only what lies in
+        another order has not. On simulated devices, where nothing travels, it is ``check``.
+
+        Raises:
+            ReplicaMismatchError: naming the first variable and replica that differ.
+        """
+        if self._replicas.are_simulated:
+            self.check()
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            sums = _Sums()
+            self._show(sums)
+            sums.compare()
+
+    def _show(self, look: Look) -> None:
+        self._prepare()
+        names = self._replicas.names
+        for variable in self._variables:
+            first, *others = variable.targets
+            for r, other in enumerate(others, 1):
+
+                def what(variable: Variable = variable, r: int = r) -> str:
+                    path = path_of(variable.owner(), variable.name)
+                    return f"parameter {path!r} differs on {names[r]} from {names[0]}"
+
+                look(first, other, what)
+        self._optimizers.check(look)
+
+
+def _exactly(first: Any, other: Any, what: Callable[[], str]) -> None:
+    if not same_values(first, other):
+        raise _mismatch(what())
+
+
+class _Sums:
+    """Collects sums of bits on their devices, and looks at all of them at once."""
+
+    def __init__(self) -> None:
+        self._firsts: dict[int, Tensor] = {}
+        self._pairs: list[tuple[Tensor, Tensor, Callable[[], str]]] = []
+
+    def __call__(self, first: Any, other: Any, what: Callable[[], str]) -> None:
+        pairs = [tree_leaves(value) for value in (first, other)]
+        tensors = [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in pairs]
+        plain = [[None if isinstance(leaf, Tensor) else leaf for leaf in p] for p in pairs]
+        alike = [[(t.shape, t.dtype, t.layout) for t in found] for found in tensors]
+        if alike[0] != alike[1] or not same_values(*plain):
+            raise _mismatch(what())
+        for one, another in zip(*tensors, strict=True):
+            if one.layout is torch.strided:
+                known = self._firsts.get(id(one))
+                if known is None:
+                    known = self._firsts[id(one)] = sum_of_bits(one)
+                self._pairs.append((known, sum_of_bits(another), what))
+            elif not same_bits(one, another):
+                raise _mismatch(what())
+
+    def compare(self) -> None:
+        """Raises ReplicaMismatchError for the first sums that differ."""
+        sums = {id(s): s for one, other, _ in self._pairs for s in (one, other)}
+        by_device: dict[torch.device, list[int]] = {}
+        for key, tensor in sums.items():
+            by_device.setdefault(tensor.device, []).append(key)
+        values: dict[int, int] = {}
+        for keys in by_device.values():
+            values.update(zip(keys, torch.stack([sums[k] for k in keys]).tolist(), strict=True))
+        for one, other, what in self._pairs:
+            if values[id(one)] != values[id(other)]:
+                raise _mismatch(what())
+
+
+def _mismatch(what: str) -> ReplicaMismatchError:
+    return ReplicaMismatchError(
+        f"{what}; replicas must hold the same bits: look for a write inside run that is not the "
+        "same on all replicas"
+    )

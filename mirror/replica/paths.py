@@ -1,0 +1,43 @@
+"""Where in the program's models a parameter is: looked up when an error is to name it."""
+
+from __future__ import annotations
+
+import gc
+
+from torch import Tensor, nn
+
+
+def path_of(parameter: Tensor | None, name: str) -> str:
+    """Returns the path of a parameter from the outermost module alive that it is in.
+
+    Modules made in a scope are mirrored one by one, before they are put together, so what was
+    known of a parameter then is often its last name alone. This looks at all objects of the
+    process: some tenths of a second.
+
+    Args:
+        name: for one that is in no module.
+    """
+    above: dict[int, list[tuple[nn.Module, str]]] = {}
+    holders: list[tuple[nn.Module, str]] = []
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module) or parameter is None:
+            continue
+        for key, child in _items(module, "_modules"):
+            above.setdefault(id(child), []).append((module, key))
+        holders += [(module, key) for key, p in _items(module, "_parameters") if p is parameter]
+    return max((_climb(*holder, above) for holder in holders), key=len, default=name)
+
+
+def _items(module: nn.Module, name: str) -> list[tuple[str, object]]:
+    return list(dict.items(vars(module).get(name, {})))
+
+
+def _climb(module: nn.Module, path: str, above: dict[int, list[tuple[nn.Module, str]]]) -> str:
+    seen = {id(module)}
+    while above.get(id(module)):
+        module, key = above[id(module)][0]
+        if id(module) in seen:
+            break
+        seen.add(id(module))
+        path = f"{key}.{path}"
+    return path
