@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from mirror.errors import ReplicaMismatchError
 from mirror.execution.replicas import Replicas
 from mirror.replica.bits import same_bits, same_values, sum_of_bits
 from mirror.replica.paths import path_of
+from mirror.values import leaves_of
 
 
 class Look(Protocol):
@@ -115,7 +115,7 @@ class _Sums:
         self._pairs: list[tuple[Tensor, Tensor, Callable[[], str]]] = []
 
     def __call__(self, first: Any, other: Any, what: Callable[[], str]) -> None:
-        pairs = [tree_leaves(value) for value in (first, other)]
+        pairs = [list(leaves_of(value)) for value in (first, other)]
         tensors = [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in pairs]
         plain = [[None if isinstance(leaf, Tensor) else leaf for leaf in p] for p in pairs]
         alike = [[(t.shape, t.dtype, t.layout) for t in found] for found in tensors]
