@@ -108,7 +108,7 @@ def peers_are_what_they_say(everything: Devices) -> str:
             apart.append(f"{one} to {other}")
             continue
         value = torch.arange(1 << 22, device=one, dtype=torch.int32)
-        landed = torch.empty_like(value, device=other)
+        landed = torch.empty(value.shape, device=other, dtype=value.dtype)
         settle(everything)
 
         def copy(value: torch.Tensor = value, landed: torch.Tensor = landed) -> None:
