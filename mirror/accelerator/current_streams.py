@@ -55,16 +55,37 @@ class ReplicasStreams:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
         self._noted: dict[torch.device, dict[Any, None]] = {}
+        self._have_noted: set[int] = set()
 
     def note(self, replica_id: int) -> None:
         """Notes the stream of a replica, whose thread this is."""
         device = self._devices[replica_id]
         stream = torch.cuda.current_stream(device)
         self._noted.setdefault(device, {})[stream] = None
+        self._have_noted.add(replica_id)
+
+    def are_complete(self) -> bool:
+        """Whether those of all replicas have been noted."""
+        return len(self._have_noted) == len(self._devices)
+
+    def keep(self, read: Sequence[Sequence[Any]], made: Sequence[Sequence[Any]]) -> None:
+        """Has memory kept until this thread's streams have read it, and for replicas' streams.
+
+        Args:
+            read: per replica, tensors that the caller lets go of, read on this thread's streams.
+            made: per replica, tensors made on them, for the streams noted.
+        """
+        for device, others, mine in zip(self._devices, read, made, strict=True):
+            stream = torch.cuda.current_stream(device)
+            for tensor in others:
+                tensor.record_stream(stream)
+            for tensor in mine:
+                for noted in self._noted.get(device, ()):
+                    tensor.record_stream(noted)
 
     def forget(self) -> None:
         """Drops what was noted."""
-        self._noted = {}
+        self._noted, self._have_noted = {}, set()
 
     @contextmanager
     def joined(self) -> Iterator[None]:

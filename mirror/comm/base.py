@@ -85,6 +85,7 @@ class Communicator(Uncopied, ABC):
             ``timeout_seconds``.
         concurrent: whether several collectives may go on at once, called by several threads or
             enqueued on several streams; holds for the class that says so, not for those derived.
+        packs: whether lists of tensors are reduced in flat buffers, and not where they lie.
     """
 
     name: ClassVar[str]
@@ -93,6 +94,7 @@ class Communicator(Uncopied, ABC):
     needs_trial: ClassVar[bool] = False
     risky: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False
+    packs: ClassVar[bool] = True
     _closed = False
     _instead = "make another one over the same devices, by mirror.comm.create(name, devices) say"
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 FIRST_PACK_BYTES = 2**20
+ALIGNMENT_BYTES = 16  # what kernels that load as much at once want memory to begin at
 
 
 def plan_packs(
@@ -98,3 +99,63 @@ def copy_back(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = buffer.split_with_sizes([tensor.numel() for tensor in tensors])
     views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
     torch._foreach_copy_(list(tensors), views)
+
+
+def move_into_flats(
+    columns: Sequence[list[Tensor]], bytes_per_pack: int
+) -> tuple[list[list[Tensor]], list[int]]:
+    """Moves tensors into flat buffers, a buffer for a pack: in their lists, views replace them.
+
+    A view has the strides of its tensor. To autograd it is none, and so a tensor like any other:
+    it has a version of its own, and ``detach_()`` takes it. It begins at a multiple of 16 bytes.
+
+    Args:
+        columns: one list of tensors per replica, alike position by position.
+
+    Returns:
+        The buffers of each replica, and the positions of what stays where it is: what would be
+        alone in its buffer, and what does not lie gapless, in one order on all replicas.
+    """
+    travelling = in_memory_order(columns)
+    first = columns[0]
+    staying: list[int] = []
+    if travelling is not columns:
+        rows = zip(*travelling, strict=True)
+        staying = [i for i, row in enumerate(rows) if not all(t.is_contiguous() for t in row)]
+    moving = [i for i in range(len(first)) if i not in staying]
+    sizes, dtypes = [first[i].nbytes for i in moving], [first[i].dtype for i in moving]
+    buffers: list[list[Tensor]] = [[] for _ in columns]
+    for pack in plan_packs(sizes, dtypes, bytes_per_pack):
+        places = [moving[i] for i in pack]
+        if len(places) == 1:
+            staying += places
+            continue
+        for mine, column, parts in zip(buffers, columns, travelling, strict=True):
+            buffer, views = _moved([column[i] for i in places], [parts[i] for i in places])
+            mine.append(buffer)
+            for i, view in zip(places, views, strict=True):
+                column[i] = view
+    return buffers, staying
+
+
+def _moved(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Returns a new flat tensor, and views of it in place of the tensors.
+
+    Args:
+        parts: the tensors, in memory order and contiguous.
+    """
+    pieces = [part.view(-1) for part in parts]
+    sizes = [part.numel() for part in parts]
+    size, step = parts[0].element_size(), 1
+    gaps = [-num * size % ALIGNMENT_BYTES // size for num in sizes]
+    if any(gaps):
+        zeros, step = parts[0].new_zeros(ALIGNMENT_BYTES), 2
+        fillers = {gap: zeros[:gap] for gap in set(gaps)}
+        pieces = [*chain(*zip(pieces, [fillers[gap] for gap in gaps], strict=True))]
+        sizes = [*chain(*zip(sizes, gaps, strict=True))]
+    buffer = torch.cat(pieces)
+    views = torch.unsafe_split_with_sizes(buffer, sizes)[::step]
+    return buffer, [
+        view.as_strided_(tensor.shape, tensor.stride())
+        for view, tensor in zip(views, tensors, strict=True)
+    ]

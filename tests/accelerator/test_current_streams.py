@@ -1,12 +1,14 @@
 """Streams of one thread, carried to others. See tests/gpu/test_training.py for whole steps."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from mirror.accelerator.current_streams import CallersStreams, ReplicasStreams
 from tests.gpu.fake import FakeGpus
+from tests.gpu.order import StreamError
 
 
 @pytest.fixture
@@ -75,3 +77,39 @@ def test_who_acts_stays_on_the_stream_where_it_is_one_of_theirs(gpus):
         mine = current(gpus.devices)
         with streams.joined():
             assert current(gpus.devices) == mine
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("which", ["read", "made"])
+def test_memory_is_kept_for_who_reads_it_and_for_the_streams_noted(which, is_kept):
+    gpus = FakeGpus(2)
+    with pytest.raises(StreamError, match="given out") if not is_kept else nullcontext(), gpus:
+        own, default = torch.cuda.Stream("cuda:0"), torch.cuda.default_stream("cuda:0")
+        streams = ReplicasStreams(gpus.devices)
+        with torch.cuda.stream(own):
+            grad = torch.ones(4, device="cuda:0")
+            streams.note(0)
+        default.wait_stream(own)
+        flat = torch.cat([grad, grad])
+        if is_kept:
+            streams.keep([[grad], []], [[flat], []])
+        if which == "read":
+            del grad
+            with torch.cuda.stream(own):
+                torch.ones(4, device="cuda:0")
+        else:
+            own.wait_stream(default)
+            with torch.cuda.stream(own):
+                flat.mul_(2)
+            del flat
+            torch.ones(4, device="cuda:0")
+
+
+def test_streams_are_complete_when_every_replica_has_noted_one(gpus):
+    streams = ReplicasStreams([gpus.devices[0]] * 2)
+    for replica_id in (0, 0, 1):
+        assert not streams.are_complete()
+        streams.note(replica_id)
+    assert streams.are_complete()
+    streams.forget()
+    assert not streams.are_complete()

@@ -6,7 +6,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirror.comm.host.naive import NaiveCommunicator
-from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
+from mirror.comm.packing import (
+    ALIGNMENT_BYTES,
+    copy_back,
+    flatten,
+    in_memory_order,
+    move_into_flats,
+    plan_packs,
+)
+from mirror.values import are_identical
 
 F, L = torch.float32, torch.int64
 MIB = 2**20
@@ -117,3 +125,58 @@ def test_tensors_that_do_not_lie_alike_travel_row_by_row():
     (flat,), _ = in_memory_order(both)
     assert flat.tolist() == list(range(6))
     assert flat.data_ptr() == both[0][0].data_ptr()
+
+
+class Writes(TorchDispatchMode):
+    """Counts the operations that touch elements, by name."""
+
+    VIEWS = ("view", "as_strided", "as_strided_", "slice", "unsafe_split_with_sizes")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.found += [] if name in self.VIEWS else [name]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_moving_into_flats_is_one_copy_for_a_pack_and_a_replica(memory_format):
+    shapes = [(4, 8, 2, 2), (8,), (4, 4, 2, 2), (16,), (4,)]
+    columns = [
+        [torch.randn(s).to(memory_format=memory_format) if len(s) == 4 else torch.randn(s)
+         for s in shapes]
+        for _ in range(2)
+    ]  # fmt: skip
+    before = [list(column) for column in columns]
+    with Writes() as writes:
+        buffers, staying = move_into_flats(columns, 600)
+    assert writes.found == ["cat"] * 4  # two packs on each of two replicas
+    assert staying == []
+    for column, old, flats in zip(columns, before, buffers, strict=True):
+        for view, tensor in zip(column, old, strict=True):
+            assert torch.equal(view, tensor)
+            assert view.stride() == tensor.stride()
+            assert view is not tensor
+        flats[0].zero_()
+        assert [bool(view.any()) for view in column] == [False, False, True, True, True]
+
+
+def test_what_does_not_lie_alike_or_would_be_alone_stays():
+    x = torch.arange(6.0).view(2, 3)
+    columns = [
+        [x.clone(), x.t().contiguous().t(), torch.ones(9), x.double(), torch.ones(3)],
+        [x.clone(), x.clone(), torch.ones(9), x.double(), torch.ones(3)],
+    ]
+    before = [list(column) for column in columns]
+    _, staying = move_into_flats(columns, 2**20)
+    assert sorted(staying) == [1, 3]
+    for column, old in zip(columns, before, strict=True):
+        kept = [i for i, (a, b) in enumerate(zip(column, old, strict=True)) if a is b]
+        assert kept == [1, 3]
+        assert all(view.data_ptr() % ALIGNMENT_BYTES == 0 for view in column)
+    before = [list(column) for column in columns]
+    assert move_into_flats(columns, 0) == ([[], []], [1, 0, 2, 3, 4])
+    assert all(map(are_identical, columns, before))

@@ -39,6 +39,8 @@ _LOOKS_AT_NOTHING = {
     aten._unsafe_view.default,
     aten._reshape_alias.default,
     aten.set_.source_Tensor,
+    aten.as_strided_.default,
+    aten.unsafe_split_with_sizes.default,
 }
 _TAKES_CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 _HERE = str(Path(__file__).parent)

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mirror.comm.turns import Turn
 from mirror.data import DistributedDataset
 from mirror.data.options import InputOptions
 from mirror.data.steps import Steps
+from mirror.replica.gradients.buckets import Buckets
 from tests.gpu.fake import FakeGpus
 from tests.gpu.order import StreamError
 from tests.gpu.programs import names, train
@@ -79,6 +81,27 @@ def collectives_in_backward(backend=Scratch):
 
         for _ in range(4):
             strategy.run(step, args=(mirror.PerReplica(xs),))
+
+
+def hooks_behind_slots():
+    """A replica's gradients are there before its hook tells of them, and another's hook comes."""
+    filled, told = threading.Event(), threading.Event()
+    arrived = Buckets._arrived
+
+    def late(buckets, plan, index, copy):
+        if copy.replica_id == 0:
+            filled.wait(10)
+        else:
+            filled.set()
+            told.wait(10)
+        try:
+            arrived(buckets, plan, index, copy)
+        finally:
+            told.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buckets, "_arrived", late)
+        train(names(2), "changing", schedule="staggered")
 
 
 ON_DEMAND = InputOptions(prefetch=0)
@@ -191,11 +214,16 @@ BUGS = {
         of(ReplicasStreams, "joined", "chosen.wait_stream(stream)", "pass"),
         lambda: train(["cuda:0"] * 2, "replicas"),
     ),
+    "a bucket is launched before all have told of their streams": (
+        of(Buckets, "_may_launch", "not self._streams.are_complete()", "False"),
+        hooks_behind_slots,
+    ),
     "what is reduced is not kept": (lambda monkeypatch: None, work_on_the_side_is_not_kept),
 }  # fmt: skip
 SOUND = (
     batches_on_demand,
     collectives_in_backward,
+    hooks_behind_slots,
     batches_from_a_pinned_buffer,
     work_on_the_side,
 )

@@ -26,6 +26,7 @@ class HostCommunicator(Communicator):
 
     deterministic = True
     concurrent = True
+    packs = False
 
     def __init__(self, devices: Sequence[torch.device | str]) -> None:
         """Serves one replica per entry of ``devices``.

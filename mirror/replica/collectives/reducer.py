@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mirror.accelerator.current_streams import ReplicasStreams
+from mirror.comm.packing import move_into_flats
 from mirror.execution.replicas import Replicas
+
+
+class Moved(NamedTuple):
+    """Gradients where they are reduced, one list per replica.
+
+    Attributes:
+        columns: the gradients themselves: some of them views of ``buffers``.
+        staying: the positions of the others.
+    """
+
+    columns: Sequence[list[Tensor]]
+    buffers: Sequence[Sequence[Tensor]]
+    staying: Sequence[int]
 
 
 class Reducer:
@@ -25,8 +41,35 @@ class Reducer:
         self._wire_dtype = wire_dtype
         self.bytes_per_pack = bytes_per_pack
 
-    def all_reduce(self, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
-        """Sums one list of tensors per replica, in place, and multiplies by ``scale``."""
+    def move(self, columns: Sequence[list[Tensor]], streams: ReplicasStreams | None) -> Moved:
+        """Moves gradients to where they are reduced: into flat buffers, if the backend packs.
+
+        Views replace them in their lists. What is sent in another dtype is packed on its way: to
+        move it as well would be a copy more.
+
+        Args:
+            streams: of GPUs, those on which replicas may use what is made here.
+        """
+        if self._wire_dtype is not None or not self._replicas.communicator.packs:
+            return Moved(columns, [], range(len(columns[0])))
+        before = [list(column) for column in columns]
+        # What is made in inference mode, where somebody may look first, could not be changed.
+        with torch.inference_mode(False), torch.no_grad():
+            moved = Moved(columns, *move_into_flats(columns, self.bytes_per_pack))
+        if streams is not None:
+            staying = set(moved.staying)
+            gone = [[t for i, t in enumerate(mine) if i not in staying] for mine in before]
+            streams.keep(gone, moved.buffers)
+        return moved
+
+    def all_reduce(self, moved: Moved, scale: float) -> None:
+        """Sums the gradients over the replicas, in place, and multiplies by ``scale``."""
+        columns, buffers, staying = moved
+        lists, bytes_per_pack = columns, self.bytes_per_pack
+        if any(buffers):
+            lists, bytes_per_pack = [], 0  # these are packs already
+            for mine, column in zip(buffers, columns, strict=True):
+                lists.append([*mine, *[column[i] for i in staying]])
         self._replicas.communicator.all_reduce_checked(
-            lists, "sum", scale, self.bytes_per_pack, self._wire_dtype
+            lists, "sum", scale, bytes_per_pack, self._wire_dtype
         )

@@ -18,6 +18,7 @@ from mirror.replica.copies.variable import ReplicaParameter, Variable, alike
 from mirror.replica.copies.variables import Variables
 from mirror.replica.gradients.arrivals import local_grad, plus, set_local_grad
 from mirror.replica.gradients.gradients import Gradients
+from mirror.replica.gradients.views import copied_alone
 from mirror.replica.tensors import share_storage
 from mirror.torch_private import WithoutSubclass, compile_context, queue_callback
 
@@ -75,7 +76,7 @@ class Access:
         self.unreduced.flush()
         grad = variable.targets[0].grad
         if grad is not None:
-            self.handed_out[variable] = grad
+            self.handed_out[variable] = copied_alone(grad)
         return grad
 
     @opaque

@@ -66,14 +66,18 @@ def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[Column]:
     return columns
 
 
-def unshare(columns: list[Column]) -> None:
+def unshare(columns: list[Column], positions: Sequence[int]) -> None:
     """Clones the gradients whose memory others hold as well, so that it can be written to.
 
     While a backward pass goes on, what it has yet to pass on may lie there: the gradient of ``p``
     in ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd looks at the tensor alone.
+
+    Args:
+        positions: of those that are to be written to.
     """
     for column in columns:
-        for i, sharers in enumerate(num_sharers(column)):
+        counts = num_sharers([column[i] for i in positions])
+        for i, sharers in zip(positions, counts, strict=True):
             if sharers:
                 column[i] = column[i].clone()
 

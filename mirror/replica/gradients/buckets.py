@@ -4,7 +4,9 @@
 The order in which gradients arrive is learnt from the first pass, cut into buckets, and kept; it
 is learnt anew when another one has come twice in a row. On every replica the last parameter of a
 bucket has a hook. When it fires and all replicas' gradients of the bucket have arrived, in the
-order learnt, the bucket is reduced on the side (``streams.Side``): whoever comes last launches it.
+order learnt, the bucket is reduced on the side (``streams.Side``): whoever comes last launches it,
+and moves the gradients into a flat buffer before, on the streams of computation, so that theirs is
+free for the rest of the pass: [Note: Gradients in flat buffers].
 Buckets are launched in one fixed order, and the last one not at all: nothing is left to hide it
 behind. So a model of less than a bucket pays nothing.
 
@@ -32,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.accelerator.current_streams import ReplicasStreams
 from mirror.accelerator.streams import Side
 from mirror.comm.packing import plan_packs
 from mirror.compiler import opaque
@@ -65,7 +66,13 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Reduction:
-    """One bucket on its way."""
+    """One bucket on its way.
+
+    Attributes:
+        columns: per replica, the gradients that are being reduced.
+        wait: waits for them.
+        dropped: those that nobody wants any more, by variable and replica.
+    """
 
     variables: list[Variable]
     copies: list[list[ReplicaParameter]]
@@ -98,8 +105,7 @@ class Buckets:
         self._watch = watch
         self._are_wanted = may_launch
         self._side = Side(replicas.devices)
-        # Of those that have arrived.
-        self._streams = None if replicas.are_simulated else ReplicasStreams(replicas.devices)
+        self._streams = watch.streams
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
         self.on_their_way: list[_Reduction] = []
@@ -195,8 +201,6 @@ class Buckets:
             for unsettled in self._watch.unsettled:
                 unsettled.remove(reductions)
         self._is_held = False
-        if self._streams is not None:
-            self._streams.forget()
         return reductions
 
     @opaque
@@ -217,6 +221,8 @@ class Buckets:
     def _may_launch(self) -> bool:
         if not self._are_wanted():
             return False
+        if self._streams is not None and not self._streams.are_complete():
+            return False  # a slot is filled before the hook tells on which stream
         running = self._runner.running
         is_alone = running is None or running.lockstep.takes_turns
         return is_alone or not self._watch.may_be_in_second_pass()
@@ -234,7 +240,8 @@ class Buckets:
             return
         self._watch.strike(copies)
         columns = take(copies)
-        unshare(columns)
+        moved = self._reducer.move(columns, self._streams)
+        unshare(columns, moved.staying)
         scale = common_scale(shares)
         if scale is None:
             scale = 1.0
@@ -244,7 +251,7 @@ class Buckets:
         def reduce() -> None:
             self._replicas.timeline.begin(BESIDE, REDUCTION, name)
             with torch.no_grad():
-                self._reducer.all_reduce(columns, scale)
+                self._reducer.all_reduce(moved, scale)
             self._replicas.timeline.end(BESIDE, REDUCTION)
 
         targets = [mine[part] for mine in order.targets]

@@ -194,6 +194,7 @@ class Gradients:
             for copy in copies:
                 set_local_grad(copy, None)
         self.watch.clear()
+        self.watch.forget_streams()
 
     def forget(self, variable: Variable) -> None:
         """Drops what is pending of a variable that is gone."""
@@ -244,11 +245,12 @@ class Gradients:
             self._replicas.timeline.begin(
                 CROSS, REDUCTION, f"gradients of {len(variables)} parameters"
             )
-            self._reducer.all_reduce(columns, scale)
+            self._reducer.all_reduce(self._reducer.move(columns, self.watch.streams), scale)
             self._replicas.timeline.end(CROSS, REDUCTION)
             run_hooks(variables, columns)
         for mine, reduced in zip(targets, columns, strict=True):
             accumulate(mine, reduced)
+        self.watch.forget_streams()
 
     def _without_unusual(
         self, variables: list[Variable], columns: list[Column], scale: float
@@ -294,3 +296,4 @@ class Gradients:
         self.buckets.collect()
         weigh(columns, shares)
         self.deferred.add(arrivals.variables, columns)
+        self.watch.forget_streams()

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from mirror.accelerator.current_streams import ReplicasStreams
 from mirror.execution.replicas import Replicas
 from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.gradients.arrivals import Arrivals, local_grad
@@ -35,6 +36,7 @@ class Watch:
         unsettled: per replica, the backward passes that go on and the buckets that have some of
             its gradients on their way: while there are any, ``pending`` does not tell all.
         may_have_arrived: whether a pass outside ``run`` has to be looked after.
+        streams: of GPUs, those on which passes have brought what is not reduced.
         lock: held while ``pending`` loses or changes entries that others may want, too.
     """
 
@@ -44,6 +46,7 @@ class Watch:
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
         self._passes: tuple[list[object], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
+        self.streams = None if replicas.are_simulated else ReplicasStreams(replicas.devices)
         self.lock = threading.Lock()
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self._silent_order: Arrivals | None = None  # in which the last ones came that lost hooks
@@ -81,10 +84,14 @@ class Watch:
             for passes in (*self.unsettled, *self._passes):
                 passes.remove(this)
             self.may_have_arrived = True  # looked for when the strategy is used next
+            if self.streams is not None:
+                self.look()
+                self._note_streams(range(len(self.pending)))
             return
         self.unsettled[replica_id].remove(this)
         self._passes[replica_id].remove(this)
         self.find(replica_id)
+        self._note_streams((replica_id,))
 
     def may_be_in_second_pass(self) -> bool:
         """Whether a replica that others have not caught up with may be writing to its slots."""
@@ -140,6 +147,21 @@ class Watch:
         for copies in self.pending:
             copies.clear()
         self._num_passes = [0] * len(self.pending)
+
+    def _note_streams(self, replica_ids: Iterable[int]) -> None:
+        """Notes the streams that are current, of replicas to which a pass has brought gradients.
+
+        Their memory is used there, and may be by what follows the pass.
+        """
+        if self.streams is not None:
+            for r in replica_ids:
+                if self.pending[r]:
+                    self.streams.note(r)
+
+    def forget_streams(self) -> None:
+        """Drops what was noted of streams: what came on them has been seen to."""
+        if self.streams is not None:
+            self.streams.forget()
 
     def forget(self, variable: Variable) -> None:
         """Strikes off a variable that is gone. A garbage collection may come here: no lock."""
