@@ -32,6 +32,7 @@ from mirror.strategy.options import CommunicationOptions, Guards
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.train.checkpoint.checkpoint import Checkpoint
 from mirror.train.checkpoint.manager import CheckpointManager
+from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
 from mirror.values import PerReplica
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "MirrorError",
     "MirroredStrategy",
     "PerReplica",
+    "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReplicaContext",
     "ReplicaMismatchError",

@@ -29,6 +29,7 @@ TESTED_BY = {
     "execution/current.py": "strategy/test_replica_context.py",
     "execution/part.py": "execution/test_parts.py",
     "execution/replicas.py": "execution/test_parts.py",
+    "execution/step_ends.py": "train/checkpoint/test_preemption.py",
     "execution/run.py": "strategy/test_run.py",
     "replica/collectives/collectives.py": "strategy/test_replica_context.py",
     "replica/collectives/nodes.py": "replica/collectives/test_at_once.py",

@@ -38,6 +38,7 @@ class DistributedDataset(Uncopied):
     Attributes:
         waited_seconds: how long consumers have waited for batches, in all iterations.
         num_delivered: how many distributed batches they have got.
+        before_next: called when a consumer asks for a batch, before anything changes.
     """
 
     _instead = (
@@ -73,6 +74,7 @@ class DistributedDataset(Uncopied):
             raise TypeError("this dataset is distributed already; iterate over it as it is")
         self.waited_seconds = 0.0
         self.num_delivered = 0
+        self.before_next: list[Callable[[], None]] = []
         self._options = or_default(options, InputOptions)
         self._balance, shares = _shares(self._options, len(devices), joins, measure)
         self._source = source_of(dataset)
@@ -171,6 +173,11 @@ class DistributedDataset(Uncopied):
         devices = ", ".join(map(str, self._assembly.devices))
         return f"{type(self).__name__}({type(self._source.dataset).__name__}{of}, [{devices}])"
 
+    @property
+    def is_iterated(self) -> bool:
+        """Whether somebody holds an iterator of it, as a ``for`` loop does."""
+        return bool(self._iterators)
+
     def close(self) -> None:
         """Ends all iterations and their threads; idempotent."""
         self._end_iterations()
@@ -254,6 +261,8 @@ class DistributedIterator(Uncopied):
         dataset._check_usable()
         if not self._leave.alive:  # closed; another iteration may go on with its reader
             raise StopIteration
+        for asked in tuple(dataset.before_next) if dataset.before_next else ():
+            asked()
         timeline, begun = dataset._timeline, perf_counter()
         if timeline is not None:
             timeline.begin(CROSS, INPUT)

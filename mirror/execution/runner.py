@@ -28,6 +28,7 @@ from mirror.execution.parts import Parts
 from mirror.execution.random_streams import RandomStreams, Streams
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.run import Run
+from mirror.execution.step_ends import step_ends
 from mirror.execution.thread_state import ThreadState
 from mirror.timeline import FORWARD
 
@@ -116,9 +117,12 @@ class Runner:
                 "it when that has returned, or give each thread a strategy of its own"
             )
         try:
-            return self._run(fn, tuple(active), weights)
+            run = self._run(fn, tuple(active), weights)
         finally:
             self._claims.clear()
+        if step_ends.listeners:
+            step_ends.run_ended(run)
+        return run
 
     def _run(
         self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None

@@ -15,6 +15,7 @@ from mirror.compiler import let_go, letting_go, not_compiled, opaque, take_hold
 from mirror.execution.current import current, replica_of
 from mirror.execution.nesting import refuse_within_another
 from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.passes import lane_here
 from mirror.replica.gradients.plain import note_step
 from mirror.replica.optimizer.global_hooks import global_hooks
@@ -141,6 +142,8 @@ def _step_ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         timeline.end(lane, OPTIMIZER)
         if not _is_within_another(sys._getframe(1)):
             timeline.note_update(lane)
+    if step_ends.listeners and not _is_within_another(sys._getframe(1)):
+        step_ends.optimizer_stepped()
 
 
 def _is_within_another(step: FrameType) -> bool:

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -47,6 +48,31 @@ class SavedStep(int):
         return str(self.path)
 
 
+@dataclass
+class Progress:
+    """Counts steps, on from what was restored.
+
+    Attributes:
+        done: the steps done.
+        saved: the number under which was saved last.
+        since: the steps done since.
+    """
+
+    done: int = 0
+    saved: int = -1
+    since: int = 0
+
+    def step(self) -> None:
+        """Counts one."""
+        self.done += 1
+        self.since += 1
+
+    @property
+    def number(self) -> int:
+        """That of the steps done; never one below what the program has saved."""
+        return self.done if self.done > self.saved else self.saved + self.since
+
+
 class CheckpointManager(Uncopied):
     """Saves a checkpoint under the number of steps that were done, and restores the newest.
 
@@ -63,6 +89,7 @@ class CheckpointManager(Uncopied):
         checkpoint: what is saved.
         directory: where; a checkpoint is ``step-`` and its number.
         max_to_keep: how many of the newest are kept, ``None``: all.
+        progress: how far the training is, if somebody counts its steps.
     """
 
     _instead = "make one in the other process, over the same directory"
@@ -94,7 +121,7 @@ class CheckpointManager(Uncopied):
         self.checkpoint = checkpoint
         self.directory = Path(os.path.abspath(directory))
         self.max_to_keep = max_to_keep
-        self.last_step = 0  # that was saved or restored, for who counts on from there
+        self.progress = Progress()
 
     @property
     def steps(self) -> tuple[SavedStep, ...]:
@@ -134,7 +161,8 @@ class CheckpointManager(Uncopied):
         self.checkpoint.save_step(
             path, number, wait=wait, write=lambda write: self._write(path, write)
         )
-        self.last_step = number
+        self.progress.saved = number
+        self.progress.since = 0
         return SavedStep.at(number, path)
 
     def restore_latest(self) -> int | None:
@@ -156,7 +184,7 @@ class CheckpointManager(Uncopied):
             for text in damaged:
                 warnings.warn(f"step {int(step)} is restored: {text}", UserWarning, stacklevel=2)
             self.checkpoint.restore_contents(contents)
-            self.last_step = int(step)
+            self.progress = Progress(done=int(step), saved=int(step))
             return int(step)
         if damaged:
             raise CheckpointError(
