@@ -46,7 +46,7 @@ def loss_of(model, x):
     return model.eval()(x).square().mean()  # the batch's statistics would depend on the split
 
 
-def strategy_of(backend, n=2, num_bytes=500):
+def strategy_of(backend, n=2, num_bytes=600):
     packs = mirror.CommunicationOptions(bytes_per_pack=num_bytes)
     return mirror.MirroredStrategy(["cpu"] * n, backend, communication_options=packs)
 
@@ -81,6 +81,8 @@ def test_a_gradient_has_the_layout_and_the_freedom_of_a_plain_one(backend, where
             moved = [grad for grad in found.values() if in_a_buffer(grad)]
             assert len(moved) >= 5 if backend in PACKERS else not moved
             assert all(grad.data_ptr() % ALIGNMENT_BYTES == 0 for grad in moved)
+            # Its strides are not those of its shape.
+            assert in_a_buffer(found["conv.weight"]) == (backend in PACKERS)
             for name, grad in found.items():
                 assert_same(grad, expected[name], name, 1e-5)
                 assert grad.stride() == expected[name].stride(), name
