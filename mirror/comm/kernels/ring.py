@@ -21,13 +21,13 @@ class RingCommunicator(KernelCommunicator):
     Bytes that each replica sends its neighbour in an all-reduce, for each element; the first half
     is that of the reduction, the second one that of the results:
 
-    ==================================  ==========================  =====  =====  =====
-    elements, ``partial_sums``          n replicas                  n = 2  n = 4  n = 8
-    ==================================  ==========================  =====  =====  =====
-    float32                             (4 (n-1) + 4 (n-1)) / n     4      6      7
-    bfloat16 or float16, "exact"        (4 (n-1) - 2 + 2 (n-1)) / n 2      4      5
-    the same, "rounded"; min and max    (2 (n-1) + 2 (n-1)) / n     2      3      3.5
-    ==================================  ==========================  =====  =====  =====
+    ==================================  ===========================  =====  =====  =====
+    elements, ``partial_sums``          n replicas                   n = 2  n = 4  n = 8
+    ==================================  ===========================  =====  =====  =====
+    float32                             (4 (n-1) + 4 (n-1)) / n      4      6      7
+    bfloat16 or float16, "exact"        (4 (n-1) - 2 + 2 (n-1)) / n  2      4      5
+    the same, "rounded"; min and max    (2 (n-1) + 2 (n-1)) / n      2      3      3.5
+    ==================================  ===========================  =====  =====  =====
 
     The first replica of a sum sends its elements as they are. From the second on, two bytes cannot
     say what a sum rounded once needs, and to pass on all that went into it, two bytes a term,
