@@ -1,4 +1,4 @@
-"""The command line: ``mirror doctor``, ``mirror demo``, ``mirror bench train``.
+"""The command line: ``mirror doctor``, ``demo``, ``bench train``, ``checkpoint show``.
 
 A command is a function that adds its parser, and one that runs it and imports what it needs.
 """
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_demo(commands)
     _add_bench(commands)
+    _add_checkpoint(commands)
     return parser
 
 
@@ -104,6 +105,38 @@ def _bench(args: argparse.Namespace) -> int:
     if not script.exists():
         raise MirrorError(f"benchmarks/{name} comes with the source, not with an installed wheel")
     return subprocess.run([sys.executable, str(script), *args.arguments]).returncode
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="look into a checkpoint",
+        description="Shows what is in a checkpoint, or in the newest one of a directory; or "
+        "writes it as a file that torch.load reads.",
+    )
+    actions = parser.add_subparsers(metavar="action", required=True)
+    show = actions.add_parser("show", help="the step, objects and tensors")
+    show.add_argument("path", type=Path)
+    show.add_argument("--verify", action="store_true", help="read it all, compare checksums")
+    show.set_defaults(command=_show)
+    export = actions.add_parser("export", help="write a new file for torch.load: states by name")
+    export.add_argument("path", type=Path)
+    export.add_argument("to", type=Path)
+    export.set_defaults(command=_export)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from mirror.train.checkpoint.show import describe_checkpoint
+
+    print(describe_checkpoint(args.path, verify=args.verify))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from mirror.train.checkpoint.show import export_checkpoint
+
+    export_checkpoint(args.path, args.to)
+    return 0
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -65,6 +65,7 @@ TESTED_BY = {
     "strategy/options.py": "strategy/test_constructor.py",
     "train/checkpoint/contents.py": "faults/test_damage.py",
     "train/archive/durable.py": "faults/test_disk.py",
+    "train/checkpoint/host_copies.py": "train/checkpoint/test_beside.py",
     "train/checkpoint/packed.py": "train/checkpoint/test_checkpoint.py",
     "train/checkpoint/random_state.py": "train/checkpoint/test_checkpoint.py",
     "train/archive/skeleton_reader.py": "train/archive/test_skeleton.py",

@@ -51,6 +51,19 @@ def test_all_reduce_compares_the_backends_with_gloo_and_a_copy(tmp_path):
             assert row["max_error"] < 1e-4
 
 
+def test_checkpoint_compares_saves_with_safetensors(tmp_path):
+    # Tensors for which no target is set: a busy machine must not fail this.
+    options = "--tensors 3 --elements 100 --rounds 2 --folder".split()
+    result = run("checkpoint.py", *options, tmp_path, "--json", tmp_path / "found.json")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "found.json").read_text())
+    assert len(rows) == 5
+    for row in rows:
+        assert row["median"] > 0
+        assert f"| {row['name']} |" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
 def test_train_step_gives_everybody_turns_and_judges_the_ratios(tmp_path):
     found, picture = tmp_path / "found.json", tmp_path / "found.png"
     # One thread: teams of threads suffer from other work on the machine.

@@ -35,7 +35,7 @@ from mirror.train.archive.tensor_file import open_regular
 MANIFEST = "checkpoint.json"
 
 Write = Callable[[int, str], bytes]
-"""Writes the tensors to a file descriptor; returns the manifest, which is given their name."""
+"""Has the tensors on the disk, by a file descriptor; returns the manifest with their name."""
 
 
 def write_checkpoint(path: Path, write: Write) -> None:
@@ -177,6 +177,7 @@ def _write_files(directory: Path, manifest_name: str, write: Write) -> None:
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(file, rest) :]
+        os.fsync(file)
 
 
 def _sweep(path: Path) -> None:
@@ -194,11 +195,10 @@ def _is_ours(name: str) -> bool:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[int]:
-    """Gives a new file, which is on the disk afterwards."""
+    """Gives a new file to write to."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield file
-        os.fsync(file)
     finally:
         os.close(file)
 

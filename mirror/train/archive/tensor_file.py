@@ -7,6 +7,7 @@ tensor; so the header is never parsed here, but compared with the one that it mu
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -26,6 +27,11 @@ from mirror.errors import CheckpointError
 
 _CHUNK_BYTES = 4 * 2**20
 _BESIDE_BYTES = 2**20  # from here on checksums are worth a thread
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 # torch's dtype: that of the file, and how many of its elements make one of torch's. What is not
 # here is stored as bytes.
@@ -67,7 +73,7 @@ class Stored:
 
 
 def write_tensors(file: int, tensors: dict[str, Tensor]) -> list[Stored]:
-    """Writes contiguous tensors of the host to a file descriptor.
+    """Writes contiguous tensors of the host to a file descriptor; they are on the disk then.
 
     Returns:
         What was written, with checksums, which a thread has computed meanwhile.
@@ -84,10 +90,15 @@ def write_tensors(file: int, tensors: dict[str, Tensor]) -> list[Stored]:
         beside.start()
     described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     try:
-        _write_all(file, memoryview(_header([Stored(*d, 0) for d in described])))
-        for buffer in buffers:
+        header = memoryview(_header([Stored(*d, 0) for d in described]))
+        written = 0
+        for buffer in (header, *buffers):
             for start in range(0, len(buffer), _CHUNK_BYTES):
-                _write_all(file, buffer[start : start + _CHUNK_BYTES])
+                chunk = buffer[start : start + _CHUNK_BYTES]
+                _write_all(file, chunk)
+                _begin_write_back(file, written, len(chunk))
+                written += len(chunk)
+        os.fsync(file)
     finally:
         if beside is not None:
             beside.join()
@@ -193,6 +204,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
         flat = torch.view_as_real(flat).reshape(-1)
     content: Any = flat.view(torch.uint8).numpy()
     return memoryview(content)
+
+
+def _begin_write_back(file: int, start: int, num_bytes: int) -> None:
+    """Has the disk begin before fsync waits for it, where that can be asked for."""
+    if _sync_file_range is not None and num_bytes == _CHUNK_BYTES:
+        _sync_file_range(file, start, num_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def _write_all(file: int, data: memoryview) -> None:

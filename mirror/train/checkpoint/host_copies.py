@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,31 +20,39 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._memory: Tensor | None = None
+        self._layout: list[Any] = []
+        self._copies: list[Tensor] = []
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns copies, which are there until the next call; waits until they are made."""
-        devices = {tensor.device for tensor in tensors.values()}
-        starts, end = [], 0
-        for tensor in tensors.values():
-            starts.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        memory = self._of(end, is_pinned=not is_simulated(list(devices)))
-        copies: list[Tensor] = []
-        for start, tensor in zip(starts, tensors.values(), strict=True):
-            part = memory[start : start + tensor.numel() * tensor.element_size()]
-            copies.append(part.view(tensor.dtype).view(tensor.shape))
-        for copy, tensor in zip(copies, tensors.values(), strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        for device in devices:
-            synchronize(device)
-        return dict(zip(tensors, copies, strict=True))
+        sources = list(tensors.values())
+        devices = {tensor.device for tensor in sources}
+        is_pinned = not is_simulated(list(devices))
+        layout = [is_pinned, *((tensor.shape, tensor.dtype) for tensor in sources)]
+        if layout != self._layout:
+            self._layout, self._copies = [], []  # before there are others
+            self._copies = _made(sources, is_pinned=is_pinned)
+            self._layout = layout
+        if is_pinned:
+            for copy, tensor in zip(self._copies, sources, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            for device in devices:
+                synchronize(device)
+        elif sources:
+            torch._foreach_copy_(self._copies, sources)
+        return dict(zip(tensors, self._copies, strict=True))
 
-    def _of(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
-        memory = self._memory
-        if memory is None or len(memory) < num_bytes or memory.is_pinned() != is_pinned:
-            self._memory = None  # before there is another one
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-            self._memory = memory
-        return memory
+
+def _made(tensors: Sequence[Tensor], *, is_pinned: bool) -> list[Tensor]:
+    """Returns tensors like these, in one memory."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    made = []
+    for start, tensor in zip(starts, tensors, strict=True):
+        part = memory[start : start + tensor.numel() * tensor.element_size()]
+        made.append(part.view(tensor.dtype).view(tensor.shape))
+    return made
