@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -47,6 +48,24 @@ def _frames() -> dict[int, FrameType]:
         finally:
             if collecting:
                 gc.enable()
+
+
+def stacks() -> str:
+    """Returns where the main thread stands, and every one that has called mirror, in words.
+
+    Of each the calls, the innermost last; of the calling thread nothing.
+    """
+    frames, told = _frames(), []
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or -1)
+        calls = traceback.extract_stack(frame)
+        while calls and calls[0].filename == threading.__file__:
+            del calls[0]
+        is_ours = any(call.filename.startswith(_OURS) for call in calls)
+        is_told = thread is threading.main_thread() or is_ours
+        if frame is not None and is_told and thread is not threading.current_thread():
+            told += [f'thread "{thread.name}":\n', *traceback.format_list(calls)]
+    return "".join(told).rstrip()
 
 
 def callees_of(thread: threading.Thread, method: Callable[..., object]) -> list[Any]:

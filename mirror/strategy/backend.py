@@ -8,6 +8,7 @@ from mirror.comm.auto import choose
 from mirror.comm.base import Communicator
 from mirror.comm.choose import attempt, create, known
 from mirror.errors import BackendError, in_words
+from mirror.replica.collectives.watched import Watched
 from mirror.strategy.options import CommunicationOptions
 
 
@@ -16,19 +17,26 @@ def make_communicator(
 ) -> Communicator:
     """Returns the communicator that a strategy's arguments ask for.
 
+    With a timeout it is watched, unless it has taken the timeout itself.
+
     Args:
         backend: "auto", a name, or a communicator over the same devices.
 
     Raises:
         BackendError: it is none of these, or cannot serve the devices or the options.
     """
+
+    def watched(made: Communicator, own: dict[str, object]) -> Communicator:
+        seconds = options.timeout_seconds
+        return made if seconds is None or own else Watched(made, seconds)
+
     if isinstance(backend, Communicator):
         if tuple(backend.devices) != devices:
             raise BackendError(
                 f"the communicator serves {[str(d) for d in backend.devices]}, the strategy has "
                 f"{[str(d) for d in devices]}; make it over the same devices, in the same order"
             )
-        return backend
+        return watched(backend, {})
     if not isinstance(backend, str):
         raise BackendError(f"backend must be a name or a Communicator, got {in_words(backend)}")
 
@@ -38,15 +46,16 @@ def make_communicator(
         return {"timeout_seconds": seconds} if waits else {}
 
     if backend == "auto":
-        return choose(
+        chosen, _ = choose(
             devices,
             lambda name: attempt(name, devices, **timeout_of(name)),
             deterministic=options.deterministic,
-        )[0]
+        )
+        return watched(chosen, timeout_of(chosen.name))
     kind = known(backend)
     if options.deterministic and kind is not None and not kind.deterministic:
         raise BackendError(
             f"deterministic=True needs a backend that sums in replica order, and {backend!r} sums "
             "in an order of its own; pass 'direct', 'host' or 'naive'"
         )
-    return create(backend, devices, **timeout_of(backend))
+    return watched(create(backend, devices, **timeout_of(backend)), timeout_of(backend))

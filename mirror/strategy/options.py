@@ -21,8 +21,9 @@ class CommunicationOptions:
     Attributes:
         bytes_per_pack: gradients are packed into buffers of at most this many bytes where the
             backend wants packs; 0 reduces tensor by tensor.
-        timeout_seconds: how long no replica may move before ``CollectiveTimeoutError``;
-            ``None`` waits for ever.
+        timeout_seconds: how long no replica may move, and a collective may take, before
+            ``CollectiveTimeoutError``, which tells where all threads stand; ``None`` waits for
+            ever.
         wire_dtype: what float32 and float64 gradients travel as, ``torch.bfloat16`` for instance:
             half the bytes, rounded once before and once after the sum, which is accumulated in
             float32. Every replica still gets the same bits. ``None``: as they are. ``ring``, where
