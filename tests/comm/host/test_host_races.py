@@ -1,0 +1,83 @@
+"""The host library under ThreadSanitizer, with bugs planted in its text, each to be flagged."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+DRIVER = Path(__file__).with_name("race_driver.cpp")
+SOURCES = Path(__file__).parents[3] / "csrc" / "host"
+RACE = 66
+# A ticket that two threads may get; helpers that are not waited for; work published, taken and
+# left without the mutex.
+BUGS = {
+    "ticket": (
+        "next_.fetch_add(per_ticket_, std::memory_order_relaxed)",
+        "next_.load(); std::this_thread::yield(); next_.store(begin + per_ticket_)",
+    ),
+    "no wait": ("nobody_works_.wait(lock, [&] { return working_ == 0; });", ""),
+    "invites unlocked": ("const std::lock_guard lock(mutex_);", ""),
+    "leaves unlocked": (
+        "lock.lock();\n      if (--working_ == 0) nobody_works_.notify_all();",
+        "if (--working_ == 0) nobody_works_.notify_all();\n      lock.lock();",
+    ),
+    "two leaders": ("if (work_ != nullptr) return false;", ""),
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
+]
+
+
+def build(folder, text):
+    for header in SOURCES.glob("*.h"):
+        shutil.copy(header, folder)
+    (folder / "reduce.cpp").write_text(text)
+    program = folder / "race_driver"
+    subprocess.run(
+        ["g++", "-std=c++20", "-O1", "-g", "-pthread", "-fsanitize=thread", "-Wno-psabi",
+         f'-DREDUCE_CPP="{folder / "reduce.cpp"}"', str(DRIVER), "-o", str(program)],
+        check=True,
+    )  # fmt: skip
+    return program
+
+
+def run(program, *arguments):
+    return subprocess.run(
+        [str(program), *map(str, arguments)],
+        env={**os.environ, "TSAN_OPTIONS": f"halt_on_error=1 exitcode={RACE}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("right"), (SOURCES / "reduce.cpp").read_text())
+
+
+@pytest.mark.parametrize("callers", [1, 3])
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_the_library_has_no_race(program, callers, num_threads):
+    # From 2 MiB read and written on, threads help.
+    done = run(program, callers, num_threads, 9, 180_001)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_flagged(tmp_path, bug):
+    right, wrong = BUGS[bug]
+    text = (SOURCES / "reduce.cpp").read_text()
+    assert text.count(right) == 1
+    program = build(tmp_path, text.replace(right, wrong))
+    for _ in range(5):
+        try:
+            if run(program, 3, 4, 12, 180_001).returncode != 0:
+                return
+        except subprocess.TimeoutExpired:
+            return
+    pytest.fail("nobody has noticed")
