@@ -12,6 +12,7 @@ MirrorError
     DivergenceError(RuntimeError)         replicas did not reach the same merge points
     CollectiveTimeoutError(TimeoutError)  a collective or a replica took too long
     ReplicaMismatchError(RuntimeError)    variables that must be equal have different bits
+    GradientError(ArithmeticError)        a gradient is NaN or infinite
     CheckpointError(RuntimeError)         a checkpoint is missing, damaged or foreign
     RecordError(ValueError)               a record is damaged, or does not hold what it should
 """
@@ -31,6 +32,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "DeviceError",
     "DivergenceError",
+    "GradientError",
     "MirrorError",
     "RecordError",
     "ReplicaMismatchError",
@@ -78,6 +80,10 @@ class DivergenceError(MirrorError, RuntimeError):
 
 class CollectiveTimeoutError(MirrorError, TimeoutError):
     """A collective, or a replica that others wait for, took longer than the timeout."""
+
+
+class GradientError(MirrorError, ArithmeticError):
+    """A replica's gradient has elements that are NaN or infinite."""
 
 
 class ReplicaMismatchError(MirrorError, RuntimeError):

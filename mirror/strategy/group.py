@@ -26,6 +26,7 @@ from mirror.replica.copies.recorded import Recorded
 from mirror.replica.copies.registry import Registry
 from mirror.replica.copies.variables import Variables
 from mirror.replica.gradients.access import Access
+from mirror.replica.gradients.finite import Finite, watch_only_replica
 from mirror.replica.gradients.gradients import Gradients
 from mirror.replica.gradients.passes import watch_passes
 from mirror.replica.gradients.plain import PlainVariables
@@ -76,7 +77,8 @@ class Group:
         runner = Runner(replicas, schedule=schedule, timeout_seconds=options.timeout_seconds)
         registry, recorded = Registry(), Recorded()
         reducer = Reducer(replicas, options.bytes_per_pack, options.wire_dtype)
-        gradients = Gradients(replicas, runner, reducer)
+        finite = Finite(replicas.names) if guards.finite_gradients else None
+        gradients = Gradients(replicas, runner, reducer, finite)
         access = Access(replicas, runner, gradients)
         variables, buffers = Variables(replicas, registry, access), Buffers(replicas, registry)
         attributes = Attributes(runner)
@@ -106,6 +108,8 @@ class Group:
         self._simulates = replicas.num_replicas > 1 and is_simulated(replicas.devices)
         if guards.replicas_every and replicas.num_replicas > 1:
             Every(guards.replicas_every, runner, self.comparison.check_sums)
+        if guards.finite_gradients and replicas.num_replicas == 1:
+            watch_only_replica(registry)
         watch_passes()
         watch_optimizer_steps(are_mirrored=replicas.num_replicas > 1)
         if schedule == "concurrent":

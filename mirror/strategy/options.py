@@ -64,18 +64,27 @@ class Guards:
             replicas are compared, on GPUs by sums of their bits: what has drifted apart is a
             ``ReplicaMismatchError`` that names it. 0: never. ``strategy.check_replicas()``
             compares bit for bit, whenever it is called.
+        finite_gradients: a NaN or an infinity in a replica's gradient is a ``GradientError`` that
+            names parameter and replica, before the gradients are used; they are dropped then.
+            It waits for the devices in every step, and does not go with a ``GradScaler``, which
+            counts on infinities.
 
     Raises:
-        ValueError: a number of steps below 0.
+        ValueError: a number of steps below 0, or something else than a bool.
     """
 
     replicas_every: int = 1000
+    finite_gradients: bool = False
 
     def __post_init__(self) -> None:
         if not is_int(self.replicas_every) or self.replicas_every < 0:
             raise ValueError(
                 f"replicas_every is a number of steps, 0 for never; got "
                 f"{in_words(self.replicas_every)}"
+            )
+        if not isinstance(self.finite_gradients, bool):
+            raise ValueError(
+                f"finite_gradients is True or False; got {in_words(self.finite_gradients)}"
             )
 
 

@@ -16,6 +16,7 @@ NAMES = {
     "DeviceError",
     "DistributedDataset",
     "DivergenceError",
+    "GradientError",
     "Guards",
     "InputContext",
     "InputOptions",

@@ -52,6 +52,7 @@ from mirror.replica.gradients.arrivals import (
     unshare,
     weigh,
 )
+from mirror.replica.gradients.finite import Finite
 from mirror.replica.gradients.watch import Watch
 from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
 
@@ -87,6 +88,7 @@ class Buckets:
 
     Args:
         may_launch: whether gradients are to be reduced now, and not kept back.
+        finite: what looks whether gradients are; others are left to the end of the pass.
 
     Attributes:
         on_their_way: the reductions launched and not collected.
@@ -100,10 +102,11 @@ class Buckets:
         reducer: Reducer,
         watch: Watch,
         may_launch: Callable[[], bool],
+        finite: Finite | None,
     ) -> None:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
         self._watch = watch
-        self._are_wanted = may_launch
+        self._are_wanted, self._finite = may_launch, finite
         self._side = Side(replicas.devices)
         self._streams = watch.streams
         self._plan: _Plan | None = None
@@ -237,6 +240,8 @@ class Buckets:
         if not self._watch.are_in_order(copies):
             return
         if not all(are_usual(list(map(local_grad, mine))) for mine in copies):
+            return
+        if self._finite is not None and not self._finite.are(copies):
             return
         self._watch.strike(copies)
         columns = take(copies)

@@ -55,6 +55,7 @@ from mirror.replica.gradients.arrivals import (
 )
 from mirror.replica.gradients.buckets import Buckets
 from mirror.replica.gradients.deferred import Deferred
+from mirror.replica.gradients.finite import Finite
 from mirror.replica.gradients.hooks import run_hooks
 from mirror.replica.gradients.passes import watch_passes_of
 from mirror.replica.gradients.unusual import are_unusual, or_zeros, reduce_unusual
@@ -65,6 +66,9 @@ from mirror.timeline import CROSS, REDUCTION
 class Gradients:
     """The gradients of all mirrored parameters of a strategy: those that are not reduced yet.
 
+    Args:
+        finite: what looks whether gradients are, before they are reduced.
+
     Attributes:
         watch: sees local gradients arrive.
         pending: per replica, the copies with a local gradient, in the order of arrival.
@@ -73,15 +77,22 @@ class Gradients:
         deferring: whether a ``no_sync`` is open.
     """
 
-    def __init__(self, replicas: Replicas, runner: Runner, reducer: Reducer) -> None:
-        self._replicas, self._reducer = replicas, reducer
+    def __init__(
+        self, replicas: Replicas, runner: Runner, reducer: Reducer, finite: Finite | None
+    ) -> None:
+        self._replicas, self._reducer, self._finite = replicas, reducer, finite
         self.watch = Watch(replicas)
         self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
         self._noted = (*self.pending, *self.unsettled)
         self.deferred = Deferred()
         self.deferring = False
         self.buckets = Buckets(
-            replicas, runner, reducer, self.watch, lambda: not (self.deferring or self.deferred)
+            replicas,
+            runner,
+            reducer,
+            self.watch,
+            lambda: not (self.deferring or self.deferred),
+            finite,
         )
         self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
         self._may_be_silent = replicas.num_replicas > 1 and watch_passes_of(self.watch)
@@ -280,6 +291,12 @@ class Gradients:
         if not known:
             self._arrivals = Arrivals(arrived)
         assert self._arrivals is not None
+        rest = self._arrivals.after(len(launched[0]))
+        if self._finite is not None and not self._finite.are(rest.copies):
+            try:
+                self._finite.refuse(rest.copies)
+            finally:
+                self.discard()
         self.buckets.learn(self._arrivals, again=known)
         if self.buckets.is_disordered:
             self.buckets.forget_order()
@@ -287,7 +304,6 @@ class Gradients:
         elif known and self._may_be_silent and self._arrivals.is_regular:
             self.watch.silence(self._arrivals)
         self.watch.clear()
-        rest = self._arrivals.after(len(launched[0]))
         return rest, take(rest.copies)
 
     @torch.no_grad()
