@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.errors import ReplicaMismatchError
-from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
 from mirror.replica.bits import same_bits, same_values, sum_of_bits
 from mirror.replica.paths import path_of
 from mirror.values import leaves_of
@@ -47,18 +47,13 @@ class Optimizers(Protocol):
 class Comparison:
     """Whether parameters and optimizer state are equal on all replicas of a strategy.
 
-    Args:
-        prepare: makes the replicas equal to what the cross-replica context has left.
+    What the cross-replica context has left is carried to all before.
     """
 
     def __init__(
-        self,
-        replicas: Replicas,
-        prepare: Callable[[], None],
-        variables: Iterable[Variable],
-        optimizers: Optimizers,
+        self, runner: Runner, variables: Iterable[Variable], optimizers: Optimizers
     ) -> None:
-        self._replicas, self._prepare = replicas, prepare
+        self._runner, self._replicas = runner, runner.replicas
         self._variables, self._optimizers = variables, optimizers
 
     def check(self) -> None:
@@ -67,6 +62,7 @@ class Comparison:
         Raises:
             ReplicaMismatchError: naming the first variable and replica that differ.
         """
+        self._runner.prepare()
         with torch.inference_mode(False), torch.no_grad():
             self._show(_exactly)
 
@@ -82,13 +78,13 @@ class Comparison:
         if self._replicas.are_simulated:
             self.check()
             return
+        self._runner.prepare()
         with torch.inference_mode(False), torch.no_grad():
             sums = _Sums()
             self._show(sums)
             sums.compare()
 
     def _show(self, look: Look) -> None:
-        self._prepare()
         names = self._replicas.names
         for variable in self._variables:
             first, *others = variable.targets

@@ -88,7 +88,7 @@ class Group:
             replicas, runner, registry, recorded, variables, buffers, attributes
         )
         self.optimizers = Optimizers(replicas, runner, access)
-        self.comparison = Comparison(replicas, runner.prepare, self.variables, self.optimizers)
+        self.comparison = Comparison(runner, self.variables, self.optimizers)
         self.plain = PlainVariables(replicas, registry, recorded)
         # In the order of [Note: Parts].
         parts = (
