@@ -40,7 +40,6 @@ TESTED_BY = {
     "replica/copies/variable.py": "replica/copies/test_parameters.py",
     "replica/copies/variables.py": "replica/copies/test_identity.py",
     "replica/gradients/deferred.py": "replica/gradients/test_local_gradients.py",
-    "replica/gradients/finite.py": "strategy/test_guards.py",
     "replica/gradients/plain.py": "mistakes/test_scope.py",
     "replica/gradients/seams.py": "replica/gradients/test_parallel_pass.py",
     "replica/gradients/watch.py": "replica/gradients/test_hooks.py",

@@ -25,8 +25,8 @@ from mirror.replica.copies.buffers import Buffers
 from mirror.replica.copies.recorded import Recorded
 from mirror.replica.copies.registry import Registry
 from mirror.replica.copies.variables import Variables
+from mirror.replica.finite import Finite, stop_watching, watch_only_replica
 from mirror.replica.gradients.access import Access
-from mirror.replica.gradients.finite import Finite, watch_only_replica
 from mirror.replica.gradients.gradients import Gradients
 from mirror.replica.gradients.passes import watch_passes
 from mirror.replica.gradients.plain import PlainVariables
@@ -121,6 +121,7 @@ class Group:
     def close(self) -> None:
         """Ends threads and the communicator; idempotent."""
         self.runner.close()
+        stop_watching(self.registry)
         self.gradients.buckets.close()
         self.replicas.communicator.close()
         if self._simulates:

@@ -42,6 +42,7 @@ from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.copies.variable import ReplicaParameter, Variable
+from mirror.replica.finite import Finite
 from mirror.replica.gradients.arrivals import (
     Arrivals,
     accumulate,
@@ -52,7 +53,6 @@ from mirror.replica.gradients.arrivals import (
     unshare,
     weigh,
 )
-from mirror.replica.gradients.finite import Finite
 from mirror.replica.gradients.watch import Watch
 from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
 
@@ -239,10 +239,12 @@ class Buckets:
         copies = [mine[part] for mine in order.copies]
         if not self._watch.are_in_order(copies):
             return
-        if not all(are_usual(list(map(local_grad, mine))) for mine in copies):
+        grads = [list(map(local_grad, mine)) for mine in copies]
+        if not all(map(are_usual, grads)):
             return
-        if self._finite is not None and not self._finite.are(copies):
+        if self._finite is not None and not self._finite.are(grads):
             return
+        del grads  # who else holds them is about to be counted
         self._watch.strike(copies)
         columns = take(copies)
         moved = self._reducer.move(columns, self._streams)

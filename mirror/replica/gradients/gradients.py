@@ -41,6 +41,7 @@ from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.copies.variable import Variable
+from mirror.replica.finite import Finite
 from mirror.replica.gradients.arrivals import (
     Arrivals,
     Column,
@@ -55,7 +56,6 @@ from mirror.replica.gradients.arrivals import (
 )
 from mirror.replica.gradients.buckets import Buckets
 from mirror.replica.gradients.deferred import Deferred
-from mirror.replica.gradients.finite import Finite
 from mirror.replica.gradients.hooks import run_hooks
 from mirror.replica.gradients.passes import watch_passes_of
 from mirror.replica.gradients.unusual import are_unusual, or_zeros, reduce_unusual
@@ -292,11 +292,12 @@ class Gradients:
             self._arrivals = Arrivals(arrived)
         assert self._arrivals is not None
         rest = self._arrivals.after(len(launched[0]))
-        if self._finite is not None and not self._finite.are(rest.copies):
-            try:
-                self._finite.refuse(rest.copies)
-            finally:
+        if self._finite is not None:
+            grads = [list(map(local_grad, mine)) for mine in rest.copies]
+            if not self._finite.are(grads):
                 self.discard()
+                self._finite.refuse(grads, rest.variables)
+            del grads  # who else holds them is about to be counted
         self.buckets.learn(self._arrivals, again=known)
         if self.buckets.is_disordered:
             self.buckets.forget_order()

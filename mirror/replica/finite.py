@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mirror.errors import GradientError
-from mirror.replica.copies.registry import Registry
-from mirror.replica.copies.variable import ReplicaParameter
-from mirror.replica.gradients.arrivals import local_grad
 from mirror.replica.paths import path_of
+
+
+class Named(Protocol):
+    """A parameter that can be named."""
+
+    name: str
+
+    def owner(self) -> Tensor | None: ...
+
+
+class Owns(Protocol):
+    """Knows the parameters of a strategy."""
+
+    def owns(self, tensor: Tensor) -> bool: ...
 
 
 class Finite:
@@ -29,30 +40,30 @@ class Finite:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
-    def are(self, copies: Sequence[Sequence[ReplicaParameter]]) -> bool:
-        """Whether the local gradients of each replica's copies are finite."""
-        return all(_are_finite(map(local_grad, mine)) for mine in copies)
+    def are(self, columns: Sequence[Sequence[Tensor | None]]) -> bool:
+        """Whether each replica's gradients are finite."""
+        return all(map(_are_finite, columns))
 
-    def refuse(self, copies: Sequence[Sequence[ReplicaParameter]]) -> None:
-        """Raises GradientError for the first local gradient that is not."""
-        for mine, name in zip(copies, self._names, strict=True):
-            if not _are_finite(map(local_grad, mine)):
-                for copy in mine:
-                    grad = local_grad(copy)
-                    if not _are_finite([grad]):
-                        variable = copy.variable
+    def refuse(
+        self, columns: Sequence[Sequence[Tensor | None]], variables: Sequence[Named]
+    ) -> None:
+        """Raises GradientError for the first of the variables' gradients that is not."""
+        for column, name in zip(columns, self._names, strict=True):
+            if not _are_finite(column):
+                for grad, variable in zip(column, variables, strict=True):
+                    if grad is not None and not _are_finite([grad]):
                         path = path_of(variable.owner(), variable.name)
                         raise _not_finite(grad, f"{path!r} on {name}")
 
 
 # The parameters of strategies of one replica. The hook stays, once there is one: to take it off
 # while torch goes through the hooks is an error.
-_only: weakref.WeakSet[Registry] = weakref.WeakSet()
+_only: weakref.WeakSet[Owns] = weakref.WeakSet()
 _installing = threading.Lock()
 _hooks: list[Any] = []
 
 
-def watch_only_replica(registry: Registry) -> None:
+def watch_only_replica(registry: Owns) -> None:
     """Looks at the gradients of a strategy's only replica, before each optimizer step."""
     with _installing:
         _only.add(registry)
@@ -60,8 +71,15 @@ def watch_only_replica(registry: Registry) -> None:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
+def stop_watching(registry: Owns) -> None:
+    """Ends what ``watch_only_replica`` began."""
+    _only.discard(registry)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     registries = tuple(_only)
+    if not registries:
+        return
     parameters = [p for options in optimizer.param_groups for p in options["params"]]
     ours = [p for p in parameters if p.grad is not None and any(r.owns(p) for r in registries)]
     if not _are_finite(p.grad for p in ours):
