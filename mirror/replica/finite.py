@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mirror.errors import GradientError
 from mirror.replica.paths import path_of
@@ -56,33 +54,26 @@ class Finite:
                         raise _not_finite(grad, f"{path!r} on {name}")
 
 
-# The parameters of strategies of one replica. The hook stays, once there is one: to take it off
-# while torch goes through the hooks is an error.
-_only: weakref.WeakSet[Owns] = weakref.WeakSet()
-_installing = threading.Lock()
-_hooks: list[Any] = []
+# Of strategies of one replica, whose gradients nobody reduces: looked at when a step begins.
+only_replicas: list[weakref.ref[Owns]] = []
 
 
 def watch_only_replica(registry: Owns) -> None:
-    """Looks at the gradients of a strategy's only replica, before each optimizer step."""
-    with _installing:
-        _only.add(registry)
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    """Has the gradients of a strategy's only replica looked at before each optimizer step."""
+    only_replicas.append(weakref.ref(registry, only_replicas.remove))
 
 
 def stop_watching(registry: Owns) -> None:
     """Ends what ``watch_only_replica`` began."""
-    _only.discard(registry)
+    only_replicas[:] = [known for known in only_replicas if known() is not registry]
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    registries = tuple(_only)
-    if not registries:
-        return
+def refuse_step(optimizer: Optimizer) -> None:
+    """Raises GradientError for a gradient of such a replica that is not finite."""
+    registries = [registry for known in only_replicas if (registry := known()) is not None]
     parameters = [p for options in optimizer.param_groups for p in options["params"]]
     ours = [p for p in parameters if p.grad is not None and any(r.owns(p) for r in registries)]
-    if not _are_finite(p.grad for p in ours):
+    if not _are_finite([p.grad for p in ours]):
         for p in ours:
             if not _are_finite([p.grad]):
                 raise _not_finite(p.grad, repr(path_of(p, "?")))

@@ -16,6 +16,7 @@ from mirror.execution.current import current, replica_of
 from mirror.execution.nesting import refuse_within_another
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.step_ends import step_ends
+from mirror.replica.finite import only_replicas, refuse_step
 from mirror.replica.gradients.passes import lane_here
 from mirror.replica.gradients.plain import note_step
 from mirror.replica.optimizer.global_hooks import global_hooks
@@ -129,6 +130,8 @@ def _clearing_at_once(original: Callable[..., None]) -> Callable[..., None]:
 def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    if only_replicas:
+        refuse_step(optimizer)
     timeline, lane = lane_here()
     if timeline is not None:
         timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
