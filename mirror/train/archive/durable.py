@@ -20,6 +20,7 @@ what it writes into, which ends with it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -33,6 +34,8 @@ from mirror.train.archive.skeleton_reader import Malformed
 from mirror.train.archive.tensor_file import open_regular
 
 MANIFEST = "checkpoint.json"
+
+_IMPOSSIBLE = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 Write = Callable[[int, str], bytes]
 """Has the tensors on the disk, by a file descriptor; returns the manifest with their name."""
@@ -65,6 +68,8 @@ def read_manifest(path: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         there = "is no checkpoint: it has no" if path.exists() else "does not exist, nor its"
         raise CheckpointError(f"{path} {there} {MANIFEST}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error})") from error
     try:
         return parse(content)
     except Malformed as error:
@@ -108,19 +113,38 @@ def make_directories(path: Path) -> None:
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Has a directory for this process alone; the lock ends with the process.
 
+    Who waits does without where directories cannot be locked, as on NFS.
+
     Raises:
-        BlockingIOError: another one has it, and nobody wants to wait.
+        OSError: another one has it, or it cannot be locked, and nobody wants to wait.
     """
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # What is to be removed must not be a link to something else.
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if wait else os.O_NOFOLLOW)
+    directory = os.open(path, flags)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if wait:
+            with _unless_impossible():
+                fcntl.flock(directory, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
         finally:
             # A child that was forked meanwhile has the lock, too, until one of both gives it up.
-            fcntl.flock(directory, fcntl.LOCK_UN)
+            with _unless_impossible():
+                fcntl.flock(directory, fcntl.LOCK_UN)
     finally:
         os.close(directory)
+
+
+@contextmanager
+def _unless_impossible() -> Iterator[None]:
+    """Does without what a file system does not do to directories."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _IMPOSSIBLE:
+            raise
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -207,7 +231,8 @@ def _sync(directory: Path) -> None:
     """Has the names in a directory on the disk."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(opened)
+        with _unless_impossible():
+            os.fsync(opened)
     finally:
         os.close(opened)
 

@@ -40,6 +40,7 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
 }
 _MAX_DIMENSIONS = 64
+_MAX_ELEMENTS = 2**60
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def _stored(name: object, dtype: str, shape: object, crc32: object) -> Stored:
 
 def _view(of: str, shape: object, strides: object, offset: object) -> View:
     (start,) = _sizes([offset])
-    return View(of, _sizes(shape), _sizes(strides), start)
+    return View(of, _sizes(shape), _counts(strides), start)
 
 
 def _saved(kind: object, type: object, state: Any) -> Saved:  # noqa: A002
@@ -189,12 +190,17 @@ def _saved(kind: object, type: object, state: Any) -> Saved:  # noqa: A002
 
 def _sizes(value: object) -> tuple[int, ...]:
     """Returns numbers of elements that torch can count, also all of them together."""
-    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
-        raise Malformed(f"{shortened(str(value))} is no shape")
-    if any(type(n) is not int or not 0 <= n < 2**63 for n in value):
-        raise Malformed(f"{shortened(str(value))} is no shape")
-    if math.prod(n for n in value if n) >= 2**60:
+    sizes = _counts(value)
+    if math.prod(n for n in sizes if n) >= _MAX_ELEMENTS:
         raise Malformed(f"{shortened(str(value))} is too large a shape")
+    return sizes
+
+
+def _counts(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        raise Malformed("a shape, or strides, is no short list")
+    if any(type(n) is not int or not 0 <= n < _MAX_ELEMENTS for n in value):
+        raise Malformed(f"{shortened(str(value))} is no shape, nor strides")
     return tuple(value)
 
 

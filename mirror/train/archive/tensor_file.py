@@ -162,7 +162,12 @@ def _read(raw: Any, path: Path, entry: Stored) -> Tensor:
         filled += num_read
     if zlib.crc32(buffer) != entry.crc32:
         raise _damaged(path, f"tensor {entry.name!r}")
-    return content.view(entry.dtype).view(entry.shape)
+    try:
+        return content.view(entry.dtype).view(entry.shape)
+    except (RuntimeError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"tensor {entry.name!r} in {path} is of no kind that is saved: {entry.dtype}"
+        ) from error
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

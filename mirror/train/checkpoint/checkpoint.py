@@ -156,23 +156,25 @@ class Checkpoint(Uncopied):
             check(name, kinds[name], self.objects[name], saved.type_name, contents.states[name])
         before = pack(self.objects, values=False)
         before = before.with_tensors(copied(before.stored))
+        begun: list[str] = []
         try:
-            self._give_all(contents, kinds)
+            self._give_all(contents, kinds, begun)
         except BaseException as error:
-            self._give_back(before, error)
+            self._give_back(before, begun, error)
             raise
         for name, kind in kinds.items():
             if kind == VALUE:
                 self.objects[name] = give_value(self.objects[name], contents.states[name])
         return {name: self.objects[name] for name, kind in kinds.items() if kind == VALUE}
 
-    def _give_all(self, contents: Contents, kinds: dict[str, str]) -> None:
+    def _give_all(self, contents: Contents, kinds: dict[str, str], begun: list[str]) -> None:
         what = "random generators"
         try:
             give_global(contents.random)
             for name, kind in kinds.items():
                 if kind != VALUE:
                     what = name
+                    begun.append(name)
                     give(kind, self.objects[name], contents.states[name])
                     if name in contents.apart:
                         put_copies_apart(self.objects[name], contents.apart[name])
@@ -183,15 +185,15 @@ class Checkpoint(Uncopied):
                 f"{error}; nothing was changed"
             ) from error
 
-    def _give_back(self, before: Packed, error: BaseException) -> None:
-        """Brings everything back to what it was before something could not be restored."""
-        apart = before.kept_apart()
-        for name, state in before.states().items():
+    def _give_back(self, before: Packed, begun: list[str], error: BaseException) -> None:
+        """Brings what was given a state back to what it was, the last one first."""
+        states, apart = before.states(), before.kept_apart()
+        for name in reversed(begun):
             try:
-                give(before.objects[name].kind, self.objects[name], state)
+                give(before.objects[name].kind, self.objects[name], states[name])
                 if name in apart:
                     put_copies_apart(self.objects[name], apart[name])
-            except Exception as another:
+            except BaseException as another:  # a second Ctrl-C, too: the first one is raised
                 add_note(error, f"{name!r} could not be brought back either: {another!r}")
         give_global(before.random_state())
 

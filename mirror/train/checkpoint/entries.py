@@ -149,12 +149,21 @@ def _check_module(name: str, own: Mapping[str, Any], state: Any) -> None:
 def _check_optimizer(name: str, own: Mapping[str, Any], state: Any) -> None:
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         raise CheckpointError(f"the state of {name!r}, an optimizer, is {in_words(state)}")
-    sizes, saved = (_group_sizes(s["param_groups"]) for s in (own, state))
+    sizes = _group_sizes(own["param_groups"])
+    try:
+        saved = _group_sizes(state["param_groups"])
+        unknown = state["state"].keys() - range(sum(saved))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the state of {name!r} is none of an optimizer: {error!r}"
+        ) from error
     if sizes != saved:
         raise CheckpointError(
             f"the groups of {name!r} have {sizes} parameters; in the checkpoint they have "
             f"{saved}; restore it into the optimizer that it was saved from"
         )
+    if unknown:
+        raise CheckpointError(f"the state of {name!r} is of parameters that it has not: {unknown}")
 
 
 def _group_sizes(groups: Any) -> list[int]:

@@ -33,7 +33,7 @@ def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -
     lines = [f"{found}", *_head(manifest), "", *_table(manifest)]
     if verify:
         lines += ["", "every byte is as it was written"]
-    return "\n".join(lines)
+    return "\n".join(map(_printable, lines))
 
 
 def export_checkpoint(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
@@ -70,7 +70,7 @@ def _head(manifest: Manifest) -> Iterator[str]:
     at = manifest.written_by.get("at")
     if isinstance(at, (int, float)) and 0 <= at < 2**40:
         moment = datetime.fromtimestamp(at, timezone.utc)
-        yield f"saved {moment:%Y-%m-%d %H:%M:%S} UTC with torch {manifest.written_by['torch']}"
+        yield f"saved {moment:%Y-%m-%d %H:%M:%S} UTC with torch {manifest.written_by.get('torch')}"
     for name, saved in manifest.objects.items():
         yield f"{name}: {saved.kind}, {saved.type_name}"
     num_bytes = sum(stored.num_bytes for stored in manifest.stored)
@@ -91,6 +91,11 @@ def _table(manifest: Manifest) -> Iterator[str]:
     for row in sorted(rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         yield "  ".join([*cells, row[3]])
+
+
+def _printable(line: str) -> str:
+    """Returns a line without what a terminal would take for commands."""
+    return line if line.isprintable() else ascii(line)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,5 +1,7 @@
 """CheckpointManager: the newest checkpoints, in order, whatever else is in the directory."""
 
+import errno
+import fcntl
 import os
 import warnings
 from pathlib import Path
@@ -166,3 +168,29 @@ def test_what_is_no_option_is_refused(tmp_path):
         mirror.CheckpointManager({"x": 1}, tmp_path)
     with pytest.raises(TypeError):
         manager(tmp_path).save(1.5)
+
+
+def test_the_directory_may_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", 1, 2)
+    assert restored(tmp_path / "link") == restored(tmp_path / "real") == (2, 2)
+
+
+def test_saves_go_on_where_directories_can_be_neither_locked_nor_synced(tmp_path, monkeypatch):
+    def impossible(*_):
+        raise OSError(errno.EBADF, "as on NFS")
+
+    left = tmp_path / ".step-000000001.tmp-0123"
+    left.mkdir()
+    monkeypatch.setattr(fcntl, "flock", impossible)
+    save(tmp_path, 1, 2)
+    assert restored(tmp_path) == (2, 2)
+    assert left.exists()  # nothing tells that nobody writes there
+
+
+def test_a_save_beside_outlives_the_end_of_the_program(tmp_path):
+    one = manager(tmp_path, 1)
+    one.save(1, wait=False)
+    assert not one.checkpoint._in_flight._thread.daemon  # Python waits for such
+    one.wait()
