@@ -63,6 +63,8 @@ def _optimizers(draft):
     fitting = [o for o in chosen.options if not (draft.has("complex") and "fused" in o)]
     if draft.has("half float"):  # centered: a small difference of large numbers
         fitting = [o for o in fitting if "centered" not in o]
+    if draft.has("half fp16"):  # PyTorch reads momenta of 2 bytes as if of 4, past their end
+        fitting = [o for o in fitting if not ("momentum" in o and "fused" in o)]
     if draft.sparse:
         unable = ("fused", "foreach", "weight_decay", "maximize", "nesterov")
         fitting = [o for o in fitting if not any(word in o for word in unable)]

@@ -55,6 +55,14 @@ def test_every_option_is_drawn():
     assert {*ANY, *SAVING, *CHANGING} <= said
 
 
+def test_no_program_has_what_is_not_the_same_twice_in_plain_pytorch():
+    """A fused step on the CPU reads what lies behind momenta of half types."""
+    fused = [p for p in map(program, range(800)) if "momentum=0.9, fused=True" in p.source]
+    half = ("layers.In(torch.bfloat16)", "layers.In(torch.float16)")
+    assert fused
+    assert not [p.seed for p in fused if any(layer in p.source for layer in half)]
+
+
 def test_a_knob_does_not_depend_on_the_others():
     alone, after = Knobs(3), Knobs(3)
     after.choose("other", range(9))
