@@ -82,6 +82,8 @@ class _Encoder:
                 f"a state is nested at most {MAX_DEPTH} deep; {shortened(path)} goes deeper, or "
                 "contains itself; save what it is made of"
             )
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -108,8 +110,6 @@ class _Encoder:
             return _node("complex", real=_bits(value.real), imag=_bits(value.imag))
         if kind in (bytes, bytearray):
             return self._bytes(value, path)
-        if isinstance(value, Tensor):
-            return self._tensor(value, path)
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._array(value, path)
         if kind is torch.device:
@@ -128,7 +128,10 @@ class _Encoder:
 
     def _mapping(self, value: Any, path: str, depth: int) -> Any:
         of = [
-            [self.encode(k, f"{path}.{k!r}", depth + 1), self.encode(v, f"{path}.{k}", depth + 1)]
+            [
+                k if type(k) is str else self.encode(k, f"{path}.{k!r}", depth + 1),
+                self.encode(v, f"{path}.{k}", depth + 1),
+            ]
             for k, v in value.items()
         ]
         node = _node(type(value).__name__, of=of)
@@ -160,7 +163,7 @@ class _Encoder:
         return _node("array", name=name, dtype=value.dtype.str, shape=list(value.shape))
 
     def _tensor(self, value: Tensor, path: str) -> Any:
-        tensor = value.detach()
+        tensor = value if type(value) is Tensor and not value.requires_grad else value.detach()
         is_odd = type(tensor) is not Tensor or tensor.is_quantized or tensor.is_nested
         if is_odd or tensor.device.type == "meta":
             refuse(value, path, f"on {tensor.device}, of layout {tensor.layout}")
