@@ -82,14 +82,16 @@ def refuse_step(optimizer: Optimizer) -> None:
 def _are_finite(grads: Iterable[Tensor | None]) -> bool:
     dense = [_dense(grad.detach()) for grad in grads if grad is not None and grad.numel()]
     with torch.inference_mode(False), torch.no_grad():
-        largest = torch._foreach_norm(dense, torch.inf) if dense else []
-        return not largest or bool(torch.stack([m.float() for m in largest]).isfinite().all())
+        largest: dict[torch.dtype, list[Tensor]] = {}  # each in its own range
+        for norm in torch._foreach_norm(dense, torch.inf) if dense else ():
+            largest.setdefault(norm.dtype, []).append(norm)
+        return all(bool(torch.stack(norms).isfinite().all()) for norms in largest.values())
 
 
 def _dense(grad: Tensor) -> Tensor:
     if grad.is_sparse:
         grad = grad._values()
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 def _not_finite(grad: Tensor, whose: str) -> GradientError:

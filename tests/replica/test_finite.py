@@ -1,4 +1,6 @@
-"""mirror/replica/gradients/finite.py: NaN and infinities are named before they are used."""
+"""mirror/replica/finite.py: NaN and infinities are named before they are used."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -110,6 +112,48 @@ def test_sparse_and_complex_gradients_are_looked_at(make_strategy):
     waves(factor.expand(4, 2).to(torch.complex64)).abs().sum().backward()
     with pytest.raises(GradientError, match=r"parameter '(weight|bias)' on replica 1 of 2"):
         waves.weight.grad
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_whatever_is_finite_in_its_own_dtype_is_finite(make_strategy, n, dtype, conjugate):
+    """Also what no float32 holds, and what autograd brings conjugated lazily."""
+    most = torch.finfo(dtype).max / 8
+    strategy = make_strategy(n, guards=GUARDS)
+    with strategy.scope():
+        holder = nn.ParameterList([torch.zeros(3, dtype=dtype)])
+        optimizer = torch.optim.SGD(holder.parameters(), lr=0.25)
+
+    def step():
+        optimizer.zero_grad()
+        factor = torch.full((3,), most, dtype=dtype)
+        weight = holder[0].conj() if conjugate else holder[0]
+        (weight * factor).sum().real.backward()
+        optimizer.step()
+
+    strategy.run(step)
+    assert torch.equal(holder[0].detach(), torch.full((3,), -most / 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+def test_what_counts_nothing_may_be_anything(make_strategy, reduces):
+    """A replica of weight 0 may have had no token to take a mean of."""
+    strategy = make_strategy(2, guards=GUARDS)
+    with strategy.scope():
+        layer = nn.Linear(2, 1)
+
+    def backward():
+        replica = mirror.get_replica_context()
+        which = replica.replica_id_in_sync_group
+        replica.weight = 1 - which
+        (layer(torch.ones(1, 2)).sum() * (1, torch.nan)[which]).backward()
+
+    for _ in range(3):
+        layer.zero_grad()
+        with nullcontext() if reduces else strategy.no_sync():
+            strategy.run(backward)
+        assert layer.weight.grad.tolist() == [[1, 1]]
 
 
 def test_a_gradient_of_nothing_is_finite(make_strategy):

@@ -242,7 +242,7 @@ class Gradients:
         A variable that only some replicas used counts zero for the others; one that none used
         keeps its gradient, or none.
         """
-        arrivals, columns = self._take()
+        arrivals, columns = self._take(shares)
         self.buckets.collect()
         variables, targets = arrivals.variables, arrivals.targets
         scale = None if self.deferred else common_scale(shares)
@@ -283,7 +283,7 @@ class Gradients:
         ]
         return [variables[i] for i in usual], filled
 
-    def _take(self) -> tuple[Arrivals, list[Column]]:
+    def _take(self, shares: Mapping[int, float]) -> tuple[Arrivals, list[Column]]:
         """Takes the local gradients out of their slots: the variables, one list per replica."""
         launched = self.buckets.launched()
         arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
@@ -293,7 +293,10 @@ class Gradients:
         assert self._arrivals is not None
         rest = self._arrivals.after(len(launched[0]))
         if self._finite is not None:
-            grads = [list(map(local_grad, mine)) for mine in rest.copies]
+            grads = [
+                list(map(local_grad, mine)) if shares.get(r) else []  # counts nothing
+                for r, mine in enumerate(rest.copies)
+            ]
             if not self._finite.are(grads):
                 self.discard()
                 self._finite.refuse(grads, rest.variables)
@@ -309,7 +312,7 @@ class Gradients:
 
     @torch.no_grad()
     def _defer(self, shares: Mapping[int, float]) -> None:
-        arrivals, columns = self._take()
+        arrivals, columns = self._take(shares)
         self.buckets.collect()
         weigh(columns, shares)
         self.deferred.add(arrivals.variables, columns)
