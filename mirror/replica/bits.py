@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 _PLAIN = (int, float, complex, str, bool)
+# Elements, which take 8 bytes each meanwhile.
+_SUMMED_AT_ONCE = 2**24
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -25,15 +27,23 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Returns the sum of a dense tensor's bits, read as integers: int64, 0-d, on its device.
+    """Returns a sum of a dense tensor's bits: int64, 0-d, on its device.
 
-    It wraps around. It is another one if any single element has other bits.
+    It wraps around. It is another one if any single element has other bits. What is added up is
+    not the bits as integers ``b``: of those that drift apart some are rounded up and others down,
+    and the sum of ones and minus ones often is 0. It is ``b + 2 * b ** 2``, which is another
+    number for every ``b``, also modulo ``2 ** 64``.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kind[tensor.element_size()]).sum(dtype=torch.int64)
+    bits = tensor.view(kind[tensor.element_size()]).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(_SUMMED_AT_ONCE):
+        wide = part.to(torch.int64)
+        total += torch.addcmul(wide, wide, wide, value=2).sum()
+    return total
 
 
 def same_values(a: Any, b: Any) -> bool:

@@ -69,8 +69,8 @@ class Comparison:
     def check_sums(self) -> None:
         """Compares sums of bits, which every device takes of what it holds itself.
 
-        What has drifted apart has another sum but by chance, one in 2**64; only what lies in
-        another order has not. On simulated devices, where nothing travels, it is ``check``.
+        What has drifted apart has another sum, be it by a last bit here and there; only what lies
+        in another order has not. On simulated devices, where nothing travels, it is ``check``.
 
         Raises:
             ReplicaMismatchError: naming the first variable and replica that differ.

@@ -6,6 +6,7 @@ from torch import nn
 
 import mirror
 from mirror.errors import ReplicaMismatchError
+from mirror.replica import bits
 from mirror.replica.bits import sum_of_bits
 from mirror.replica.paths import path_of
 from tests.gpu.fake import FakeGpus
@@ -144,9 +145,30 @@ def test_a_sum_is_another_one_for_every_bit_of_every_element(dtype):
     assert sum_of_bits(x.contiguous()) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [2, 16, 1000])
+def test_roundings_up_and_down_do_not_cancel_out(dtype, numel):
+    """As kernels that add in another order leave them."""
+    generator = torch.Generator().manual_seed(numel)
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for x in (torch.ones(numel), torch.randn(numel, generator=generator)):
+        mine = x.to(dtype).view(kind)
+        for _ in range(20):
+            steps = torch.randint(2, (numel // 2,), generator=generator) * 2 - 1
+            other = mine + torch.cat([steps, -steps]).to(kind)  # as many up as down
+            assert sum_of_bits(other.view(dtype)) != sum_of_bits(mine.view(dtype))
+
+
+def test_a_large_tensor_is_summed_in_parts(monkeypatch):
+    x = torch.randn(5, 7)
+    whole = sum_of_bits(x)
+    monkeypatch.setattr(bits, "_SUMMED_AT_ONCE", 4)
+    assert sum_of_bits(x) == whole
+
+
 def test_a_sum_of_nothing_and_of_a_number():
     assert sum_of_bits(torch.empty(0, 3)) == 0
-    assert sum_of_bits(torch.tensor(1, dtype=torch.int32)) == 1
+    assert sum_of_bits(torch.tensor(1, dtype=torch.int32)) == 3
 
 
 def test_a_number_of_steps_below_zero_is_refused():
