@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 from mirror.concurrency.merge_point import MergePoint
-from mirror.concurrency.stack import user_line
+from mirror.concurrency.stack import stacks, user_line
 from mirror.errors import CollectiveTimeoutError, DivergenceError
 
 
@@ -51,5 +51,6 @@ def timeout(timeout_seconds: float, where: str) -> CollectiveTimeoutError:
     """Returns the error for replicas of which none has moved for too long."""
     return CollectiveTimeoutError(
         f"no replica moved for timeout_seconds={timeout_seconds}:\n{where}\n"
-        "raise the timeout in CommunicationOptions, or find what keeps the replica"
+        "raise the timeout in CommunicationOptions, or find what keeps the replica. Where the "
+        f"threads stand:\n{stacks()}"
     )

@@ -7,6 +7,7 @@ and ends when there have been none for a while.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -98,9 +99,7 @@ class _Watchdog:
     def _watch(self) -> None:
         num_seen = -1
         while True:
-            for call in tuple(self._calls):
-                if call.deadline <= monotonic():
-                    self._bark(call)
+            self._look()
             with self._lock:
                 if num_seen == self._num_begun:
                     self._thread = None
@@ -109,9 +108,15 @@ class _Watchdog:
                     self._thread = threading.current_thread()
                 num_seen = self._num_begun
                 self._wakes_at = monotonic() + IDLE_SECONDS
-                for call in tuple(self._calls):
-                    self._wakes_at = min(self._wakes_at, call.deadline)
+                deadlines = (call.deadline for call in tuple(self._calls))
+                self._wakes_at = min(self._wakes_at, *deadlines, math.inf)
                 self._lock.wait(max(0.0, self._wakes_at - monotonic()))
+
+    def _look(self) -> None:
+        # Of its own, so that the frame that waits keeps no call alive.
+        for call in tuple(self._calls):
+            if call.deadline <= monotonic():
+                self._bark(call)
 
     def _bark(self, call: Call) -> None:
         if not call.is_going_on():

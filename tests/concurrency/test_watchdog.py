@@ -1,9 +1,12 @@
 """The watchdog: what it breaks off, whom it tells, and that it ends."""
 
+import gc
 import logging
 import threading
 import time
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 
@@ -114,6 +117,18 @@ def test_a_call_that_an_interrupt_has_left_behind_breaks_nothing_off():
         call(Waiting())
     assert not broken.is_set()
     assert not watchdog._watchdog._calls
+
+
+def test_a_call_that_has_returned_is_kept_by_nobody(monkeypatch):
+    monkeypatch.setattr(watchdog, "IDLE_SECONDS", 20)
+    for seconds in (20, 0.05):
+        work = Waiting()
+        reference = weakref.ref(work)
+        with suppress(mirror.CollectiveTimeoutError):
+            call(work if seconds < 20 else partial(int, 3), seconds, work.break_off)
+        del work
+        gc.collect()
+        assert reference() is None
 
 
 def test_one_thread_that_ends_when_nothing_is_called(monkeypatch):

@@ -216,3 +216,7 @@ def test_a_slow_replica_ends_in_a_timeout_if_one_is_set(make_strategy):
     assert type(error) is mirror.CollectiveTimeoutError
     assert seconds < 5.0
     assert re.search(r"replicas?\b.*\b1\b", str(error))
+    stacks = str(error).split('thread "')
+    (mine,) = [stack for stack in stacks if stack.startswith("mirror replica 1 of 3 (cpu)")]
+    assert "release.wait(15)" in mine
+    assert sum(stack.startswith("mirror replica ") for stack in stacks) >= 2

@@ -5,7 +5,8 @@
 The first time that a replica sets or deletes one, the module's class gets a descriptor of that
 name, which gives every replica of a mirrored module the value it set itself; on other modules it
 does what instances do without. When the run ends the values are joined into the module's ordinary
-attribute, which is what the cross-replica context and copies of the module see:
+attribute, which is what the cross-replica context and copies made there see (a replica's copies
+have its own value, see ``own_copies.py``):
 
     the replicas leave                            the module has
     tensors of the shape it had before            their mean, weighted by examples; the first

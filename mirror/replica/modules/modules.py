@@ -40,6 +40,7 @@ from mirror.replica.modules.attributes import is_own, watch_attributes
 from mirror.replica.modules.conversions import watch_conversions
 from mirror.replica.modules.dicts import OpaqueDict, ReplicaDict, WatchedDict
 from mirror.replica.modules.metric_calls import is_metric, watch_metric
+from mirror.replica.modules.own_copies import watch_copies
 from mirror.replica.modules.own_values import Attributes
 from mirror.replica.modules.transparent_call import TransparentCall
 from mirror.replica.modules.wrappers import refuse_wrapper, watch_wrappers
@@ -174,6 +175,7 @@ class Modules:
         watch_compile()
         watch_wrappers()
         watch_attributes()
+        watch_copies()
         if is_metric(module):
             watch_metric(module)
 

@@ -11,6 +11,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.common_modules import module_db
 
+import mirror
+from mirror.replica.routing import owner_of
 from tests.oracle import assert_same
 from tests.replica.modules.test_module_db import build, call, fresh, samples
 
@@ -67,6 +69,44 @@ def test_every_module_of_torch(info, make_strategy):
             return call(module, fresh(sample.forward_input))
 
     assert_copied(make_strategy(2), plain, run)
+
+
+# Every tenth entry, and those whose weights are in lists of their own; the others take longer.
+WITHIN_RUN = [
+    pytest.param(info, id=info.name, marks=[] if i % 10 == 0 or is_rnn else pytest.mark.slow)
+    for i, info in enumerate(module_db)
+    for is_rnn in [issubclass(info.module_cls, nn.RNNBase)]
+]
+
+
+@pytest.mark.parametrize("info", WITHIN_RUN)
+def test_every_module_of_torch_within_run(info, make_strategy):
+    """On a replica and in a merge; what is loaded needs no mirror, and refers to no strategy."""
+    sample = samples(info, "eval")[0]
+    plain = build(info, sample, "eval")
+    model = make_strategy(2).mirror(copy.deepcopy(plain))
+    copies = []
+
+    def run(module):
+        with torch.no_grad():
+            return call(module, fresh(sample.forward_input))
+
+    def take(*_):
+        copies.extend(ROUTES[name](model) for name in ("deepcopy", "save", "average"))
+
+    def fn():
+        run(model)
+        take()
+        mirror.get_replica_context().merge_call(take)
+
+    expected = run(plain)
+    owner_of(model).strategy.run(fn)
+    assert len(copies) == 9
+    for copied in copies:
+        assert_ordinary(copied)
+        assert_same(copied.state_dict(), plain.state_dict())
+        assert b"mirror" not in pickle.dumps(copied)
+        assert_same(run(copied), expected)
 
 
 class Named(nn.Linear):

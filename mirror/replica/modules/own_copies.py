@@ -1,0 +1,60 @@
+"""Copies and pickles that a replica makes of a module have the attributes that it has set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from mirror.execution.current import current
+from mirror.replica.modules.attributes import is_own, own_values
+from mirror.replica.modules.own_values import MISSING
+from mirror.replica.modules.transparent_call import TransparentCall
+from mirror.replica.routing import route_of
+from mirror.torch_private import wrap_once
+
+
+def watch_copies() -> None:
+    """Has modules reduced, by ``copy`` and ``pickle``, to what the replica sees; for good."""
+    wrap_once(nn.Module, "__reduce_ex__", _reducing)
+
+
+def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = original(self, protocol)
+        if current.replica is None or not isinstance(reduced, tuple) or len(reduced) < 3:
+            return reduced
+        route, state = route_of(self), reduced[2]
+        if not isinstance(route, TransparentCall):
+            return reduced
+        if isinstance(state, dict):
+            state = _own_state(self, state, route)
+        elif isinstance(state, tuple) and state and isinstance(state[0], dict):  # it has slots
+            state = (_own_state(self, state[0], route), *state[1:])
+        return (*reduced[:2], state, *reduced[3:])
+
+    return reduce_ex
+
+
+def _own_state(module: nn.Module, state: dict[str, Any], route: TransparentCall) -> dict[str, Any]:
+    """Returns what a module is reduced to, with the replica's own values in it."""
+    own_state = dict(state)
+    # What has been set in this run for the first time; unless the class chooses what to give.
+    for name in {*state, *route.own} if _gives_all(type(module)) else state:
+        found = own_values(module, name) if is_own(module, name) else None
+        if found is None:
+            continue
+        own, replica = found
+        value = own.read(replica)
+        if value is MISSING:
+            own_state.pop(name, None)
+        else:
+            own_state[name] = value
+    return own_state
+
+
+def _gives_all(kind: type[nn.Module]) -> bool:
+    return kind.__reduce__ is object.__reduce__ and (
+        getattr(kind, "__getstate__", None) is getattr(nn.Module, "__getstate__", None)
+    )

@@ -1,0 +1,145 @@
+"""Nothing grows: memory, objects, threads and open files over long runs and many strategies."""
+
+import gc
+import threading
+import time
+import tracemalloc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mirror
+from tests.oracle import train
+from tests.soak.census import Census
+
+# What stays by design is there by then: the report's history, and steps the guards count.
+WARM_STEPS = 1500
+# One tensor, or one small object of C++, that a step left behind would be more.
+BYTES_PER_STEP = 200
+BYTES_PER_STRATEGY = 40_000
+
+BATCH = (torch.ones(7, 3).cumsum(0), torch.arange(7) % 2)
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Endless:
+    """A strategy, and a program that trains in one of the three ways."""
+
+    def __init__(self, way, schedule):
+        self.way = way
+        self.strategy = mirror.MirroredStrategy(["cpu"] * 2, schedule=schedule)
+        with self.strategy.scope():
+            self.model = nn.Linear(3, 2)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def train(self, num_steps):
+        ways = {1: self._plain, 2: self._reduced, 3: self._whole}
+        with self.strategy.scope():
+            ways[self.way](num_steps)
+
+    def _plain(self, num_steps):
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            loss_fn(self.model, BATCH).backward()
+            self.optimizer.step()
+
+    def _reduced(self, num_steps):
+        for batch in self.strategy.distribute_dataset([BATCH] * num_steps):
+            loss = self.strategy.reduce("mean", self.strategy.run(loss_fn, (self.model, batch)))
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+
+    def _whole(self, num_steps):
+        def step(batch):
+            self.optimizer.zero_grad()
+            loss_fn(self.model, batch).backward()
+            self.optimizer.step()
+
+        for batch in self.strategy.distribute_dataset([BATCH] * num_steps):
+            self.strategy.run(step, (batch,))
+
+
+def check(before, after, bytes_allowed):
+    assert after.grown(before) == {}
+    assert after.threads == before.threads
+    assert after.num_files == before.num_files
+    assert after.resident_bytes - before.resident_bytes < bytes_allowed
+
+
+def test_a_census_sees_what_grows():
+    kept = []
+    before = Census()
+    kept += [torch.ones(1000) for _ in range(1000)]
+    grown = Census().grown(before)
+    assert grown == {"torch.Tensor": 1000}
+    assert Census().resident_bytes - before.resident_bytes > 1000 * BYTES_PER_STEP
+    with open(__file__):
+        assert Census().num_files == before.num_files + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize(("schedule", "num_steps"), [("lockstep", 10_000), ("staggered", 1_000)])
+def test_nothing_grows_over_the_steps_of_a_long_run(way, schedule, num_steps):
+    program = Endless(way, schedule)
+    program.train(WARM_STEPS)
+    before = Census()
+    program.train(num_steps)
+    check(before, Census(), max(2**20, num_steps * BYTES_PER_STEP))
+    program.strategy.close()
+
+
+@pytest.mark.slow
+def test_no_line_of_ours_holds_more_and_more():
+    program = Endless(3, "lockstep")
+    tracemalloc.start()
+    try:
+        program.train(WARM_STEPS)
+        before = Census()
+        program.train(500)
+        assert Census().our_bytes - before.our_bytes < 20_000
+    finally:
+        tracemalloc.stop()
+    program.strategy.close()
+
+
+def settled():
+    """Returns a Census of after all threads of strategies have ended."""
+    deadline = time.monotonic() + 20
+    while any(thread.name.startswith("mirror ") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, threading.enumerate()
+        gc.collect()
+        time.sleep(0.01)
+    return Census()
+
+
+def use(i, *, closes):
+    """Makes a strategy, trains a little in each way, and closes it or lets it go."""
+    options = mirror.CommunicationOptions(timeout_seconds=(None, 60)[i % 2])
+    schedule = ("lockstep", "staggered")[i // 2 % 2]
+    devices = ["cpu"] * (2 + i % 2)
+    strategy = mirror.MirroredStrategy(devices, schedule=schedule, communication_options=options)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for way in (1, 2, 3):
+            train(way, strategy, model, optimizer, [BATCH], loss_fn)
+    if closes:
+        strategy.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", [True, False])
+def test_nothing_grows_over_300_strategies(closes):
+    for i in range(150):
+        use(i, closes=closes)
+    before = settled()
+    for i in range(300):
+        use(i, closes=closes)
+    check(before, settled(), 300 * BYTES_PER_STRATEGY)
