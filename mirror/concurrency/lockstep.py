@@ -39,7 +39,7 @@ from mirror.concurrency.lookout import Lookout
 from mirror.concurrency.merge_point import Act, MergePoint, Raised, Released, just_act
 from mirror.concurrency.pace import Pace
 from mirror.concurrency.stack import call_noted, callees_of, frame_of, raise_in
-from mirror.concurrency.standstill import are_unlike, divergence, stand, timeout
+from mirror.concurrency.standstill import are_unlike, divergence, timeout, where_all_stand
 from mirror.concurrency.threads import Threads
 from mirror.concurrency.wake import Gate
 from mirror.errors import CollectiveTimeoutError
@@ -342,9 +342,6 @@ class Lockstep:
             self.dismiss()
 
     def _tell_where(self) -> str:
-        """Returns a line for each replica, on where it stands."""
         frames = self._frames | {r: frame_of(self._threads.of(r)) for r in self._running}
-        return "\n".join(
-            f"  {self.names[r]}: {stand(self._waiting.get(r), frames.get(r), r in self._runnable)}"
-            for r in sorted(self._tasks)
-        )
+        names = {r: self.names[r] for r in self._tasks}
+        return where_all_stand(names, self._waiting, frames, self._runnable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from types import FrameType
 
 from mirror.concurrency.merge_point import MergePoint
@@ -23,6 +23,26 @@ def stand(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> s
     if frame is not None:
         return f"still runs at {user_line(frame)}"
     return "waits for its turn" if is_next else "has returned"
+
+
+def where_all_stand(
+    names: Mapping[int, str],
+    waiting: Mapping[int, MergePoint],
+    frames: Mapping[int, FrameType | None],
+    runnable: Container[int],
+) -> str:
+    """Returns a line for each replica, on where it stands.
+
+    Args:
+        names: of those that take part.
+        waiting: where those stand that wait for others.
+        frames: what those execute that have begun and not ended.
+        runnable: those that will begin, or go on.
+    """
+    return "\n".join(
+        f"  {name}: {stand(waiting.get(r), frames.get(r), r in runnable)}"
+        for r, name in sorted(names.items())
+    )
 
 
 def are_unlike(points: Iterable[MergePoint]) -> bool:
