@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from mirror.accelerator.side_thread import SideThread
 from mirror.devices import is_simulated
 
 
@@ -23,7 +23,7 @@ class Side:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(dict.fromkeys(devices))
         self._streams: list[torch.cuda.Stream] = []
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = SideThread()
         self._is_closed = False
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -36,10 +36,7 @@ class Side:
             work()
             return lambda: None
         if is_simulated(self._devices):
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror side")
-            done = self._thread.submit(work)
-            return lambda: done.result()
+            return self._thread.start(work)
         if not self._streams:
             # Else a reduction waits until the computation has no more work for the whole GPU.
             self._streams = [torch.cuda.Stream(device, priority=-1) for device in self._devices]
@@ -60,9 +57,7 @@ class Side:
     def close(self) -> None:
         """Ends the thread, if there is one, after which work is done at once; idempotent."""
         self._is_closed = True
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        self._thread.close()
 
 
 class CopyStreams:

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from time import monotonic, sleep
 from typing import Any
 
 import torch
+
+from mirror.forks import renew_in_forks
 
 # How long an exception waits for collectives under way: longer than what has no reason to stand.
 PATIENCE_SECONDS = 5.0
@@ -43,25 +44,29 @@ class Turn:
         self._is_taken = False
         # Where each GPU's last collective was enqueued, and what happens when it is done.
         self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        renew_in_forks(self)
 
-    @contextmanager
-    def taken(self, devices: Sequence[torch.device]) -> Iterator[None]:
-        """Has what is enqueued inside wait for what was enqueued in the turn before."""
+    def renew(self) -> None:
+        """Takes nobody for its owner, in a forked process."""
+        self._lock, self._is_taken = threading.RLock(), False
+
+    def call(self, collective: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
+        """Has what a collective enqueues wait for what was enqueued in the turn before."""
+        # No context manager of Python's: an interrupt may come between its end and our beginning.
         with self._lock:
             if self._is_taken:
-                yield
-                return
+                return collective()
             gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
-            self._is_taken = True
             try:
+                self._is_taken = True
                 for gpu in gpus:
                     self._follow(gpu)
-                yield
+                return collective()
             finally:
+                self._is_taken = False
                 # Also after an error: nobody knows what has been enqueued by then.
                 for gpu in gpus:
                     self._leave(gpu)
-                self._is_taken = False
 
     def is_over(self) -> bool:
         """Whether the last collective is done on every GPU; does not wait."""
@@ -86,8 +91,7 @@ def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def taking_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with turn_of(self).taken(self.devices):
-            return method(self, *args, **kwargs)
+        return turn_of(self).call(partial(method, self, *args, **kwargs), self.devices)
 
     taking_turn._takes_turn = True  # type: ignore[attr-defined]
     return taking_turn

@@ -22,8 +22,8 @@ class Failure:
     error: BaseException | None = None
     replica_id: int | None = None
 
-    def note(self, error: BaseException, replica_id: int) -> None:
-        """Notes what a replica's task has raised."""
+    def note(self, error: BaseException, replica_id: int | None) -> None:
+        """Notes what a replica's task has raised, or the wait for it."""
         if self.error is None:
             self.error, self.replica_id = error, replica_id
 

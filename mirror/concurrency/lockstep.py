@@ -26,34 +26,27 @@ and they do not stand at one point, the run fails with the line where each stand
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from types import FrameType
 from typing import Any
 
-from mirror.concurrency.failure import Failure
+from mirror.concurrency.abandoned import end_threads
 from mirror.concurrency.lookout import Lookout
-from mirror.concurrency.merge_point import Act, MergePoint, Raised, Released, just_act
-from mirror.concurrency.pace import Pace
-from mirror.concurrency.stack import call_noted, callees_of, frame_of, raise_in
-from mirror.concurrency.standstill import are_unlike, divergence, timeout, where_all_stand
+from mirror.concurrency.merge_point import Act, MergePoint, Raised, Released
+from mirror.concurrency.stack import call_noted
+from mirror.concurrency.standstill import timeout
 from mirror.concurrency.threads import Threads
-from mirror.concurrency.wake import Gate
-from mirror.errors import CollectiveTimeoutError
+from mirror.concurrency.turns import Tasks, Turns
+from mirror.errors import CollectiveTimeoutError, StrategyError
 
-# How long an interrupted run waits for its threads before it abandons them.
-DRAIN_SECONDS = 5.0
+# How long an interrupted run waits for its threads before it leaves them to themselves, and one
+# whose replicas do not move.
+DRAIN_SECONDS, LATE_SECONDS = 5.0, 0.2
 
-Tasks = dict[int, Callable[[], Any]]
 
-
-class Lockstep:
+class Lockstep(Turns):
     """The threads of one group of replicas; runs one set of tasks at a time.
-
-    A replica in it is in exactly one of ``_runnable``, ``_running``, ``_waiting``, or has ended.
 
     Args:
         names: how messages call the replicas, ``"replica 2 of 4 (cuda:2)"``.
@@ -61,39 +54,16 @@ class Lockstep:
         timeout_seconds: how long no replica may move before the run fails; ``None``: for ever.
 
     Attributes:
-        takes_turns: whether the replicas of this run move one at a time.
-        is_eager: whether they start all at once.
-        usable: whether it may run tasks again.
+        is_busy: whether it runs tasks. One that an interrupt has left so is not used again.
     """
 
     def __init__(
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
-        self.names, self.usable, self._schedule = names, True, schedule
+        super().__init__(names, Threads(names, self._work), schedule=schedule)
         self.break_off: Callable[[], object] = bool  # ends the waits of devices, by whoever set it
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
-        self.pace, self._mutex = Pace(), threading.Lock()
-        self._finished, self._threads = Gate(), Threads(names, self._work)
-        self._begin_run({})
-
-    def _begin_run(
-        self, tasks: Tasks, at_once: bool | None = None, act: Act | None = None
-    ) -> None:
-        self._tasks, self._act = tasks, act or just_act
-        self._threads.caller, self._threads.here = threading.current_thread(), None
-        self._runnable = deque(tasks)  # in the order in which they get the turn
-        self._running: set[int] = set()
-        self._waiting: dict[int, MergePoint] = {}
-        self._frames: dict[int, FrameType] = {}  # where those who wait stand
-        self._unstarted, self._order = set(tasks), list(tasks)  # order: since the last merge
-        self._results, self._failure = dict[int, Any](), Failure()
-        # Whether a merge's action runs, for which no deadline holds; whether one who waited was.
-        self._acting = self._interrupted = False
-        self._moves, self._latest = 0, -1  # how many turns there were; who has got the last one
-        wants_all = self.pace.is_long if at_once is None else at_once
-        self.is_eager = wants_all and self._schedule == "concurrent"
-        self._staggers = self._schedule == "staggered" and at_once is not False
-        self.takes_turns = not (self._staggers or self.is_eager)
+        self.is_busy = self._is_forked = False
 
     def run(
         self, tasks: Tasks, *, at_once: bool | None = None, act: Act | None = None
@@ -116,18 +86,25 @@ class Lockstep:
                 return {replica_id: call_noted(task, self.names[replica_id])}
             finally:
                 self._begin_run({})
-        self.pace.begin_turn()
-        if self.takes_turns and self._limit == math.inf:
-            self._run_here()
-        else:
-            with self._mutex:  # the first ones may stop before all have been given their turn
-                self._give_turns()
-            self._await()
+        self.is_busy = True  # until the end: an interrupt may come anywhere
+        try:
+            self.pace.begin_turn()
+            if self.takes_turns and self._limit == math.inf:
+                self._run_here()
+            else:
+                with self._mutex:  # the first ones may stop before all have been given their turn
+                    self._give_turns()
+                self._await()
+            if self._is_struck:
+                self._abandon(self._failure.error)
+        except BaseException as interrupt:  # struck our own code
+            self._abandon(interrupt)
+            self._begin_run({})
+            raise
         failure, results = self._failure, self._results
         self._begin_run({})  # keeps nothing of this run alive
+        self.is_busy = False
         if failure.error is not None:
-            if not self.usable:
-                self.dismiss()
             failure.throw(self.names)
         return {replica_id: results[replica_id] for replica_id in tasks}
 
@@ -136,15 +113,13 @@ class Lockstep:
         if len(self._order) < 2:
             return self._act(point.action, {replica_id: point.payload})[replica_id]
         if self._failure.error is not None or self._threads.dismissed:
-            raise Released
+            raise self._over()
         try:
             if not self._stop(replica_id, point):
                 self._threads.wait(replica_id)
-        except BaseException:  # an interrupt: this replica will not take its turn
-            self._interrupted = True
-            with self._mutex, suppress(ValueError):
-                self._waiting.pop(replica_id, None)
-                self._runnable.remove(replica_id)
+        except BaseException as error:  # an interrupt: this replica will not take its turn
+            self._is_struck, self.usable = True, False
+            self._failure.note(error, replica_id)
             raise
         if self._failure.error is not None or self._threads.dismissed:
             raise Released
@@ -162,106 +137,38 @@ class Lockstep:
             with self._mutex:
                 self._start_more(1)
 
+    def _over(self) -> BaseException:
+        """Returns what a replica is told that wants to wait for others in vain."""
+        if self._is_forked:
+            return StrategyError(
+                "this process was forked inside run, and the other replicas are not in it: let "
+                "it do what takes no strategy, as the workers of a DataLoader do"
+            )
+        return Released()
+
+    def forsake(self) -> None:
+        """Forgets, in a forked process, the threads, which are in the other one."""
+        self.usable, self._is_forked, self._threads.dismissed = False, True, True
+
     def close(self) -> None:
         """Ends the threads and waits for that; idempotent. Not while a run is going on."""
         self.usable = False
         self._threads.close()
-
-    def dismiss(self) -> None:
-        """Has every thread end when it next waits for its turn, if it ever does."""
-        self.usable = False
-        self._threads.dismiss()
-
-    # The turn, passed on by the thread that stops.
-
-    def _stop(self, replica_id: int, point: MergePoint | None) -> bool:
-        """Gives the turn away, at a merge point or for good; returns whether it came back."""
-        with self._mutex:
-            self._running.discard(replica_id)
-            if point is not None:
-                self._waiting[replica_id] = point
-                self._frames[replica_id] = sys._getframe()
-            self.pace.end_turn()
-            if self._running:
-                return False
-            if not self._runnable:
-                self._meet(replica_id)
-            if not self._runnable:
-                self._finished.open(near=self.takes_turns)
-                return False
-            return self._give_turns(replica_id)
-
-    def _give_turns(self, mine: int | None = None) -> bool:
-        """Gives the turn to whom it is due; returns whether to ``mine``, who need not be woken."""
-        came_back = False
-        while self._runnable:
-            successor = self._next()
-            if successor == mine:
-                came_back = True
-            else:
-                self._threads.wake(successor, near=self.takes_turns)
-            if not self.is_eager:
-                break
-        return came_back
-
-    def _next(self) -> int:
-        successor = self._runnable.popleft()
-        self._running.add(successor)
-        self._unstarted.discard(successor)
-        self._moves, self._latest = self._moves + 1, successor
-        return successor
-
-    def _meet(self, last: int) -> None:
-        """Decides, once all have stopped, what happens, and who may go on."""
-        waiting = self._waiting
-        if self._failure.error is None and waiting:
-            if len(waiting) < len(self._order) or are_unlike(waiting.values()):
-                self._failure.error = divergence(self._tell_where())
-            else:
-                self._merge(last, dict(waiting))
-        self._order = [last, *(r for r in reversed(self._order) if r != last)]
-        self._runnable.extend(r for r in self._order if r in waiting)
-        waiting.clear()
-        self._frames.clear()
-
-    def _merge(self, last: int, points: dict[int, MergePoint]) -> None:
-        payloads = {r: points[r].payload for r in sorted(points)}
-        action = points[min(points)].action
-        # Everybody else stands still; the mutex is let go because the action may start a run of
-        # its own (merge_call) and the caller looks in on us.
-        self._running.add(last)  # whom an interrupt must reach
-        self._mutex.release()
-        self._acting = True
-        try:
-            self._results.update(self._act(action, payloads))
-        except BaseException as error:
-            self._results.update(dict.fromkeys(payloads, Raised(error)))
-        finally:
-            self._acting = False
-            self._mutex.acquire()
-            self._running.discard(last)
 
     # The threads.
 
     def _run_here(self) -> None:
         """Runs the replicas in the caller's thread, until one has to wait for another."""
         threads = self._threads
-        try:
-            threads.here = self._next()
-            while threads.here is not None:
-                ended = threads.here
-                self._perform(ended)
-                self._skip_the_unstarted()
-                threads.here = self._next_here(ended)
-        except BaseException as interrupt:  # struck our own code
-            if threads.here is not None:
-                self._running.discard(threads.here)
-            self._abandon(interrupt)
-            return
-        if self._interrupted and self._failure.error is not None:
-            self._abandon(self._failure.error)  # while another had the turn
-        else:
-            self._await()
+        threads.here = self._next()
+        while threads.here is not None:
+            ended = threads.here
+            self._perform(ended)
+            if self._is_struck:
+                return
+            self._skip_the_unstarted()
+            threads.here = self._next_here(ended)
+        self._await()
 
     def _next_here(self, ended: int) -> int | None:
         """Ends a replica in the caller's thread; returns whom that thread can run next."""
@@ -274,13 +181,19 @@ class Lockstep:
         return None
 
     def _work(self, replica_id: int) -> None:
-        with suppress(Released):  # sent by _abandon, it may arrive anywhere
+        try:
             while self._threads.wait(replica_id):
                 self._perform(replica_id)
                 if self._threads.dismissed:
                     return
                 self._skip_the_unstarted()
                 self._stop(replica_id, None)
+        except Released:  # sent by _abandon, it may arrive anywhere
+            return
+        except BaseException as error:  # this thread ends, whoever's turn it is
+            self._is_struck, self.usable = True, False
+            self._failure.note(error, replica_id)
+            self._wake_all()
 
     def _perform(self, replica_id: int) -> None:
         try:
@@ -301,47 +214,46 @@ class Lockstep:
     def _await(self) -> None:
         """Waits until all replicas have ended; starts the next ones, watches the clock."""
         lookout = Lookout(self._limit, is_staggered=self._staggers)
-        try:
-            while not self._finished.wait(lookout.pause_seconds):
-                running = tuple(self._running)
-                begun = self._threads.begun(running)
-                is_moving = self._acting or len(begun) < len(running)
-                where = () if is_moving else lookout.where(begun)
-                num_due = lookout.look(self._moves, where, len(self._runnable))
-                if num_due:
-                    with self._mutex:
-                        self._start_more(num_due)
-                if lookout.is_overdue:
-                    self._abandon(timeout(self._limit, self._tell_where()))
-                    return
-        except BaseException as interrupt:
-            self._abandon(interrupt)
+        while not self._finished.wait(lookout.pause_seconds):
+            running = tuple(self._running)
+            begun = self._threads.begun(running)
+            is_moving = self._acting or len(begun) < len(running)
+            where = () if is_moving else lookout.where(begun)
+            num_due = lookout.look(self._moves, where, len(self._runnable))
+            if num_due:
+                with self._mutex:
+                    self._start_more(num_due)
+            if lookout.is_overdue:
+                self._is_struck = True
+                self._failure.note(timeout(self._limit, self._tell_where()), None)
+                return
 
     def _start_more(self, num_replicas: int) -> None:
         for _ in range(num_replicas):
             if self._runnable and self._running and self._failure.error is None:
                 self._threads.wake(self._next(), near=False)
 
-    def _abandon(self, failure: BaseException) -> None:
-        """Fails the run from outside; threads that cannot be stopped are left to themselves."""
-        abandoned, unwound = [self] if self.usable else [], set[threading.Thread]()
-        for run in abandoned:  # grows
-            # An asynchronous exception may strike our own code: never reuse these threads.
-            run.usable, failed = False, failure if run is self else Released()
-            run._failure.error, run._failure.replica_id = failed, None
-            for thread in set(run._threads.begun(tuple(run._running))) - unwound:
-                unwound.add(thread)
-                raise_in(thread, Released)
-                # It may wait for a run that it has started, and hear nothing before that ends.
-                abandoned += callees_of(thread, Lockstep.run)
+    def _abandon(self, failure: BaseException | None) -> None:
+        """Ends a run that was struck, and its threads, once and for all; idempotent."""
+        assert failure is not None
+        is_late = isinstance(failure, CollectiveTimeoutError)
         try:
-            is_late = isinstance(failure, CollectiveTimeoutError)
-            if self._running and not self._finished.wait(0.2 if is_late else DRAIN_SECONDS):
+            seconds = LATE_SECONDS if is_late else DRAIN_SECONDS
+            if not end_threads(self, failure, seconds, inner=Lockstep.run):
                 self.break_off()  # they may stand in wait for their devices
         finally:
-            self.dismiss()
+            self._finished.move_back()
+            self._threads.move_back()
 
-    def _tell_where(self) -> str:
-        frames = self._frames | {r: frame_of(self._threads.of(r)) for r in self._running}
-        names = {r: self.names[r] for r in self._tasks}
-        return where_all_stand(names, self._waiting, frames, self._runnable)
+    def fail(self, failure: BaseException) -> None:
+        """Fails the run from outside: no replica goes on past the next merge point."""
+        # An asynchronous exception may strike our own code: never reuse these threads.
+        self._is_struck, self.usable = True, False
+        if self._failure.error is not failure:
+            self._failure.error, self._failure.replica_id = failure, None
+        self._wake_all()
+
+    def threads(self, *, which_run: bool) -> list[threading.Thread]:
+        """Returns the replicas' threads that live, or those of replicas that have the turn."""
+        mine = self._threads.begun(tuple(self._running)) if which_run else self._threads.all()
+        return [thread for thread in mine if thread.is_alive()]

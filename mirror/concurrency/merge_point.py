@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,3 +47,12 @@ class Released(BaseException):
 def just_act(action: Action, payloads: Payloads) -> Payloads:
     """Runs the action of a merge point, as it is."""
     return action(payloads)
+
+
+def act_at(points: Mapping[int, MergePoint], act: Act) -> Payloads:
+    """Runs the action of replicas that stand at one point, by ``act``; what it raises is all's."""
+    payloads = {r: points[r].payload for r in sorted(points)}
+    try:
+        return act(points[min(points)].action, payloads)
+    except BaseException as error:
+        return dict.fromkeys(payloads, Raised(error))

@@ -10,6 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,7 @@ import mirror.errors as anchor
 _OURS = os.path.dirname(os.path.abspath(anchor.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _looking = threading.Lock()
+_STARTING_SECONDS = 0.1  # that a thread may take to start another one
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
@@ -70,7 +72,12 @@ def stacks() -> str:
 
 def callees_of(thread: threading.Thread, method: Callable[..., object]) -> list[Any]:
     """Returns the objects whose ``method`` another thread is in, innermost first."""
-    callees, frame = [], frame_of(thread)
+    return calls(thread.ident or -1, method)
+
+
+def calls(ident: int, method: Callable[..., object]) -> list[Any]:
+    """Returns the objects whose ``method`` a thread is in, innermost first; none if it is over."""
+    callees, frame = [], _frames().get(ident)
     while frame is not None:
         if frame.f_code is method.__code__:
             callees.append(frame.f_locals["self"])
@@ -79,11 +86,23 @@ def callees_of(thread: threading.Thread, method: Callable[..., object]) -> list[
 
 
 def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raises an exception in another thread, before the next Python instruction it executes."""
-    if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(error)
-        )
+    """Raises an exception in another thread, before the next Python instruction it executes.
+
+    Not in one that is starting a third: until that one runs, CPython 3.11 and before take it for
+    its parent, and it would never begin, for which its parent would wait for ever.
+    """
+    deadline = monotonic() + _STARTING_SECONDS
+    while thread.ident is not None and monotonic() < deadline:
+        if not callees_of(thread, threading.Thread.start):
+            _send(thread.ident, ctypes.py_object(error))
+            if not callees_of(thread, threading.Thread.start):
+                return
+            _send(thread.ident, None)
+        sleep(0.0005)
+
+
+def _send(ident: int, error: Any) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), error)
 
 
 def user_line(frame: FrameType | None) -> str:

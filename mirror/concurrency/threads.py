@@ -54,20 +54,27 @@ class Threads:
         """Returns the threads that replicas are in, without those that are being started."""
         return [self.of(r) for r in replica_ids if r == self.here or r in self._threads]
 
+    def all(self) -> list[threading.Thread]:
+        """Returns the threads that have been made."""
+        return list(self._threads.values())
+
     def close(self) -> None:
         """Ends the threads and waits for that; idempotent. Not while a run is going on."""
-        threads = list(self._threads.values())
         self.dismiss()
-        for thread in threads:
-            thread.join()
+        for thread in self.all():
+            if thread.is_alive():  # an interrupt may have kept it from starting
+                thread.join()
 
     def dismiss(self) -> None:
-        """Has every thread end when it next waits for its turn, if it ever does."""
+        """Has every thread, and who waits in the caller's, end when it next waits for its turn."""
         self.dismissed = True
-        for replica_id in self._threads:
+        for gate in (self._turn_here, *(self._turns[r] for r in tuple(self._threads))):
             with suppress(RuntimeError):  # the gate is open already
-                self._turns[replica_id].open(near=False)
-        self._threads = {}
+                gate.open(near=False)
+
+    def move_back(self) -> None:
+        """Gives the caller's thread its affinity back, if an interrupt has prevented that."""
+        self._turn_here.move_back()
 
     def _start(self, replica_id: int) -> None:
         name = f"mirror {self._names[replica_id]}"

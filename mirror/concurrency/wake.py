@@ -42,7 +42,7 @@ class Gate:
             with self._moving:  # from here on nobody moves this thread
                 self._sleeper = None
             if self._moved is not None:
-                self._move_back()
+                self.move_back()
 
     def open(self, *, near: bool) -> None:
         """Lets one thread through.
@@ -62,12 +62,16 @@ class Gate:
                         os.sched_setaffinity(self._sleeper, here)
         self._lock.release()
 
-    def _move_back(self) -> None:
-        """Gives the calling thread its affinity back, unless somebody has set another one."""
-        assert self._moved is not None
-        (here, allowed), self._moved = self._moved, None
-        if os.sched_getaffinity(0) == here:
-            os.sched_setaffinity(0, allowed)
+    def move_back(self) -> None:
+        """Gives the thread that waits here, which calls, its affinity back; idempotent.
+
+        Unless somebody has set another one.
+        """
+        if self._moved is not None:
+            here, allowed = self._moved
+            if os.sched_getaffinity(0) == here:
+                os.sched_setaffinity(0, allowed)
+            self._moved = None
 
 
 def _cpu_finder() -> Callable[[], int] | None:

@@ -1,39 +1,57 @@
 """Which replica is current, and the contexts around it; thread-local.
 
-A thread's contexts form a stack of frames. A frame is a strategy in its cross-replica context
-(its scope, or a merge) or one of its replicas. With an empty stack no strategy is current.
+A thread's contexts form a stack. Each is a strategy in its cross-replica context (its scope, or a
+merge) or one of its replicas. With an empty stack no strategy is current.
+
+[Note: Interrupts]
+Ctrl-C, and whatever else one thread may raise in another, comes where a function begins or has
+returned: also between what enters a context and the ``try`` that is to leave it, and in what
+leaves it. But never between instructions that call nothing. So:
+
+    what is entered    is entered inside the ``try``; what was there before is fetched ahead of it
+    what is left       is left by assignments in ``finally``, of what was there before, in the
+                       frame itself: no call, nothing for an interrupt to come between
+    what takes calls   is marked as unfinished ahead, by an assignment, and the mark taken off when
+                       all is well: who finds it, be it in the next use, puts things right
+
+        before = here()
+        try:
+            enter(strategy, replica)
+            ...
+        finally:
+            current.replica, current.strategy, current.below = before
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica, Replicas
 
+Context = tuple["Replica | None", Any, Any]  # a replica, a strategy, and what is below
+
 
 class _Current(threading.local):
-    """The frame on top of the calling thread's stack, spread out for fast access.
+    """The context on top of the calling thread's stack, spread out for fast access.
 
     Attributes:
         replica: the current replica, ``None`` outside ``run``.
         strategy: the current strategy, ``None`` where there is none.
-        stack: the frames below, innermost last.
+        below: the context below, and what is below that.
         in_whole_call: whether a mirrored module runs unsplit, and all it calls with it.
     """
 
     replica: Replica | None
     strategy: Any
+    below: Context | None
     in_whole_call: bool
 
     def __init__(self) -> None:
         # Not as defaults of the class, which torch.compile takes for the values before torch 2.11.
-        self.replica = self.strategy = None
+        self.replica = self.strategy = self.below = None
         self.in_whole_call = False
-        self.stack: list[tuple[Replica | None, Any]] = []
 
 
 current = _Current()
@@ -49,7 +67,20 @@ def is_inside(replicas: Replicas) -> bool:
     """Whether this thread belongs to one of these replicas, which may be merging."""
     if replica_of(replicas) is not None:
         return True
-    return any(frame is not None and frame.replicas is replicas for frame, _ in current.stack)
+    below = current.below
+    while below is not None:
+        replica, _, below = below
+        if replica is not None and replica.replicas is replicas:
+            return True
+    return False
+
+
+def replica_around() -> Replica | None:
+    """Returns the innermost replica, of any strategy, that this thread belongs to."""
+    replica, below = current.replica, current.below
+    while replica is None and below is not None:
+        replica, _, below = below
+    return replica
 
 
 def check_current(replica: Replica) -> None:
@@ -61,20 +92,12 @@ def check_current(replica: Replica) -> None:
         )
 
 
-@contextmanager
-def entered(strategy: Any, replica: Replica | None) -> Iterator[None]:
-    """Makes a strategy's replica current, or its cross-replica context with ``None``."""
-    enter(strategy, replica)
-    try:
-        yield
-    finally:
-        leave()
+def here() -> Context:
+    """Returns what is to be current again. See [Note: Interrupts]."""
+    return current.replica, current.strategy, current.below
 
 
 def enter(strategy: Any, replica: Replica | None) -> None:
-    current.stack.append((current.replica, current.strategy))
+    """Makes a strategy's replica current, or its cross-replica context with ``None``."""
+    current.below = current.replica, current.strategy, current.below
     current.replica, current.strategy = replica, strategy
-
-
-def leave() -> None:
-    current.replica, current.strategy = current.stack.pop()

@@ -84,6 +84,9 @@ class Lent(Protocol):
     def give_back(self) -> None:
         """Ends the loan; idempotent."""
 
+    def take_back(self) -> None:
+        """Ends the loan, whoever has it or waits for it, after a failure; idempotent."""
+
 
 class Stepped(Protocol):
     """What all replicas of a run have stepped: an optimizer."""
@@ -167,4 +170,5 @@ class Replica:
     def give_back(self) -> None:
         """Gives back the optimizers of a step that raised."""
         while self.lent:
-            self.lent.pop().give_back()
+            self.lent[-1].give_back()
+            self.lent.pop()

@@ -14,7 +14,7 @@ from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.merge_point import Action, MergePoint, Payloads
 from mirror.concurrency.no_merges import NoMerges
 from mirror.errors import StrategyError
-from mirror.execution.current import check_current, current, enter, leave
+from mirror.execution.current import check_current, current, enter, here
 from mirror.execution.random_streams import RandomStreams
 from mirror.execution.replicas import Replica, Replicas, Stepped
 from mirror.timeline import WAITING
@@ -30,6 +30,7 @@ class Run:
         results: what the function has returned, by replica.
         is_weighted: whether the replicas' weights are more than all equal.
         is_default: whether it is that of code without a strategy, where nothing is distributed.
+        is_left: whether an interrupt of the run around it has left it to itself.
         assigned: variables whose flags, or values (then True), its replicas have assigned.
         checks: what looks at that where the replicas merge.
         modes: of modules, what their replicas have set by train() and eval(), by ``id``.
@@ -47,6 +48,7 @@ class Run:
         "checks",
         "depth",
         "is_default",
+        "is_left",
         "is_weighted",
         "lockstep",
         "members",
@@ -78,6 +80,7 @@ class Run:
         self.results: dict[int, Any] = {}
         self.is_weighted = weights is not None
         self.is_default = is_default
+        self.is_left = False
         self.outer = outer
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.checks = checks
@@ -161,14 +164,15 @@ class Run:
         """Runs the action of a merge point, in the cross-replica context."""
         if self.modes or self.assigned:
             self._check()
-        enter(self.replicas.strategy, None)
+        before = here()
         try:
+            enter(self.replicas.strategy, None)
             if self._on_streams is None:
                 return action(payloads)
             with self._on_streams.joined():
                 return action(payloads)
         finally:
-            leave()
+            current.replica, current.strategy, current.below = before
             if self._on_streams is not None:
                 self._on_streams.forget()
 

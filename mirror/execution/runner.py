@@ -5,23 +5,22 @@ What that is: [Note: Parts] in ``part.py``.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 from mirror.accelerator.stopwatch import Stopwatch
 from mirror.accelerator.streams import CopyStreams
-from mirror.concurrency.lockstep import Lockstep, Tasks
+from mirror.concurrency.turns import Tasks
 from mirror.devices import (
-    backward_in_calling_thread,
     generators_of,
     separate_streams,
-    using,
 )
 from mirror.errors import StrategyError
-from mirror.execution.current import current, enter, is_inside, leave, replica_of
+from mirror.execution.claim import Claim
+from mirror.execution.current import current, is_inside, replica_of
+from mirror.execution.locksteps import Locksteps
 from mirror.execution.nesting import refuse_within_another
 from mirror.execution.part import GoesAlone, Part
 from mirror.execution.parts import Parts
@@ -29,8 +28,9 @@ from mirror.execution.random_streams import RandomStreams, Streams
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.run import Run
 from mirror.execution.step_ends import step_ends
+from mirror.execution.tasks import task_of
 from mirror.execution.thread_state import ThreadState
-from mirror.timeline import FORWARD
+from mirror.forks import renew_in_forks
 
 # Weakly on both sides: a runner holds its replicas.
 _runners: weakref.WeakKeyDictionary[Replicas, weakref.ref[Runner]] = weakref.WeakKeyDictionary()
@@ -47,6 +47,8 @@ class Runner:
     Attributes:
         running: the innermost run going on, ``None`` between runs.
         parallel_pass: the backward pass outside ``run`` that has the replicas' threads.
+        unfinished: whether replicas differ for a moment: something goes on that makes them equal
+            again. With nothing going on, an interrupt has left it: [Note: Interrupts].
         locksteps: the replicas' threads, by depth of runs inside runs.
         stopwatches: one per replica once somebody measures.
         copies: by what arguments travel from the host to GPUs; ``None`` on simulated devices.
@@ -58,22 +60,40 @@ class Runner:
         self.replicas = replicas
         self.running: Run | None = None
         self.parallel_pass: GoesAlone | None = None
-        self.locksteps: list[Lockstep] = []
+        self.unfinished = False
+        self._unended: tuple[Run, ThreadState] | None = None
+        self.locksteps = Locksteps(replicas, schedule, timeout_seconds)
         self.stopwatches: tuple[Stopwatch, ...] = ()
         self._schedule = schedule
-        self._timeout_seconds = timeout_seconds
         self.keep(())
-        self._claims: dict[str, int] = {}
+        self._claim = Claim()
         self._generators = generators_of(replicas.devices)
         self._streams = Streams(schedule == "lockstep" and not self._generators)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.devices)
         self.is_closed = False
+        self._is_forked = False
         _runners[replicas] = weakref.ref(self)
+        renew_in_forks(self)
 
     def keep(self, parts: Sequence[Part]) -> None:
         """Has these parts told what happens, in this order. See [Note: Parts]."""
         self._parts = Parts(self.replicas.num_replicas, parts)
-        self.prepare, self.recover = self._parts.prepare, self._parts.recover
+
+    def prepare(self) -> None:
+        """Makes all replicas equal to what the cross-replica context left."""
+        if self.unfinished and self.running is None:
+            self.recover()
+        self._parts.prepare()
+
+    def recover(self) -> None:
+        """Brings all replicas back to the first one's state after something has failed."""
+        unended = self._unended
+        if unended is not None and self.running is None:
+            self._fail(*unended)
+            return
+        self._parts.recover()
+        if self.running is None:
+            self.unfinished = False
 
     def call_outside(self, run: Run, fn: Callable[[], Any]) -> Any:
         """Calls ``fn`` in a merge: as if the run had ended here, and a new one began after."""
@@ -109,17 +129,7 @@ class Runner:
         if belongs or self.parallel_pass is not None:
             # Of a replica, in a merge, or in a parallel pass, where it waits for the others.
             return self._run(fn, tuple(active), weights)
-        thread = threading.get_ident()
-        # One step, whoever comes at the same moment. A claim of its own an interrupt has left.
-        if self._claims.setdefault("run", thread) != thread:
-            raise StrategyError(
-                "run was called while another thread's run of the same strategy is going on; call "
-                "it when that has returned, or give each thread a strategy of its own"
-            )
-        try:
-            run = self._run(fn, tuple(active), weights)
-        finally:
-            self._claims.clear()
+        run = self._claim.call(partial(self._run, fn, tuple(active), weights))
         if step_ends.listeners:
             step_ends.run_ended(run)
         return run
@@ -140,7 +150,7 @@ class Runner:
         self.prepare()
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
-        lockstep = self._lockstep(depth)
+        lockstep = self.locksteps.at(depth)
         run = Run(
             self.replicas,
             lockstep,
@@ -155,41 +165,65 @@ class Runner:
             separate_streams(self._generators)
         sharers = len(active) if self._schedule == "concurrent" else 1
         state = ThreadState.capture(self.replicas, sharers)
-        tasks = {r: self._task(fn, run, r, state) for r in active}
+        tasks = {r: task_of(run, r, fn, state) for r in active}
         timeline = self.replicas.timeline
-        self.running, timeline.is_in_run = run, True
-        timeline.use()
         try:
-            # Activation checkpointing wants what is saved in one order.
-            in_order = state.saved_tensors_hooks is not None
-            at_once = False if in_order else None
-            run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
-            for returned in self._parts.at_returned:
-                returned()
-            self._parts.finish(run)
+            try:
+                self.unfinished, self._unended = True, (run, state)
+                self.running, timeline.is_in_run = run, True
+                timeline.use()
+                # Activation checkpointing wants what is saved in one order.
+                in_order = state.saved_tensors_hooks is not None
+                at_once = False if in_order else None
+                run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
+                for returned in self._parts.at_returned:
+                    returned()
+                self._parts.finish(run)
+            finally:
+                timeline.is_in_run = outer is not None
+                if outer is None:
+                    self.running = None
+                elif self._goes_on(run):
+                    self.running = outer
+                else:
+                    run.is_left = True
+            self._end(run, state)
+            self._parts.bring_along(run)
+            self.unfinished, self._unended = outer is not None, None
         except BaseException:
-            if self._goes_on(run):
-                self.running = outer
-                timeline.drop_open()
-                self.recover()
+            try:
+                self._fail(run, state)
+            except BaseException:  # an interrupt in what another one, or an error, has begun
+                self._fail(run, state)
+                raise
             raise
-        finally:
-            if self._goes_on(run):
-                self.running, timeline.is_in_run = outer, outer is not None
-            state.restore()
-            if run.streams is not None:
-                run.streams.end()
-            self._parts.ran(run)
-        self._parts.bring_along(run)
         if outer is None:
             timeline.note_run()
         return run
+
+    def _end(self, run: Run, state: ThreadState) -> None:
+        """Leaves what the threads of a run have shared with its caller."""
+        state.restore()
+        if run.streams is not None:
+            run.streams.end()
+        self._parts.ran(run)
+
+    def _fail(self, run: Run, state: ThreadState) -> None:
+        """Ends a run that has failed; idempotent."""
+        if run.is_left:
+            return
+        if self.running is run:
+            self.running = run.outer
+        self.replicas.timeline.drop_open()
+        self._parts.recover()
+        self._end(run, state)
+        self.unfinished, self._unended = run.outer is not None, None
 
     def run_parallel_pass(self, this: GoesAlone, tasks: Tasks) -> None:
         """Runs the replicas' parts of a backward pass in their threads, all at once."""
         self.parallel_pass = this
         try:
-            self.locksteps[0].run(tasks, at_once=True)
+            self.locksteps.at(0).run(tasks, at_once=True)
         finally:
             self.parallel_pass = None
 
@@ -208,11 +242,12 @@ class Runner:
         """Whether the replicas' threads are there, and nothing is going on in them."""
         if not self.is_between_runs:
             return False
-        return bool(self.locksteps) and self.locksteps[0].usable  # not closed, nor interrupted
+        # Not closed, nor interrupted.
+        return bool(self.locksteps) and self.locksteps[0].usable and not self.locksteps[0].is_busy
 
     def lone_replica(self) -> Replica:
         """Returns the only replica, for code without any strategy."""
-        run = Run(self.replicas, self._lockstep(depth=0), (0,), is_default=True)
+        run = Run(self.replicas, self.locksteps.at(0), (0,), is_default=True)
         return run.members[0]
 
     def _begin_streams(self, active: tuple[int, ...]) -> RandomStreams | None:
@@ -227,47 +262,6 @@ class Runner:
             running = running.outer
         return running is not None
 
-    def _task(
-        self, fn: Callable[[int], Any], run: Run, replica_id: int, state: ThreadState
-    ) -> Callable[[], Any]:
-        replica = run.members[replica_id]
-        device = replica.device
-        strategy, timeline = self.replicas.strategy, self.replicas.timeline
-        variables = copy_context()
-
-        def call() -> Any:
-            enter(strategy, replica)
-            timeline.use()  # by this thread, which may have the cross-replica context in a merge
-            timeline.begin(replica_id, FORWARD)
-            try:
-                return self._call(fn, run, replica_id)
-            finally:
-                timeline.end(replica_id, FORWARD)
-                leave()
-                if replica.lent:
-                    replica.give_back()
-
-        def task() -> Any:
-            if len(run.active) == 1:
-                with using(device):
-                    return call()
-            if self.replicas.are_simulated:  # on the CPU there is nothing to enter
-                return state.call(lambda: variables.run(call), device)
-            with using(device), backward_in_calling_thread((device,)):
-                return state.call(lambda: variables.run(call), device)
-
-        return task
-
-    def _call(self, fn: Callable[[int], Any], run: Run, replica_id: int) -> Any:
-        """Calls a replica's function, which draws from its own random stream."""
-        if run.streams is not None and run.streams.inside != replica_id:
-            run.streams.enter(replica_id)
-        result = self._measured(fn, replica_id) if self.stopwatches else fn(replica_id)
-        if run.stepped:
-            for stepped, left in run.stepped.items():
-                left[replica_id] = stepped.options()
-        return result
-
     # Measuring how long each replica computes, for splitting batches over unlike devices.
 
     def measure(self) -> Callable[[], tuple[float, ...]]:
@@ -280,18 +274,16 @@ class Runner:
             self.stopwatches = tuple(map(Stopwatch, self.replicas.devices))
         return lambda: tuple(watch.seconds() for watch in self.stopwatches)
 
-    def _measured(self, fn: Callable[[int], Any], replica_id: int) -> Any:
-        watch = self.stopwatches[replica_id]
-        watch.start()
-        try:
-            return fn(replica_id)
-        finally:
-            watch.stop()
-
     # Who may do what, and for how long
 
     def check_usable(self) -> None:
         """Raises StrategyError after ``close``."""
+        if self._is_forked and not self.replicas.are_simulated:
+            raise StrategyError(
+                "this process was forked from the one that made the strategy, and GPUs cannot be "
+                "used in both; make the strategy in the process that trains, or start that with "
+                "multiprocessing.get_context('spawn')"
+            )
         if self.is_closed:
             raise StrategyError(
                 "this strategy is closed; create a new one (copy.deepcopy(model) gives an "
@@ -307,26 +299,21 @@ class Runner:
                 "going on; wait until it has returned"
             )
 
+    def renew(self) -> None:
+        """Forgets, in a forked process, the threads, which are in the other one."""
+        self._is_forked = True
+        if self.running is not None or self.parallel_pass is not None:
+            self.unfinished = True
+        self.running = self.parallel_pass = None
+        self._claim = Claim()
+        self.locksteps.forsake()
+
     def close(self) -> None:
         """Ends the replicas' threads; idempotent."""
         if self.running is not None or self.parallel_pass is not None:
             raise StrategyError("close() was called inside run; close the strategy after it")
         self.is_closed = True
-        for lockstep in self.locksteps:
-            lockstep.close()
-        self.locksteps.clear()
-
-    def _lockstep(self, depth: int) -> Lockstep:
-        while len(self.locksteps) <= depth or not self.locksteps[depth].usable:
-            self.locksteps[depth : depth + 1] = [self._new_lockstep()]
-        return self.locksteps[depth]
-
-    def _new_lockstep(self) -> Lockstep:
-        made = Lockstep(
-            self.replicas.names, schedule=self._schedule, timeout_seconds=self._timeout_seconds
-        )
-        made.break_off = self.replicas.communicator.abort
-        return made
+        self.locksteps.close()
 
 
 def runner_of(replicas: Replicas) -> Runner:
@@ -334,9 +321,3 @@ def runner_of(replicas: Replicas) -> Runner:
     runner = _runners[replicas]()
     assert runner is not None
     return runner
-
-
-def end_threads(locksteps: Sequence[Lockstep]) -> None:
-    """Has the threads end, of a strategy that is gone, when they next wait."""
-    for lockstep in locksteps:
-        lockstep.dismiss()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from mirror.execution.current import current
+from mirror.execution.current import replica_around
 from mirror.execution.run import Run
 
 
@@ -31,8 +31,8 @@ class StepEnds:
 
     def optimizer_stepped(self) -> None:
         """Notes that an optimizer's step has returned in the calling thread."""
-        frames = (current.replica, *(replica for replica, _ in reversed(current.stack)))
-        run = next((replica.run for replica in frames if replica is not None), None)
+        replica = replica_around()
+        run = None if replica is None else replica.run
         if run is None:
             self._tell()
             return

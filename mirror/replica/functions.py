@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
 from mirror.compiler import not_compiled
-from mirror.execution.current import current, entered, replica_of
+from mirror.execution.current import current, enter, here, replica_of
 from mirror.execution.run import recomputing
 from mirror.replica.tensors import MirroredTensor, resolve
 from mirror.torch_private import forward_class, tracing_state, wrap_once
@@ -78,7 +78,11 @@ def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
         replicas, replica_id = known
         if replica_of(replicas) is not None:
             return run(node, *args)
-        with entered(replicas.strategy, recomputing(replicas, replica_id)):
+        before = here()
+        try:
+            enter(replicas.strategy, recomputing(replicas, replica_id))
             return run(node, *args)
+        finally:
+            current.replica, current.strategy, current.below = before
 
     return on_its_replica

@@ -17,8 +17,8 @@ from mirror.data.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
 from mirror.errors import StrategyError
 from mirror.execution.current import current
+from mirror.execution.locksteps import end_threads
 from mirror.execution.replicas import Replica
-from mirror.execution.runner import end_threads
 from mirror.replica.collectives.reduction import ReduceOp
 from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.combine import gather_values, reduce_values

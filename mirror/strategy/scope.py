@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ContextDecorator, ExitStack
+from contextlib import ContextDecorator
 from types import TracebackType
 
 from mirror.errors import StrategyError
-from mirror.execution.current import current, entered
-from mirror.replica.modules.recording import recording
+from mirror.execution.current import Context, current, enter, here
+from mirror.replica.modules.recording import begin_recording, end_recording, recording
+from mirror.replica.routing import Recorder
 from mirror.strategy.group import Group
 
 
@@ -17,7 +18,7 @@ class Scope(ContextDecorator):
 
     def __init__(self, group: Group) -> None:
         self._strategy, self._group = group.replicas.strategy, group
-        self._stacks: list[ExitStack] = []
+        self._before: list[tuple[Context, tuple[Recorder, ...]]] = []
         self._is_used = False
 
     def __enter__(self) -> None:
@@ -32,10 +33,15 @@ class Scope(ContextDecorator):
                 f"the scope of {current.strategy!r} is open; a scope of another strategy cannot "
                 "be opened inside it"
             )
-        with ExitStack() as stack:
-            stack.enter_context(entered(self._strategy, None))
-            stack.enter_context(recording(self._group.modules))
-            self._stacks.append(stack.pop_all())
+        before, recorders = here(), recording.recorders
+        try:
+            self._before.append((before, recorders))
+            enter(self._strategy, None)
+            begin_recording(self._group.modules)
+        except BaseException:  # an interrupt: nobody will leave
+            current.replica, current.strategy, current.below = before
+            recording.recorders = recorders
+            raise
 
     def __exit__(
         self,
@@ -43,9 +49,14 @@ class Scope(ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._stacks.pop():
+        before, recorders = self._before.pop()
+        try:
             if kind is None:
                 self._group.modules.mirror_recorded()
+        finally:
+            current.replica, current.strategy, current.below = before
+            recording.recorders = recorders
+            end_recording()
         if kind is None:
             self._group.plain.note_use()
 

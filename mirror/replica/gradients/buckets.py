@@ -112,7 +112,6 @@ class Buckets:
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
         self.on_their_way: list[_Reduction] = []
-        self._launching = watch.lock
         self._is_held = False  # until what has arrived is reduced
         self.is_disordered = False
 
@@ -163,7 +162,7 @@ class Buckets:
 
     def drop(self, variable: Variable, replica_ids: Iterable[int]) -> None:
         """Has what is on its way for these replicas' copies thrown away when it arrives."""
-        with self._launching:
+        with self._watch.lock:
             self._is_held = True
             for reduction in self.on_their_way:
                 if variable in reduction.variables:
@@ -181,6 +180,8 @@ class Buckets:
         for reduction in self._take():
             with suppress(Exception):  # whatever it is, the run has failed already
                 reduction.wait()
+        for unsettled in self._watch.unsettled:  # nobody moves: what is there, is left over
+            unsettled.clear()
 
     def collect(self) -> None:
         """Waits for what is on its way, and accumulates it."""
@@ -189,6 +190,7 @@ class Buckets:
             timeline.begin(CROSS, EXPOSED)
             reduction.wait()
             timeline.end(CROSS, EXPOSED)
+            self._runner.unfinished = True  # while some have it: see [Note: Interrupts]
             for r, targets in enumerate(reduction.targets):
                 kept = [
                     i
@@ -197,19 +199,21 @@ class Buckets:
                 ]
                 grads = reduction.columns[r]
                 accumulate([targets[i] for i in kept], [grads[i] for i in kept])
+            self._runner.unfinished = self._runner.running is not None
 
     def _take(self) -> list[_Reduction]:
-        reductions, self.on_their_way = self.on_their_way, []
+        reductions = self.on_their_way
         if reductions:
+            self.on_their_way = []
             for unsettled in self._watch.unsettled:
-                unsettled.remove(reductions)
+                unsettled[:] = [one for one in unsettled if one is not reductions]
         self._is_held = False
         return reductions
 
     @opaque
     def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
-        with self._launching:
+        with self._watch.lock:
             if self._streams is not None:
                 self._streams.note(copy.replica_id)
             if index > len(self.on_their_way):

@@ -80,7 +80,8 @@ class Gradients:
     def __init__(
         self, replicas: Replicas, runner: Runner, reducer: Reducer, finite: Finite | None
     ) -> None:
-        self._replicas, self._reducer, self._finite = replicas, reducer, finite
+        self._replicas, self._runner, self._reducer = replicas, runner, reducer
+        self._finite = finite
         self.watch = Watch(replicas)
         self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
         self._noted = (*self.pending, *self.unsettled)
@@ -200,6 +201,7 @@ class Gradients:
     def discard(self) -> None:
         """Drops what is not reduced."""
         self.buckets.discard()
+        self.watch.drop_interrupted()
         self.watch.find()
         for copies in self.pending:
             for copy in copies:
@@ -259,8 +261,10 @@ class Gradients:
             self._reducer.all_reduce(self._reducer.move(columns, self.watch.streams), scale)
             self._replicas.timeline.end(CROSS, REDUCTION)
             run_hooks(variables, columns)
+        self._runner.unfinished = True  # while some have it: see [Note: Interrupts]
         for mine, reduced in zip(targets, columns, strict=True):
             accumulate(mine, reduced)
+        self._runner.unfinished = self._runner.running is not None
         self.watch.forget_streams()
 
     def _without_unusual(
@@ -307,8 +311,9 @@ class Gradients:
             self.watch.unsilence()
         elif known and self._may_be_silent and self._arrivals.is_regular:
             self.watch.silence(self._arrivals)
-        self.watch.clear()
-        return rest, take(rest.copies)
+        taken = take(rest.copies)
+        self.watch.clear()  # last: what an interrupt has left in the slots is found again
+        return rest, taken
 
     @torch.no_grad()
     def _defer(self, shares: Mapping[int, float]) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from mirror.compiler import compiles_backward
-from mirror.execution.current import current, entered
+from mirror.execution.current import current, enter, here
 from mirror.execution.runner import Runner
 from mirror.execution.thread_state import ThreadState
 from mirror.replica.gradients.seams import Node, live_seams, pieces_of
 from mirror.timeline import BACKWARD, CROSS
 from mirror.torch_private import current_graph_task_id, functions_interpreter, num_dispatch_modes
 
+HEARING_SECONDS = 0.05
 _WHOLE_PASS = {"allow_unreachable": True, "accumulate_grad": True}  # backward, not grad
 
 
@@ -94,7 +95,9 @@ class ParallelPass:
             return False
         self._stop(replica_id)
         with self._has_stopped:
-            self._has_stopped.wait_for(lambda: not self._moving)
+            # An exception sent to this thread, whose pass may have failed, wants to be heard.
+            while not self._has_stopped.wait_for(lambda: not self._moving, HEARING_SECONDS):
+                pass
             self._moving.add(replica_id)
         return True
 
@@ -109,13 +112,16 @@ class ParallelPass:
         variables, strategy, timeline = copy_context(), current.strategy, self._replicas.timeline
 
         def task() -> None:
-            self._replica_ids[threading.get_ident()] = replica_id
-            timeline.use()
-            timeline.begin(replica_id, BACKWARD)
+            before = here()
             try:
-                with entered(strategy, None):
-                    state.call(lambda: variables.run(run), self._replicas.devices[replica_id])
+                enter(strategy, None)
+                self._replica_ids[threading.get_ident()] = replica_id
+                timeline.use()
+                timeline.begin(replica_id, BACKWARD)
+                state.call(lambda: variables.run(run), self._replicas.devices[replica_id])
             finally:
+                current.replica, current.strategy, current.below = before
+                self._moving.discard(replica_id)
                 timeline.end(replica_id, BACKWARD)
                 self._stop(replica_id)
 

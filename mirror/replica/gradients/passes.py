@@ -22,7 +22,7 @@ from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.gradients.hooks import refuse_hooks_of
 from mirror.replica.gradients.parallel_pass import backward_at_once
 from mirror.replica.gradients.plain import note_pass
-from mirror.replica.gradients.watch import Watch
+from mirror.replica.gradients.watch import Pass, Watch
 from mirror.timeline import BACKWARD, CROSS, Timeline, latest
 from mirror.torch_private import PASS, current_graph_task_id, wrap_once
 
@@ -60,15 +60,18 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
                 note_pass(replica.run, lane, args)
             elif replica is not None:
                 refuse_hooks_of(args[4])
-        told = _tell_watches() if kwargs.get("accumulate_grad", True) else ()
+        this, told = Pass(), list[tuple[Watch, int | None]]()
         try:
+            if kwargs.get("accumulate_grad", True):
+                _tell_watches(this, told)
             if replica is not None:  # the engine works without the interpreter
                 replica.run.lockstep.let_next_begin(lane)
             if lane != CROSS or not backward_at_once(run, args, kwargs):
                 return run(*args, **kwargs)
             return None
         finally:
-            for watch, this, replica_id in told:
+            this.is_over = True
+            for watch, replica_id in told:
                 watch.end_pass(this, replica_id)
             if timeline is not None:
                 timeline.end(lane, BACKWARD)
@@ -93,19 +96,18 @@ def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]
     return outputs, tuple(own), *rest
 
 
-def _tell_watches() -> list[tuple[Watch, object, int | None]]:
+def _tell_watches(this: Pass, told: list[tuple[Watch, int | None]]) -> None:
     """Tells that a pass begins: the watch of the current replica, whose it is, and all others."""
     replica = current.replica
     within = current_graph_task_id() != -1
-    told: list[tuple[Watch, object, int | None]] = []
     for known in _watches:
         watch = known()
         if watch is not None:
             replica_id = None
             if replica is not None and watch.replicas is replica.replicas:
                 replica_id = replica.replica_id
-            told.append((watch, watch.begin_pass(replica_id, within=within), replica_id))
-    return told
+            watch.begin_pass(this, replica_id, within=within)
+            told.append((watch, replica_id))
 
 
 def lane_here() -> tuple[Timeline | None, int]:

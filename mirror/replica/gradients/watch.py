@@ -18,12 +18,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 from mirror.accelerator.current_streams import ReplicasStreams
 from mirror.execution.replicas import Replicas
+from mirror.forks import renew_in_forks
 from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.gradients.arrivals import Arrivals, local_grad
 from mirror.values import are_identical
+
+
+class Pass:
+    """A backward pass.
+
+    Attributes:
+        is_over: whether it has ended; an interrupt may keep that from being told.
+    """
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
 
 
 class Watch:
@@ -44,13 +59,18 @@ class Watch:
         self.replicas = replicas
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
-        self._passes: tuple[list[object], ...] = tuple([] for _ in self.pending)
+        self._passes: tuple[list[Pass], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
         self.streams = None if replicas.are_simulated else ReplicasStreams(replicas.devices)
-        self.lock = threading.Lock()
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self._silent_order: Arrivals | None = None  # in which the last ones came that lost hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
+        self.renew()
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """Makes the lock, which in a forked process nobody has."""
+        self.lock = threading.Lock()
 
     def add(self, copy: ReplicaParameter) -> None:
         """Has the arrival of every local gradient of ``copy`` noted, once it requires any."""
@@ -59,39 +79,51 @@ class Watch:
 
     # Passes
 
-    def begin_pass(self, replica_id: int | None, *, within: bool) -> object:
-        """Notes that a backward pass begins; returns what ``end_pass`` takes.
+    def begin_pass(self, this: Pass, replica_id: int | None, *, within: bool) -> None:
+        """Notes that a backward pass begins.
 
         Args:
             replica_id: whose pass it is; ``None`` for one outside ``run``.
             within: whether another pass of the same thread goes on.
         """
-        this = object()
         if replica_id is None:
-            for passes in (*self.unsettled, *self._passes):
+            for unsettled, passes in zip(self.unsettled, self._passes, strict=True):
+                unsettled.append(this)
                 passes.append(this)
-            return this
+            return
         self.unsettled[replica_id].append(this)
         self._passes[replica_id].append(this)
         if not within:
             with self.lock:
                 self._num_passes[replica_id] += 1
-        return this
 
-    def end_pass(self, this: object, replica_id: int | None) -> None:
+    def end_pass(self, this: Pass, replica_id: int | None) -> None:
         """Notes that a backward pass has ended, and what it has brought."""
         if replica_id is None:
-            for passes in (*self.unsettled, *self._passes):
-                passes.remove(this)
+            self.may_have_arrived = True  # should an interrupt come between
+            self._strike(this, (*self.unsettled, *self._passes))
             self.may_have_arrived = True  # looked for when the strategy is used next
             if self.streams is not None:
                 self.look()
                 self._note_streams(range(len(self.pending)))
             return
-        self.unsettled[replica_id].remove(this)
-        self._passes[replica_id].remove(this)
+        self._strike(this, (self.unsettled[replica_id], self._passes[replica_id]))
         self.find(replica_id)
         self._note_streams((replica_id,))
+
+    def _strike(self, this: Pass, lists: Iterable[Any]) -> None:
+        for passes in lists:
+            try:
+                passes.remove(this)
+            except ValueError:  # another thread has found that it is over
+                continue
+
+    def drop_interrupted(self) -> None:
+        """Strikes off the passes that are over, of which an interrupt has kept from telling."""
+        for passes, unsettled in zip(self._passes, self.unsettled, strict=True):
+            for this in tuple(passes):
+                if this.is_over:
+                    self._strike(this, (unsettled, passes))
 
     def may_be_in_second_pass(self) -> bool:
         """Whether a replica that others have not caught up with may be writing to its slots."""
@@ -102,12 +134,14 @@ class Watch:
     def look(self) -> None:
         """Finds what passes outside ``run``, or passes that go on, have brought."""
         if self.may_have_arrived or any(self._passes):
-            self.may_have_arrived = False
+            self.drop_interrupted()
             self.find()
+            self.may_have_arrived = False
 
     def look_here(self, replica_id: int) -> None:
         """Finds what a replica's pass that goes on has brought."""
         if self._passes[replica_id]:
+            self.drop_interrupted()
             self.find(replica_id)
 
     def find(self, replica_id: int | None = None) -> None:

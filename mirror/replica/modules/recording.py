@@ -6,8 +6,6 @@ Not at once, because registration hooks fire before initial values are written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -18,24 +16,28 @@ from mirror.replica.routing import Recorder
 
 
 class _Recording(threading.local):
-    def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
+    """Who records what this thread creates.
+
+    Attributes:
+        recorders: of the scopes that are open, innermost last. Set back to leave one.
+    """
+
+    recorders: tuple[Recorder, ...] = ()
 
 
-_recording = _Recording()
+recording = _Recording()
 _hooks: list[Any] = []
 _hooks_lock = threading.Lock()
 _open_scopes = 0
 
 
 def _record(module: nn.Module, name: str, value: object) -> None:
-    if _recording.recorders and current.replica is None:
-        _recording.recorders[-1].record(module)
+    if recording.recorders and current.replica is None:
+        recording.recorders[-1].record(module)
 
 
-@contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Records the modules that this thread creates."""
+def begin_recording(recorder: Recorder) -> None:
+    """Has the modules recorded that this thread creates, until ``end_recording``."""
     global _open_scopes
     with _hooks_lock:
         _open_scopes += 1
@@ -48,15 +50,16 @@ def recording(recorder: Recorder) -> Iterator[None]:
                     torch_module.register_module_module_registration_hook,
                 )
             )
-    _recording.recorders.append(recorder)
-    try:
-        yield
-    finally:
-        _recording.recorders.pop()
-        with _hooks_lock:
-            _open_scopes -= 1
-            if not _open_scopes:
-                _remove(_hooks)
+    recording.recorders = (*recording.recorders, recorder)
+
+
+def end_recording() -> None:
+    """Does without torch's hooks, once no scope is open in any thread."""
+    global _open_scopes
+    with _hooks_lock:
+        _open_scopes -= 1
+        if not _open_scopes:
+            _remove(_hooks)
 
 
 def _remove(hooks: list[Any]) -> None:

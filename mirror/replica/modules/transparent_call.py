@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.compiler import let_go, letting_go, not_compiled, take_hold
-from mirror.execution.current import current, entered
+from mirror.execution.current import current, enter, here
 from mirror.execution.nesting import refuse_within_another
 from mirror.execution.replicas import Replica
 from mirror.execution.run import recomputing
@@ -115,8 +115,12 @@ class TransparentCall(Route):
                 if saves_are_hooked():
                     self.is_checkpointed = True
                 return call_in_turn(self.recorder, module, args, kwargs, whole=whole, hold=hold)
-            with entered(self.replicas.strategy, recomputing(self.replicas, of)):
+            before = here()
+            try:
+                enter(self.replicas.strategy, recomputing(self.replicas, of))
                 return whole(*args, **kwargs)
+            finally:
+                current.replica, current.strategy, current.below = before
         finally:
             take_hold(hold)
 

@@ -4,8 +4,8 @@
 An optimizer holds the mirrored parameters; a step needs one replica's. Before a step torch calls
 the global pre-hook, which lends the optimizer to a replica: ``param_groups`` and ``state`` become
 that replica's, over ordinary parameters; the post-hook gives it back. In between it belongs to
-this replica alone. A step that raises is given back at the replica's next merge or return, or
-when its next step begins.
+this replica alone. A step that raises is given back at once; inside ``run`` at the replica's next
+merge or return, or when its next step begins.
 
 Options in ``param_groups`` are shared: every replica gets a copy before the step, and what the
 first one's step, or a hook of it, writes into its copy is kept. The first replica's state is the
@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 
+from mirror.concurrency.merge_point import Released
 from mirror.execution.replicas import Lent
+from mirror.forks import renew_in_forks
 from mirror.replica.optimizer.groups import Parameters
 from mirror.replica.optimizer.options import keep_options
 from mirror.replica.optimizer.state import ReplicaStates
 
+HEARING_SECONDS = 0.05
 NOBODY = -1  # who is lent no parameter groups
 
 
@@ -39,6 +43,8 @@ class Loan:
         parameters: what the groups held when last looked at.
         groups: the optimizer's own, whoever has it.
         step: torch's call that the step in progress is.
+        is_begun: whether a step of the first replica's is in progress; after one that raised,
+            parameters and state may be partly updated.
     """
 
     def __init__(
@@ -53,6 +59,15 @@ class Loan:
         self._to: int | None = None
         self._alone = threading.Lock()  # held while lent
         self.step: FrameType | None = None
+        self.is_begun = False
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """Takes the optimizer back in a forked process, where no replica has it."""
+        self._alone = threading.Lock()
+        if self._to is not None:
+            self._alone.acquire()
+            self.give_back()
 
     def refresh(self, *, only_first: bool = False, is_whole: bool = False) -> None:
         """Brings the replicas' groups and state in line with the optimizer's own.
@@ -81,9 +96,15 @@ class Loan:
 
     def _hand_over(self, replica_id: int, groups: list[dict[str, Any]], step: FrameType) -> None:
         state = {} if replica_id == NOBODY else self._states.of(replica_id)
-        self._alone.acquire()
+        alone = self._alone
+        # An exception sent to this thread, whose run may have failed, wants to be heard.
+        while not alone.acquire(timeout=HEARING_SECONDS):
+            pass
+        if alone is not self._alone:
+            raise Released
         optimizer = self.optimizer
         self.step, self._to = step, replica_id
+        self.is_begun |= replica_id == 0
         self._lent.add(self)
         optimizer.param_groups = groups
         optimizer.state = state  # type: ignore[assignment]
@@ -92,16 +113,25 @@ class Loan:
         """Puts the shared groups and state back; idempotent."""
         optimizer = self._optimizer()
         self.step = None
-        replica_id, self._to = self._to, None
-        self._lent.discard(self)
-        if replica_id is None or optimizer is None:
+        if self._to is None or optimizer is None:
+            self._to = None
+            self._lent.discard(self)
             return
-        if replica_id == 0:
+        if self._to == 0:
             keep_options(self.groups, self._of_replicas[0])
             self._states.publish_first()
         optimizer.param_groups = self.groups
         optimizer.state = self._states.shared
+        self._lent.discard(self)
+        self._to = None  # last: until then an interrupt leaves it all to be done again
         self._alone.release()
+
+    def take_back(self) -> None:
+        """Ends the loan, whoever has it or waits for it, after a failure; idempotent."""
+        self.give_back()
+        alone, self._alone = self._alone, threading.Lock()
+        with suppress(RuntimeError):  # it was not lent
+            alone.release()  # who waits for it finds another one
 
     @property
     def is_lent(self) -> bool:

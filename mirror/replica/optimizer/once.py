@@ -25,6 +25,7 @@ from mirror.compiler import let_go, letting_go, take_hold
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError, in_words
 from mirror.execution.current import current
+from mirror.execution.part import nothing
 from mirror.execution.replicas import Replica, Together
 from mirror.execution.run import Run
 from mirror.execution.runner import runner_of
@@ -63,20 +64,32 @@ def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) 
             classes += type.__subclasses__(cls)
 
 
-def watched(method: Method, in_run: Callable[..., Any]) -> Method:
-    """Returns a method that is ``in_run(method, self, context, args, kwargs)`` inside ``run``."""
+def watched(
+    method: Method,
+    in_run: Callable[..., Any],
+    failed: Callable[[Any, BaseException], None] = nothing,
+) -> Method:
+    """Returns a method that is ``in_run(method, self, context, args, kwargs)`` inside ``run``.
+
+    Args:
+        failed: is told, with ``self``, of what the method has raised.
+    """
 
     @letting_go
     @functools.wraps(method)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
-        if replica is None or replica.replicas.num_replicas == 1:
-            return method(self, *args, **kwargs)
-        hold = let_go()
         try:
-            return in_run(method, self, replica, args, kwargs)
-        finally:
-            take_hold(hold)
+            if replica is None or replica.replicas.num_replicas == 1:
+                return method(self, *args, **kwargs)
+            hold = let_go()
+            try:
+                return in_run(method, self, replica, args, kwargs)
+            finally:
+                take_hold(hold)
+        except BaseException as error:
+            failed(self, error)
+            raise
 
     # Others may copy what a function has: only of itself it says the truth.
     wrapper._is_watched = wrapper  # type: ignore[attr-defined]

@@ -36,6 +36,7 @@ import torch
 from torch.optim import Optimizer
 
 from mirror.compiler import Hold
+from mirror.concurrency.stack import add_note
 from mirror.devices import using
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replica
@@ -51,6 +52,10 @@ from mirror.replica.optimizer.state import ReplicaStates
 from mirror.replica.optimizer.steps import is_torchs_own, kept_by, raw_step, refusing_draws
 
 _BEFORE = "before a step"
+_PARTLY = (
+    "this optimizer's step has begun and not ended: parameters and state may be partly updated, "
+    "as on one device, alike on all replicas; to go on from a whole step, load a checkpoint"
+)
 _serials = itertools.count(1)
 
 
@@ -188,10 +193,11 @@ class OptimizerMirror:
 
     def _step_first(self, optimizer: Optimizer) -> None:
         """Steps the first replica, and has the others take over. See [Note: One device...]."""
-        self.loan.lend(0, sys._getframe())
         try:
+            self.loan.lend(0, sys._getframe())
             with using(self.replicas.devices[0]):
                 raw_step(type(optimizer))(optimizer)
+            self.loan.is_begun = False
         finally:
             self.loan.give_back()
             self._follow()
@@ -221,8 +227,9 @@ class OptimizerMirror:
         steps_once = self._steps_once(optimizer)
         loan.refresh(only_first=self._is_whole or steps_once, is_whole=self._is_whole)
         if self._is_whole:
-            loan.step = step
+            loan.step, loan.is_begun = step, True
             return
+        self.runner.unfinished = True
         if steps_once:
             self._step_first(optimizer)
             loan.lend_nothing(step)
@@ -230,12 +237,8 @@ class OptimizerMirror:
         function = raw_step(type(optimizer))
         for replica_id in range(1, self.replicas.num_replicas):
             loan.lend(replica_id, step)
-            try:
-                with using(self.replicas.devices[replica_id]):
-                    function(*args, **kwargs)
-            except BaseException:
-                self.runner.recover()
-                raise
+            with using(self.replicas.devices[replica_id]):
+                function(*args, **kwargs)
             loan.give_back()
         loan.lend(0, step)
 
@@ -243,6 +246,7 @@ class OptimizerMirror:
 
     def end_step(self) -> None:
         """Gives back after a step; outside ``run`` all replicas are now equal again."""
+        self.loan.is_begun = False
         if self._is_whole:
             self._end_whole()
             return
@@ -258,6 +262,7 @@ class OptimizerMirror:
         self.loan.give_back()
         if was_lent:
             settle(self.loan.parameters.variables)
+        self.runner.unfinished = self.runner.running is not None
 
     def _end_whole(self) -> None:
         self.loan.step = None
@@ -276,8 +281,15 @@ class OptimizerMirror:
                 self.loan.give_back()
             return
         self._is_whole, self.loan.step = False, None
-        if self.runner.running is None and self.loan.is_lent:
+        if self.runner.running is None and (self.loan.is_lent or self.runner.unfinished):
             self.runner.recover()
+
+    def end_failed(self, error: BaseException) -> None:
+        """Takes back from a step that has raised; notes on the error what that may have left."""
+        was_begun, self.loan.is_begun = self.loan.is_begun, False
+        if was_begun:
+            add_note(error, _PARTLY)
+        self.recover()
 
     # What it is asked between steps
 
@@ -305,7 +317,7 @@ class OptimizerMirror:
 
     def follow_first(self) -> None:
         """Takes the optimizer back, and makes the first replica's state that of all."""
-        self.loan.give_back()
+        self.loan.take_back()
         self.states.follow_first()
 
     def check(self, look: Look) -> None:

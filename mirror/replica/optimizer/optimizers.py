@@ -100,7 +100,7 @@ class Optimizers:
 
     def _recover(self) -> None:
         for loan in tuple(self.lent):  # also of an optimizer that is gone since its step raised
-            loan.give_back()
+            loan.take_back()
         for optimizer in list(self._all):
             optimizer.follow_first()
 

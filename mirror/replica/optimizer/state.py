@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replicas
+from mirror.forks import renew_in_forks
 from mirror.replica.comparison import Look
 from mirror.replica.copies.variable import Variable
 from mirror.replica.copies.variables import variable_of
@@ -126,8 +127,13 @@ class ReplicaStates:
         self.shared = SharedState(self, {})  # what optimizer.state is between steps
         self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
         self._are_behind = False
-        self._copying = threading.Lock()
+        self.renew()
+        renew_in_forks(self)
         self._published: list[Any] = []  # entries of the first one's that the shared state has
+
+    def renew(self) -> None:
+        """Makes the lock, which in a forked process nobody has."""
+        self._copying = threading.Lock()
 
     def of(self, replica_id: int) -> dict[Any, Any]:
         """Returns one replica's state, up to date."""
@@ -160,12 +166,11 @@ class ReplicaStates:
             if sys.getrefcount(found) > 2:
                 _replace_in_wrappers(found, self.shared)
         if self.shared.seen:
-            self.shared.seen = False
             self._by_replica[0] = defaultdict(dict)
             for key, value in self.shared.raw_items():
                 variable = variable_of(key)
                 self._by_replica[0][key if variable is None else variable.targets[0]] = value
-            self._are_behind = True
+            self.shared.seen, self._are_behind = False, True
 
     def follow_first(self) -> None:
         """Makes the first replica's state that of all."""
@@ -181,10 +186,10 @@ class ReplicaStates:
         entries = list(self._by_replica[0].values())
         if are_identical(entries, self._published):
             return
-        self._published = entries
         for key, value in self._by_replica[0].items():
             variable = variable_of(key)
             self.shared.put(key if variable is None else variable.owner(), value)
+        self._published = entries
 
     def check(self, variables: Sequence[Variable], look: Look) -> None:
         """Shows what every replica has to ``look``, beside what the first one has."""

@@ -81,7 +81,13 @@ _by_turns: list[Callable[..., Any]] = []
 
 
 def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    return watched(step, _step_in_run)
+    return watched(step, _step_in_run, _step_failed)
+
+
+def _step_failed(optimizer: Optimizer, error: BaseException) -> None:
+    mirror: Any = vars(optimizer).get("_mirror")
+    if mirror is not None:
+        mirror.end_failed(error)
 
 
 def is_torchs_own(kind: type) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from mirror.concurrency.stack import add_note
 from mirror.errors import CheckpointError, StrategyError
-from mirror.execution.current import current
+from mirror.execution.current import replica_around
 from mirror.replica.copies.apart import put_copies_apart
 from mirror.train.checkpoint.contents import Contents, read_contents, write_contents
 from mirror.train.checkpoint.entries import VALUE, check, give, give_value, kind_of
@@ -245,7 +245,7 @@ def _check_kind(name: str, kind: str, saved: str, contents: Contents) -> None:
 
 
 def _refuse_in_run(what: str) -> None:
-    if current.replica is not None or any(replica is not None for replica, _ in current.stack):
+    if replica_around() is not None:
         raise StrategyError(
             f"Checkpoint.{what} was called inside run, where a step is half done; call it between "
             "steps, after run has returned"

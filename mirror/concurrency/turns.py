@@ -1,0 +1,151 @@
+"""Turns: which replicas move, which wait, and where; each passes its turn on when it stops."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from mirror.concurrency.failure import Failure
+from mirror.concurrency.merge_point import Act, MergePoint, act_at, just_act
+from mirror.concurrency.pace import Pace
+from mirror.concurrency.stack import frame_of
+from mirror.concurrency.standstill import are_unlike, divergence, where_all_stand
+from mirror.concurrency.threads import Threads
+from mirror.concurrency.wake import Gate
+
+Tasks = dict[int, Callable[[], Any]]
+
+
+class Turns:
+    """Who has the turn in one run of replicas. See [Note: Turns] in ``lockstep.py``.
+
+    A replica is in exactly one of ``_runnable``, ``_running``, ``_waiting``, or has ended.
+
+    Attributes:
+        names: how messages call the replicas.
+        pace: whether they compute for long.
+        takes_turns: whether the replicas of this run move one at a time.
+        is_eager: whether they start all at once.
+        usable: whether there may be another run: not once this was closed, or struck.
+    """
+
+    def __init__(self, names: tuple[str, ...], threads: Threads, *, schedule: str) -> None:
+        self.names, self._threads, self._schedule = names, threads, schedule
+        # Whether an exception has come to our own code, after which nobody knows whose turn it is.
+        self.usable, self._is_struck = True, False
+        self.pace, self._mutex, self._finished = Pace(), threading.Lock(), Gate()
+        self._begin_run({})
+
+    def _begin_run(
+        self, tasks: Tasks, at_once: bool | None = None, act: Act | None = None
+    ) -> None:
+        self._tasks, self._act = tasks, act or just_act
+        self._threads.caller, self._threads.here = threading.current_thread(), None
+        self._runnable = deque(tasks)  # in the order in which they get the turn
+        self._running: set[int] = set()
+        self._waiting: dict[int, MergePoint] = {}
+        self._frames: dict[int, FrameType] = {}  # where those who wait stand
+        self._unstarted, self._order = set(tasks), list(tasks)  # order: since the last merge
+        self._results, self._failure = dict[int, Any](), Failure()
+        self._acting = False  # whether a merge's action runs, for which no deadline holds
+        self._moves, self._latest = 0, -1  # how many turns there were; who has got the last one
+        wants_all = self.pace.is_long if at_once is None else at_once
+        self.is_eager = wants_all and self._schedule == "concurrent"
+        self._staggers = self._schedule == "staggered" and at_once is not False
+        self.takes_turns = not (self._staggers or self.is_eager)
+
+    def dismiss(self) -> None:
+        """Has every thread end when it next waits for its turn, if it ever does."""
+        self.usable = False
+        self._threads.dismiss()
+
+    def _stop(self, replica_id: int, point: MergePoint | None) -> bool:
+        """Gives the turn away, at a merge point or for good; returns whether it came back."""
+        with self._mutex:
+            self._running.discard(replica_id)
+            if point is not None:
+                self._waiting[replica_id] = point
+                self._frames[replica_id] = sys._getframe()
+            self.pace.end_turn()
+            if self._is_struck:
+                self._wake_all()
+                return False
+            if self._running:
+                return False
+            if self._runnable:
+                return self._give_turns(replica_id)
+            if self._failure.error is not None or not (self._waiting and self._are_together()):
+                return self._go_on(replica_id)
+            self._running.add(replica_id)  # whom an interrupt must reach
+        self._merge()
+        with self._mutex:
+            self._running.discard(replica_id)
+            return self._go_on(replica_id)
+
+    def _give_turns(self, mine: int | None = None) -> bool:
+        """Gives the turn to whom it is due; returns whether to ``mine``, who need not be woken."""
+        came_back = False
+        while self._runnable:
+            successor = self._next()
+            if successor == mine:
+                came_back = True
+            else:
+                self._threads.wake(successor, near=self.takes_turns)
+            if not self.is_eager:
+                break
+        return came_back
+
+    def _next(self) -> int:
+        successor = self._runnable.popleft()
+        self._running.add(successor)
+        self._unstarted.discard(successor)
+        self._moves, self._latest = self._moves + 1, successor
+        return successor
+
+    def _are_together(self) -> bool:
+        """Whether all who wait stand at one merge point; fails the run if they do not."""
+        waiting = self._waiting
+        if len(waiting) < len(self._order) or are_unlike(waiting.values()):
+            self._failure.error = divergence(self._tell_where())
+            return False
+        return True
+
+    def _go_on(self, last: int) -> bool:
+        """Lets those who wait go on, once all have stopped; returns whether ``last`` may."""
+        waiting = self._waiting
+        self._order = [last, *(r for r in reversed(self._order) if r != last)]
+        self._runnable.extend(r for r in self._order if r in waiting)
+        waiting.clear()
+        self._frames.clear()
+        if self._runnable:
+            return self._give_turns(last)
+        self._finished.open(near=self.takes_turns)
+        return False
+
+    def _merge(self) -> None:
+        """Runs the action of a merge, while everybody else stands still.
+
+        Without the mutex: the action may start a run of its own (merge_call), and the caller looks
+        in on us.
+        """
+        try:
+            self._acting = True
+            self._results.update(act_at(self._waiting, self._act))
+        finally:
+            self._acting = False
+
+    def _wake_all(self) -> None:
+        """Has everybody who waits, the caller included, find that the run is over."""
+        self.dismiss()
+        with suppress(RuntimeError):  # it is open
+            self._finished.open(near=False)
+
+    def _tell_where(self) -> str:
+        frames = self._frames | {r: frame_of(self._threads.of(r)) for r in self._running}
+        names = {r: self.names[r] for r in self._tasks}
+        return where_all_stand(names, self._waiting, frames, self._runnable)

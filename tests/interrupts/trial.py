@@ -1,0 +1,145 @@
+"""Interrupts a program's step and trains on: what is wrong then, in words."""
+
+import os
+import threading
+from time import monotonic, sleep
+
+import torch
+
+from mirror.execution.current import current
+
+SECONDS = 2.0  # that an interrupted step may take
+AFFINITY, THREADS = os.sched_getaffinity(0), torch.get_num_threads()
+
+
+def _same(a, b):
+    return all(map(torch.equal, a, b))
+
+
+class Trial:
+    """One program, and what it gives undisturbed.
+
+    Attributes:
+        counts: how many events one step has, by thread.
+    """
+
+    def __init__(self, program, injector):
+        self.program, self.injector = program, injector
+        self._expect()
+
+    def _expect(self):
+        program = self.program
+        for number in (0, 1):
+            program.seed(number)
+            program.step(number)
+        self._start = program.save()
+        program.load(self._start)
+        self._states = [program.state()]  # after so many steps
+        for number in (1, 2, 3):
+            self._begin(number)
+            self.injector.watch()
+            program.step(number)
+            self.injector.stop()
+            self._states.append(program.state())
+            if number == 1:
+                self.counts = self.injector.counts
+        program.load(self._start)
+
+    def _begin(self, number):
+        self.program.strategy.run(self.injector.install)  # a thread that has raised is not watched
+        self.injector.install()
+        self.program.seed(number)
+
+    def points(self):
+        """Returns all events of a step."""
+        return [(name, k + 1) for name in sorted(self.counts) for k in range(self.counts[name])]
+
+    def interrupt(self, point, error):
+        """Interrupts a step, at a point, with an error; returns where that was, and what is wrong.
+
+        Without a point the step is interrupted by what somebody else has prepared.
+        """
+        raised, notes, wrong = None, [], []
+        self._begin(1)
+        began = monotonic()
+        try:
+            self.injector.watch(point, error)
+            self.program.step(1)
+            self.injector.stop()
+        except BaseException as caught:
+            self.injector.stop()
+            raised, notes = type(caught), getattr(caught, "__notes__", [])
+            if raised is not type(error):
+                wrong.append(f"raised {raised.__name__}: {str(caught)[:200]}")
+        error.__traceback__ = error.__context__ = None
+        error.__notes__ = []
+        if monotonic() - began > SECONDS:
+            wrong.append(f"took {monotonic() - began:.1f} s")
+        where = self.injector.where
+        is_ours = where is None or f"{os.sep}mirror{os.sep}" in where
+        try:
+            wrong += self._left_behind(is_ours)
+            wrong += self._train_on(notes)
+        except BaseException as later:
+            wrong.append(f"then {type(later).__name__}: {str(later)[:300]}")
+        wrong += self._strays()
+        if wrong:
+            self.program.strategy.close()
+            self.program.make()
+            self._expect()
+        return where, wrong
+
+    def _left_behind(self, is_ours):
+        """Returns what of the run has stayed, and takes it away."""
+        if (current.replica, current.strategy, current.below) != (None, None, None):
+            yield "a context is still entered"
+            current.replica = current.strategy = current.below = None
+        if current.in_whole_call:
+            yield "a call is still whole"
+            current.in_whole_call = False
+        if not torch.is_grad_enabled():
+            torch.set_grad_enabled(True)
+            if is_ours:  # what torch's own contexts leave, they leave without mirror, too
+                yield "gradients are disabled"
+        if os.sched_getaffinity(0) != AFFINITY:
+            yield "the thread is kept on some CPUs"
+            os.sched_setaffinity(0, AFFINITY)
+        if torch.get_num_threads() != THREADS:
+            yield "another number of threads"
+            torch.set_num_threads(THREADS)
+        held = [p for group in self.program.optimizer.param_groups for p in group["params"]]
+        if list(map(id, held)) != list(map(id, self.program.model.parameters())):
+            yield "the optimizer is lent"
+
+    def _train_on(self, notes):
+        """Returns what is wrong with parameters, and with the steps that follow."""
+        program = self.program
+        program.strategy.check_replicas()
+        state = program.state()
+        done = [i for i in (0, 1) if _same(state, self._states[i])]
+        if not done:
+            if not any("partly updated" in note for note in notes):
+                yield "neither as before nor as after the step, and not said"
+            program.load(self._start)
+        program.optimizer.zero_grad()
+        at = done[0] if done else 0
+        for number in range(at + 1, min(at + 3, len(self._states))):
+            program.seed(number)
+            program.step(number)
+            if not _same(program.state(), self._states[number]):
+                yield f"other numbers in step {number} after {at}"
+                break
+        program.strategy.check_replicas()
+        program.load(self._start)
+
+    def _strays(self):
+        """Returns whether there are more threads than replicas, after a moment."""
+        limit = monotonic() + 1.0
+        while True:
+            names = [t.name for t in threading.enumerate() if "mirror" in t.name]
+            if len(names) == len(set(names)):
+                return
+            if monotonic() > limit:
+                yield f"threads {names}"
+                return
+            sleep(0.005)
