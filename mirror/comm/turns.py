@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mirror.forks import renew_in_forks
+from mirror.accelerator.forks import renew_in_forks
 
 # How long an exception waits for collectives under way: longer than what has no reason to stand.
 PATIENCE_SECONDS = 5.0

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from mirror.accelerator.forks import renew_in_forks
 from mirror.accelerator.stopwatch import Stopwatch
 from mirror.accelerator.streams import CopyStreams
+from mirror.concurrency.claim import Claim
 from mirror.concurrency.turns import Tasks
 from mirror.devices import (
     generators_of,
     separate_streams,
 )
 from mirror.errors import StrategyError
-from mirror.execution.claim import Claim
-from mirror.execution.current import current, is_inside, replica_of
+from mirror.execution.current import current, is_inside, refuse_within_another, replica_of
 from mirror.execution.locksteps import Locksteps
-from mirror.execution.nesting import refuse_within_another
 from mirror.execution.part import GoesAlone, Part
 from mirror.execution.parts import Parts
 from mirror.execution.random_streams import RandomStreams, Streams
@@ -30,7 +30,6 @@ from mirror.execution.run import Run
 from mirror.execution.step_ends import step_ends
 from mirror.execution.tasks import task_of
 from mirror.execution.thread_state import ThreadState
-from mirror.forks import renew_in_forks
 
 # Weakly on both sides: a runner holds its replicas.
 _runners: weakref.WeakKeyDictionary[Replicas, weakref.ref[Runner]] = weakref.WeakKeyDictionary()

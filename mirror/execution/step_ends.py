@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from mirror.execution.current import replica_around
 from mirror.execution.run import Run
@@ -32,7 +33,7 @@ class StepEnds:
     def optimizer_stepped(self) -> None:
         """Notes that an optimizer's step has returned in the calling thread."""
         replica = replica_around()
-        run = None if replica is None else replica.run
+        run: Any = None if replica is None else replica.run
         if run is None:
             self._tell()
             return

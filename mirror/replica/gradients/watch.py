@@ -21,8 +21,8 @@ from itertools import chain
 from typing import Any
 
 from mirror.accelerator.current_streams import ReplicasStreams
+from mirror.accelerator.forks import renew_in_forks
 from mirror.execution.replicas import Replicas
-from mirror.forks import renew_in_forks
 from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.gradients.arrivals import Arrivals, local_grad
 from mirror.values import are_identical

@@ -19,8 +19,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.compiler import let_go, letting_go, not_compiled, take_hold
-from mirror.execution.current import current, enter, here
-from mirror.execution.nesting import refuse_within_another
+from mirror.execution.current import current, enter, here, refuse_within_another
 from mirror.execution.replicas import Replica
 from mirror.execution.run import recomputing
 from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes

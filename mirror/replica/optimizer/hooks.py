@@ -12,8 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from mirror.compiler import let_go, letting_go, not_compiled, opaque, take_hold
-from mirror.execution.current import current, replica_of
-from mirror.execution.nesting import refuse_within_another
+from mirror.execution.current import current, refuse_within_another, replica_of
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.step_ends import step_ends
 from mirror.replica.finite import only_replicas, refuse_step

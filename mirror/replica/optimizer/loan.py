@@ -22,9 +22,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from mirror.accelerator.forks import renew_in_forks
 from mirror.concurrency.merge_point import Released
 from mirror.execution.replicas import Lent
-from mirror.forks import renew_in_forks
 from mirror.replica.optimizer.groups import Parameters
 from mirror.replica.optimizer.options import keep_options
 from mirror.replica.optimizer.state import ReplicaStates

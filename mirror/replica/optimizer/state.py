@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mirror.accelerator.forks import renew_in_forks
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replicas
-from mirror.forks import renew_in_forks
 from mirror.replica.comparison import Look
 from mirror.replica.copies.variable import Variable
 from mirror.replica.copies.variables import variable_of

@@ -1,0 +1,93 @@
+"""Work beside: in order, its errors told, and nobody waits for a thread that is gone."""
+
+import gc
+import os
+import threading
+from contextlib import suppress
+
+import pytest
+
+from mirror.accelerator.side_thread import SideThread
+from mirror.concurrency.stack import raise_in
+
+
+def side_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "mirror side"]
+
+
+@pytest.fixture
+def side():
+    side = SideThread()
+    yield side
+    side.close()
+
+
+def test_work_is_done_in_order(side):
+    done = []
+    waits = [side.start(lambda i=i: done.append(i)) for i in range(5)]
+    for wait in waits:
+        wait()
+    assert done == list(range(5))
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+def test_who_waits_gets_the_error_and_the_next_work_is_done(side, kind):
+    def fails():
+        raise kind("work")
+
+    failing, going = side.start(fails), side.start(lambda: None)
+    with pytest.raises(kind, match="work"):
+        failing()
+    going()
+
+
+def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side):
+    side.start(lambda: None)()
+    (thread,) = side_threads()
+
+    def strike():
+        raise_in(thread, KeyboardInterrupt)  # where it next executes Python
+        blocked.acquire()
+
+    blocked = threading.Lock()
+    blocked.acquire()
+    wait = side.start(strike)
+    blocked.release()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+        for _ in range(100):
+            side.start(lambda: None)()
+
+
+def test_there_is_a_new_thread_after_one_that_was_struck(side):
+    side.start(lambda: None)()
+    (thread,) = side_threads()
+    raise_in(thread, KeyboardInterrupt)
+    with suppress(KeyboardInterrupt):
+        side.start(lambda: None)()
+    thread.join(5)
+    side.start(lambda: None)()
+    assert side_threads() != [thread]
+
+
+def test_the_thread_ends_with_its_owner_closed_or_gone():
+    for end in (SideThread.close, lambda side: None):
+        side = SideThread()
+        side.start(lambda: None)()
+        (thread,) = side_threads()
+        end(side)
+        del side
+        gc.collect()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+def test_a_forked_process_has_a_thread_of_its_own(side):
+    side.start(lambda: None)()
+    child = os.fork()
+    if not child:
+        done = []
+        side.start(lambda: done.append(1))()
+        os._exit(0 if done else 1)
+    assert os.waitpid(child, 0)[1] == 0
