@@ -35,7 +35,8 @@ class Gate:
         Args:
             timeout: seconds.
         """
-        self._sleeper = threading.current_thread().native_id
+        # Not the number that the Thread knows: a forked process's is that of the other process's.
+        self._sleeper = threading.get_native_id()
         try:
             return self._lock.acquire(timeout=-1 if timeout == math.inf else timeout)
         finally:

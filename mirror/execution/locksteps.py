@@ -18,7 +18,7 @@ class Locksteps(list[Lockstep]):
 
     def __init__(self, replicas: Replicas, schedule: str, timeout_seconds: float | None) -> None:
         self._names, self._break_off = replicas.names, replicas.communicator.abort
-        self._schedule, self._timeout_seconds = schedule, timeout_seconds
+        self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
     def at(self, depth: int) -> Lockstep:
         """Returns the one for runs inside that many others, anew if an interrupt has struck it."""
@@ -43,9 +43,7 @@ class Locksteps(list[Lockstep]):
         self.clear()
 
     def _made(self) -> Lockstep:
-        made = Lockstep(
-            self._names, schedule=self._schedule, timeout_seconds=self._timeout_seconds
-        )
+        made = Lockstep(self._names, schedule=self.schedule, timeout_seconds=self._timeout_seconds)
         made.break_off = self._break_off
         return made
 

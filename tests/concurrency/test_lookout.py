@@ -177,7 +177,7 @@ def test_a_run_in_order_is_so_whoever_blocks():
 def test_the_next_begins_when_a_backward_pass_does(make_strategy, nobody_looks):
     # The engine works without the interpreter: nobody need see that this replica stands still.
     strategy = make_strategy(3)
-    strategy._group.runner._schedule = "staggered"  # that of GPUs
+    strategy._group.runner.locksteps.schedule = "staggered"  # that of GPUs
     together = threading.Barrier(3, timeout=20)
 
     def all_are_here(grad):

@@ -277,7 +277,9 @@ def test_it_is_copied_and_pickled_after_a_run(make_strategy, n):
 def test_replicas_of_gpus_need_not_be_seen_to_wait_for_what_is_inf(make_strategy, monkeypatch):
     # Whether to step is read from the device: N replicas waited for it one after the other.
     strategy = make_strategy(3)
-    strategy._group.runner._schedule = "staggered"  # that of GPUs, where nobody is looked at
+    strategy._group.runner.locksteps.schedule = (
+        "staggered"  # that of GPUs, where nobody is looked at
+    )
     monkeypatch.setattr(lookout, "FIRST_SECONDS", 1e6)
     monkeypatch.setattr(lookout, "LAST_SECONDS", 1e6)
     model = pair(strategy, nn.Linear(3, 2))
