@@ -56,6 +56,10 @@ _PARTLY = (
     "this optimizer's step has begun and not ended: parameters and state may be partly updated, "
     "as on one device, alike on all replicas; to go on from a whole step, load a checkpoint"
 )
+_AS_THE_FIRST = (
+    "every replica makes this optimizer's step, and all are left with what the first one has: "
+    "parameters and state are as after this step if that one has made it, else as before"
+)
 _serials = itertools.count(1)
 
 
@@ -287,8 +291,11 @@ class OptimizerMirror:
     def end_failed(self, error: BaseException) -> None:
         """Takes back from a step that has raised; notes on the error what that may have left."""
         was_begun, self.loan.is_begun = self.loan.is_begun, False
+        replica = replica_of(self.replicas)
         if was_begun:
             add_note(error, _PARTLY)
+        elif replica is not None and self.loan in replica.lent and replica.replica_id > 0:
+            add_note(error, _AS_THE_FIRST)
         self.recover()
 
     # What it is asked between steps
