@@ -13,7 +13,7 @@ from typing import Any
 from mirror.accelerator.forks import renew_in_forks
 from mirror.accelerator.stopwatch import Stopwatch
 from mirror.accelerator.streams import CopyStreams
-from mirror.concurrency.claim import Claim
+from mirror.concurrency.threads import Claim
 from mirror.concurrency.turns import Tasks
 from mirror.devices import (
     generators_of,
