@@ -41,13 +41,14 @@ class SideThread:
         """Has work done after what was started before; returns what waits for it."""
         thread = self._thread
         if thread is None or not thread.is_alive():  # struck, or left behind by a fork
+            self._jobs.put(None)  # to one that lives: an interrupt can make Python think otherwise
             self._jobs, self._fate = SimpleQueue(), []
             weakref.finalize(self, self._jobs.put, None)
             thread = threading.Thread(
                 target=_do, args=(self._jobs, self._fate), name="mirror side", daemon=True
             )
-            thread.start()
             self._thread = thread
+            thread.start()
         job, fate = _Job(work), self._fate
         self._jobs.put(job)
 

@@ -128,6 +128,11 @@ class Lockstep(Turns):
             raise outcome.error
         return outcome
 
+    def check_going_on(self) -> None:
+        """Unwinds the calling replica if the run has failed elsewhere: nobody waits in vain."""
+        if self._failure.error is not None or self._threads.dismissed:
+            raise self._over()
+
     def let_next_begin(self, replica_id: int) -> None:
         """Gives the next one its turn, too: this replica will leave Python, or block, for long.
 

@@ -15,6 +15,9 @@ class NoMerges:
     def let_next_begin(self, replica_id: int) -> None:
         """Does nothing: there is no next one."""
 
+    def check_going_on(self) -> None:
+        """Does nothing: there is no other one that could fail."""
+
     def merge(self, replica_id: int, point: MergePoint) -> object:
         """Refuses: nobody can wait here."""
         raise StrategyError(

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from mirror.accelerator.forks import renew_in_forks
 from mirror.concurrency.merge_point import Released
+from mirror.execution.current import current
 from mirror.execution.replicas import Lent
 from mirror.replica.optimizer.groups import Parameters
 from mirror.replica.optimizer.options import keep_options
@@ -97,9 +98,10 @@ class Loan:
     def _hand_over(self, replica_id: int, groups: list[dict[str, Any]], step: FrameType) -> None:
         state = {} if replica_id == NOBODY else self._states.of(replica_id)
         alone = self._alone
-        # An exception sent to this thread, whose run may have failed, wants to be heard.
         while not alone.acquire(timeout=HEARING_SECONDS):
-            pass
+            # Who has it may have failed, and not have given it back.
+            if current.replica is not None:
+                current.replica.run.lockstep.check_going_on()
         if alone is not self._alone:
             raise Released
         optimizer = self.optimizer
