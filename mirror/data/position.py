@@ -115,9 +115,9 @@ def _check(state: object, kind: str, num_batches: int | None) -> None:
             f"a state goes back into the dataset it was taken from, of {state['num_batches']} "
             f"batches; this one has {num_batches}; keep the examples and the batch size"
         )
-    for key, least in (("num_consumed", 0), ("first_size", 1)):
-        if state[key] is not None and state[key] < least:
-            raise ValueError(f"{rule}; its {key} is {state[key]}, below {least}")
+    for key in ("num_consumed", "first_size"):  # a batch may be empty
+        if state[key] is not None and state[key] < 0:
+            raise ValueError(f"{rule}; its {key} is {state[key]}, below 0")
     template = capture_streams()
     _check_streams(state["streams"], template)
     _check_streams(state["order"].get("streams"), template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,9 +47,9 @@ def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
             f"loader has {len(samplers)} and {len(generators)}"
         )
     for sampler, state in zip(samplers, states, strict=True):
-        if not isinstance(state, Mapping) or state.keys() != _sampler_state(sampler).keys():
+        if not isinstance(state, Mapping) or state.keys() not in _keys_for(sampler):
             raise ValueError(f"this is no state of a {type(sampler).__name__}: {state!r:.60}")
-        if not isinstance(state.get("epoch", 0), int):
+        if not isinstance(state.get("epoch", 0), numbers.Integral):
             raise ValueError(f"the epoch of a sampler is a number; got {state['epoch']!r:.60}")
     for generator, position in zip(generators, positions, strict=True):
         try:
@@ -86,7 +87,16 @@ def _sampler_state(sampler: Any) -> dict[str, Any]:
     if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
         return {"own": copy.deepcopy(sampler.state_dict())}
     epoch = getattr(sampler, "epoch", None)
-    return {"epoch": epoch} if isinstance(epoch, int) else {}
+    # Of numpy, too; what is saved is to be a plain number.
+    return {"epoch": int(epoch)} if isinstance(epoch, numbers.Integral) else {}
+
+
+def _keys_for(sampler: Any) -> list[set[str]]:
+    """Returns what the keys of a sampler's state may be."""
+    keys = set(_sampler_state(sampler))
+    has_epochs = hasattr(sampler, "epoch") or hasattr(sampler, "set_epoch")
+    # One that was made just now may learn of its first epoch later.
+    return [keys, {"epoch"}] if has_epochs and not keys else [keys]
 
 
 def _set_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:

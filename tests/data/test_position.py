@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -130,3 +131,41 @@ def test_what_a_loader_refuses_when_it_begins_is_said_then(make_strategy, key):
     fresh.load_state_dict(state)
     with pytest.raises(ValueError, match="a StatefulDataLoader refuses the state"):
         next(iter(fresh))
+
+
+class ByEpoch:
+    """An order that is a function of the epoch, as samplers have it."""
+
+    def __init__(self, epoch):
+        if epoch is not None:
+            self.epoch = epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(int(self.epoch))
+        return iter(torch.randperm(8, generator=generator).tolist())
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8])
+@pytest.mark.parametrize("first", [0, None], ids=["made with an epoch", "and without"])
+def test_a_sampler_goes_on_in_its_epoch_whatever_kind_of_number_that_is(
+    make_strategy, kind, first
+):
+    def made(epoch):
+        return DataLoader(torch.arange(8), batch_size=2, sampler=ByEpoch(epoch))
+
+    dataset = make_strategy().distribute_dataset(made(kind(3)))
+    whole = list(map(str, dataset))
+    next(iter(dataset))
+    state = dataset.state_dict()
+    fresh = make_strategy().distribute_dataset(made(first))
+    fresh.load_state_dict(state)
+    assert list(map(str, fresh)) == whole[1:]
+    other = make_strategy().distribute_dataset(DataLoader(torch.arange(8), batch_size=2))
+    with pytest.raises(ValueError, match="this is no state of a SequentialSampler"):
+        other.load_state_dict(state)

@@ -225,6 +225,15 @@ def test_drop_remainder_knows_the_first_size_after_resuming():
     assert list(fresh) == []
 
 
+def test_a_first_batch_may_be_empty():
+    batches = [torch.ones(size, 1) for size in (0, 4, 4)]
+    dataset = distributed(batches, drop_remainder=True)
+    next(iter(dataset))
+    fresh = distributed(batches, drop_remainder=True)
+    fresh.load_state_dict(dataset.state_dict())
+    assert len(list(fresh)) == 2
+
+
 def test_the_resumed_iteration_leaves_the_global_stream_to_the_step():
     dataset = distributed(loader(shuffle=True))
     next(iter(dataset))
