@@ -6,11 +6,12 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
+
+from mirror.files import replacing
 
 FOLDER_VARIABLE = "MIRROR_CACHE_DIR"
 """The environment's name for the folder; empty for none, so that nothing is remembered."""
@@ -59,11 +60,8 @@ def remember(facts: Mapping[str, object], verdict: Verdict) -> None:
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Whoever else looks, or writes the same, never meets half a file.
-        with tempfile.NamedTemporaryFile(
-            "w", dir=file.parent, prefix=".new-", delete=False, encoding="utf-8"
-        ) as new:
-            new.write(text)
-        os.replace(new.name, file)
+        with replacing(file, 0o600) as new:
+            new.write(text.encode())
     except OSError as error:
         _logger.debug("what was found out is not kept: %s", error)
 

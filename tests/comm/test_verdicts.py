@@ -1,5 +1,6 @@
 """mirror/comm/verdicts.py: what is kept on disk comes back, and nothing else does."""
 
+import errno
 import json
 import os
 
@@ -23,7 +24,19 @@ def test_a_verdict_comes_back_for_the_same_facts_in_any_order(folder):
         remember({**FACTS, "reason": reason}, Verdict(reason))
         backwards = dict(reversed({**FACTS, "reason": reason}.items()))
         assert recall(backwards) == Verdict(reason)
-    assert not list(folder.glob(".new-*"))
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_what_cannot_be_kept_leaves_nothing_behind(folder, monkeypatch):
+    """A full disk, say; the next process tries it again."""
+
+    def full(*paths):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "replace", full)
+    remember(FACTS, Verdict(None))
+    assert recall(FACTS) is None
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("name", FACTS)
