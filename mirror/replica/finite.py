@@ -82,10 +82,20 @@ def refuse_step(optimizer: Optimizer) -> None:
 def _are_finite(grads: Iterable[Tensor | None]) -> bool:
     dense = [_dense(grad.detach()) for grad in grads if grad is not None and grad.numel()]
     with torch.inference_mode(False), torch.no_grad():
-        largest: dict[torch.dtype, list[Tensor]] = {}  # each in its own range
-        for norm in torch._foreach_norm(dense, torch.inf) if dense else ():
-            largest.setdefault(norm.dtype, []).append(norm)
-        return all(bool(torch.stack(norms).isfinite().all()) for norms in largest.values())
+        # On the CPU a sum is 30 times as fast as the largest element. That of finite elements may
+        # have no end, too: then it says nothing.
+        if dense and dense[0].device.type == "cpu":
+            sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense]
+            if _all_finite(sums):
+                return True
+        return not dense or _all_finite(torch._foreach_norm(dense, torch.inf))
+
+
+def _all_finite(values: Iterable[Tensor]) -> bool:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}  # each in its own range
+    for value in values:
+        by_dtype.setdefault(value.dtype, []).append(value)
+    return all(bool(torch.stack(alike).isfinite().all()) for alike in by_dtype.values())
 
 
 def _dense(grad: Tensor) -> Tensor:
