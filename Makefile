@@ -1,6 +1,7 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
 # make test   the linters, the type checker and all tests but those marked slow
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
+# make exhaustive-test   every fault at every point: hours, on a slow machine
 # make third-party  trains programs over public libraries, and writes docs/third-party.md
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
 # make core TORCH=2.7.0   the three ways, optimizers and the compiler with that torch, likewise
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test slow-test lint bench third-party smoke smoke-here core core-here clean
+.PHONY: demo test slow-test exhaustive-test lint bench third-party smoke smoke-here core core-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -27,7 +28,10 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PARALLEL)
 
 slow-test: $(VENV)/test.stamp
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not exhaustive"
+
+exhaustive-test: $(VENV)/test.stamp
+	$(BIN)/pytest -m exhaustive
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check

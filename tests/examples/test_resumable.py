@@ -30,6 +30,7 @@ def test_two_kills_leave_the_same_bits(tmp_path):
     assert undisturbed.startswith("done ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_many_kills_leave_the_same_bits(seed):

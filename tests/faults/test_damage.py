@@ -64,6 +64,7 @@ def test_flipped_bits_and_cuts_are_found(saved, harm):
     assert not is_refused(path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", [flip_bits, cut])
 def test_every_flipped_byte_and_every_cut_is_found(saved, harm):

@@ -122,6 +122,7 @@ def test_a_changed_manifest(victim):
     attack(victim, 100, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("seed", range(1, 5))

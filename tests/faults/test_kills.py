@@ -61,11 +61,13 @@ def test_a_killed_save(tmp_path):
     kill_and_look(tmp_path, "waits", 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_many_killed_saves(tmp_path):
     kill_and_look(tmp_path, "waits", 12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_many_killed_saves_beside_the_training(tmp_path):
     # The time counts from the start of the process, which imports torch first.

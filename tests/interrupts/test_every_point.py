@@ -35,6 +35,7 @@ def test_an_interrupt_at_some_points_ends_the_step_and_nothing_else():
     assert findings("points", which, 6, 150) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "which",
@@ -44,6 +45,7 @@ def test_an_interrupt_at_any_point_ends_the_step_and_nothing_else(which):
     assert findings("points", [str(which)], 700, 600) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("which", range(len(programs())))
 def test_a_signal_at_any_moment_ends_the_step_and_nothing_else(which):
