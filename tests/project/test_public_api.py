@@ -47,7 +47,7 @@ OPTIONAL = (
     *"cupy google_crc32c keras matplotlib ray sklearn tensorboard tensorflow".split(),
     *"torchmetrics transformers".split(),
 )
-SHARE = 0.3  # of the time that importing torch takes; 0.05 of some 1.5 s on a quiet machine
+SHARE = 0.2  # of the time that importing torch takes; 0.05 of some 1.5 s on a quiet machine
 
 TIMED_IMPORT = """
 import time
@@ -96,9 +96,11 @@ def test_every_public_name_has_a_docstring():
     assert [name for name in mirror.__all__ if not getattr(mirror, name).__doc__] == []
 
 
-def test_importing_is_quick():
+def test_importing_is_quick(monkeypatch):
     # A ratio of this thread's own times, the least of three: what else the machine does slows
-    # both down.
+    # both down. What is compiled once, the first time, is not counted.
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    _python(TIMED_IMPORT)
     assert min(float(_python(TIMED_IMPORT)) for _ in range(3)) < SHARE
 
 
