@@ -43,6 +43,9 @@ class Endless:
         ways = {1: self._plain, 2: self._reduced, 3: self._whole}
         with self.strategy.scope():
             ways[self.way](num_steps)
+        for thread in threading.enumerate():  # what has read the batches ends by itself
+            if thread.name.startswith("mirror input"):
+                thread.join(20)
 
     def _plain(self, num_steps):
         for _ in range(num_steps):
