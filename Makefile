@@ -28,7 +28,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PARALLEL)
 
 slow-test: $(VENV)/test.stamp
-	$(BIN)/pytest -m "slow and not exhaustive"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not exhaustive" $(PARALLEL)
 
 exhaustive-test: $(VENV)/test.stamp
 	$(BIN)/pytest -m exhaustive
