@@ -20,7 +20,7 @@ from tests.interrupts.inject import Injector
 from tests.interrupts.programs import programs
 from tests.interrupts.trial import Trial
 
-HANG_SECONDS = 20.0
+HANG_SECONDS = 60.0
 ERRORS = (KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mirror.execution.current import current
 
-SECONDS = 2.0  # that an interrupted step may take
+SECONDS = 4.0  # that an interrupted step may take, on a busy machine too; nobody waits 5 s in vain
 AFFINITY, THREADS = os.sched_getaffinity(0), torch.get_num_threads()
 
 
