@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from mirror.concurrency.merge_point import MergePoint
 from mirror.concurrency.no_merges import NoMerges
 from mirror.devices import is_simulated
 from mirror.timeline import Timeline
+
+T = TypeVar("T")
 
 
 class Replicas:
@@ -73,6 +76,33 @@ class Replicas:
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
+
+
+class OfReplicas(Generic[T]):
+    """What belongs to replicas and is found by them, as long as somebody else holds it.
+
+    Weak on both sides: it holds its replicas.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Replicas, weakref.ref[T]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def put(self, replicas: Replicas, owned: T) -> None:
+        """Notes what belongs to replicas."""
+        self._known[replicas] = weakref.ref(owned)
+
+    def of(self, replicas: Replicas) -> T:
+        """Returns what belongs to replicas that are in use."""
+        owned = self._known[replicas]()
+        assert owned is not None
+        return owned
+
+    def all(self) -> list[T]:
+        """Returns all there is."""
+        found = (known() for known in list(self._known.values()))
+        return [owned for owned in found if owned is not None]
 
 
 class Lent(Protocol):

@@ -5,7 +5,6 @@ What that is: [Note: Parts] in ``part.py``.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,14 +24,14 @@ from mirror.execution.locksteps import Locksteps
 from mirror.execution.part import GoesAlone, Part
 from mirror.execution.parts import Parts
 from mirror.execution.random_streams import RandomStreams, Streams
-from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.replicas import OfReplicas, Replica, Replicas
 from mirror.execution.run import Run
 from mirror.execution.step_ends import step_ends
 from mirror.execution.tasks import task_of
 from mirror.execution.thread_state import ThreadState
 
-# Weakly on both sides: a runner holds its replicas.
-_runners: weakref.WeakKeyDictionary[Replicas, weakref.ref[Runner]] = weakref.WeakKeyDictionary()
+_runners: OfReplicas[Runner] = OfReplicas()
+runner_of = _runners.of
 
 
 class Runner:
@@ -71,7 +70,7 @@ class Runner:
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.devices)
         self.is_closed = False
         self._is_forked = False
-        _runners[replicas] = weakref.ref(self)
+        _runners.put(replicas, self)
         renew_in_forks(self)
 
     def keep(self, parts: Sequence[Part]) -> None:
@@ -313,10 +312,3 @@ class Runner:
             raise StrategyError("close() was called inside run; close the strategy after it")
         self.is_closed = True
         self.locksteps.close()
-
-
-def runner_of(replicas: Replicas) -> Runner:
-    """Returns the runner of replicas that are in use."""
-    runner = _runners[replicas]()
-    assert runner is not None
-    return runner

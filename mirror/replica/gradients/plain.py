@@ -30,7 +30,7 @@ from mirror.concurrency.stack import warn_user
 from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.execution.part import Part
-from mirror.execution.replicas import Replicas, Together
+from mirror.execution.replicas import OfReplicas, Replicas, Together
 from mirror.execution.run import Run
 from mirror.execution.runner import runner_of
 from mirror.replica.copies.recorded import Recorded
@@ -59,7 +59,7 @@ class PlainVariables:
         self._passes: dict[tuple[CodeType, int, int], int] = {}  # looked at; by place, replica
         self.leaves: weakref.WeakKeyDictionary[Together, PlainLeaves] = weakref.WeakKeyDictionary()
         self._is_noted = self._has_told = self._has_leaves = False
-        _by_replicas[replicas] = weakref.ref(self)
+        _by_replicas.put(replicas, self)
 
     def part(self) -> Part:
         """Returns what notes that the strategy is used, and tells of models made in a run."""
@@ -112,16 +112,8 @@ class PlainVariables:
 
 
 _used: weakref.WeakSet[PlainVariables] = weakref.WeakSet()  # when there was nothing mirrored
-# Weakly on both sides: they hold their replicas.
-_by_replicas: weakref.WeakKeyDictionary[Replicas, weakref.ref[PlainVariables]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _plain_of(replicas: Replicas) -> PlainVariables:
-    plain = _by_replicas[replicas]()
-    assert plain is not None
-    return plain
+_by_replicas: OfReplicas[PlainVariables] = OfReplicas()
+_plain_of = _by_replicas.of
 
 
 class PlainLeaves:
@@ -214,8 +206,8 @@ def _idle_strategy() -> object:
     """Returns a strategy that is meant to train, and has nothing to."""
     strategy = current.strategy
     if strategy is not None and strategy.num_replicas_in_sync > 1:
-        for plain in [known() for known in list(_by_replicas.values())]:
-            if plain is not None and plain.replicas.strategy is strategy:
+        for plain in _by_replicas.all():
+            if plain.replicas.strategy is strategy:
                 return strategy if plain.has_nothing else None
     for plain in list(_used):
         if plain.is_over:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from mirror.execution.part import Part
-from mirror.execution.replicas import Lent, Replicas, Together
+from mirror.execution.replicas import Lent, OfReplicas, Replicas, Together
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.comparison import Look
@@ -17,8 +17,8 @@ from mirror.replica.copies.variable import Variable
 from mirror.replica.gradients.access import Access
 from mirror.replica.optimizer.groups import Parameters
 
-# Weakly on both sides, as runners are.
-_known: weakref.WeakKeyDictionary[Replicas, weakref.ref[Optimizers]] = weakref.WeakKeyDictionary()
+_known: OfReplicas[Optimizers] = OfReplicas()
+optimizers_of = _known.of
 
 
 class Mirrored(Protocol):
@@ -47,7 +47,7 @@ class Optimizers:
         self.lent: set[Lent] = set()
         self._gradients = gradients
         self._all: weakref.WeakSet[Mirrored] = weakref.WeakSet()
-        _known[replicas] = weakref.ref(self)
+        _known.put(replicas, self)
 
     def part(self) -> Part:
         """Returns what keeps optimizers equal between runs."""
@@ -103,13 +103,6 @@ class Optimizers:
             loan.take_back()
         for optimizer in list(self._all):
             optimizer.follow_first()
-
-
-def optimizers_of(replicas: Replicas) -> Optimizers:
-    """Returns the optimizers of replicas that are in use."""
-    optimizers = _known[replicas]()
-    assert optimizers is not None
-    return optimizers
 
 
 def _check_options(run: Run) -> None:
