@@ -64,6 +64,7 @@ def test_checkpoint_compares_saves_with_safetensors(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
+@pytest.mark.slow
 def test_train_step_gives_everybody_turns_and_judges_the_ratios(tmp_path):
     found, picture = tmp_path / "found.json", tmp_path / "found.png"
     # One thread: teams of threads suffer from other work on the machine.

@@ -63,6 +63,7 @@ def test_backward_passes_go_on_when_the_parameters_are_gone():
         strategy.run(lambda: None)
 
 
+@pytest.mark.slow
 def test_gradients_arrive_at_parameters_made_where_others_were():
     """A copy may lie where one was that has gone: nothing is remembered by its address."""
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
