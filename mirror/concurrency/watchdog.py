@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from mirror.accelerator.forks import renew_in_forks
 from mirror.concurrency.stack import callees_of, stacks
 from mirror.errors import CollectiveTimeoutError
 
@@ -75,6 +75,11 @@ class Call:
 
 class _Watchdog:
     def __init__(self) -> None:
+        self.renew()
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """Begins anew, as in a forked process, where the thread is not."""
         self._calls: dict[Call, None] = {}  # changed by single steps of the dict
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -146,12 +151,3 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
-
-
-def _renew() -> None:
-    """Begins anew in a forked process, where the thread is not."""
-    global _watchdog
-    _watchdog = _Watchdog()
-
-
-os.register_at_fork(after_in_child=_renew)

@@ -1,15 +1,15 @@
 """The host library under ThreadSanitizer, with bugs planted in its text, each to be flagged."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.comm.kernels.test_races import run
+
 DRIVER = Path(__file__).with_name("race_driver.cpp")
 SOURCES = Path(__file__).parents[3] / "csrc" / "host"
-RACE = 66
 # A ticket that two threads may get; helpers that are not waited for; work published without the
 # mutex; a second caller that takes the helpers of the first.
 BUGS = {
@@ -39,16 +39,6 @@ def build(folder, text):
         check=True,
     )  # fmt: skip
     return program
-
-
-def run(program, *arguments):
-    return subprocess.run(
-        [str(program), *map(str, arguments)],
-        env={**os.environ, "TSAN_OPTIONS": f"halt_on_error=1 exitcode={RACE}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 @pytest.fixture(scope="module")

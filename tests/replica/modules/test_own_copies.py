@@ -1,7 +1,6 @@
 """A copy that a replica makes of a module has the attributes that this replica has set."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -9,14 +8,7 @@ import torch
 from torch import nn
 
 import mirror
-
-
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
+from tests.replica.modules.test_copies import saved
 
 ROUTES = {
     "deepcopy": copy.deepcopy,
