@@ -34,6 +34,7 @@ from mirror.strategy.replica_context import ReplicaContext
 from mirror.train.checkpoint.checkpoint import Checkpoint
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
+from mirror.train.planning.plan import plan
 from mirror.values import PerReplica
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "is_mirrored",
     "metrics",
     "nn",
+    "plan",
     "set_aggregation",
 ]
 

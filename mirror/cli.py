@@ -1,4 +1,4 @@
-"""The command line: ``mirror doctor``, ``demo``, ``bench train``, ``checkpoint show``.
+"""The command line: ``mirror doctor``, ``demo``, ``plan``, ``bench train``, ``checkpoint show``.
 
 A command is a function that adds its parser, and one that runs it and imports what it needs.
 """
@@ -19,6 +19,10 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
 
 _BENCHMARKS = {"all-reduce": "all_reduce.py", "overhead": "overhead.py", "train": "train_step.py"}
+_OF_PLAN = (
+    *"batch_size parameters tensors forward_share link network devices_per_machine".split(),
+    *"max_devices scaling algorithm bucket_bytes wire_dtype".split(),
+)
 _DEVICES_HELP = "one replica on each, for example cuda:0,cuda:1; repeat one to simulate: cpu,cpu"
 
 
@@ -64,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command", required=True)
     _add_doctor(commands)
     _add_demo(commands)
+    _add_plan(commands)
     _add_bench(commands)
     _add_checkpoint(commands)
     return parser
@@ -183,6 +188,67 @@ def _demo(args: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="predict a step on 1 to 1,024 devices",
+        description="Predicts step time, hidden communication and efficiency on 1 to 1,024 "
+        "devices from the step of one, and says when one process stops being enough. "
+        "docs/planning.md has the model, its limits and its errors.",
+    )
+    step = parser.add_argument_group("the step of one device alone")
+    step.add_argument("--case", metavar="NAME", help="a published one, such as resnet50-v100")
+    step.add_argument("--step-ms", type=float, metavar="MS", help="how long it takes")
+    step.add_argument("--batch-size", type=_positive, metavar="N", help="its examples")
+    step.add_argument("--parameters", type=float, metavar="N", help="of the model, as in 25.6e6")
+    step.add_argument("--tensors", type=_positive, metavar="N", help="that these are in")
+    step.add_argument("--host-ms", type=float, metavar="MS", help="what launching it takes")
+    step.add_argument("--update-ms", type=float, metavar="MS", help="the optimizer's part of it")
+    step.add_argument("--forward-share", type=float, metavar="X", help="of forward and backward")
+    more = parser.add_argument_group("the machines")
+    more.add_argument("--link", type=_link, help="inside: nvlink1 to 5, pcie3 to 5, or GB/S,US")
+    more.add_argument("--network", type=_link, help="between: 100g, 8x400g, ..., or GB/S,US")
+    more.add_argument("--devices-per-machine", type=_positive, metavar="N", help="default: 8")
+    more.add_argument("--max-devices", type=_positive, metavar="N", help="default: 1024")
+    more.add_argument("--scaling", choices=("weak", "strong"), help="default: weak")
+    more.add_argument("--algorithm", choices=("auto", "ring", "tree", "hierarchical"))
+    more.add_argument("--bucket-bytes", type=float, metavar="N", help="default: 25 MiB")
+    more.add_argument("--wire-dtype", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--plot", metavar="FILE", help="draw it, too: .png, .svg or .pdf")
+    parser.add_argument("--links", action="store_true", help="the links, and their sources")
+    parser.add_argument("--check", action="store_true", help="errors against published figures")
+    parser.set_defaults(command=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from mirror.train.planning.command import make_plan, table_of_links
+    from mirror.train.planning.published import table_of_checks
+
+    if args.links or args.check:
+        tables = [table_of_links()] * args.links + [table_of_checks()] * args.check
+        print("\n\n".join(tables))
+        return 0
+    given = {name: getattr(args, name) for name in _OF_PLAN}
+    for name in ("step", "host", "update"):
+        milliseconds = getattr(args, f"{name}_ms")
+        given[f"{name}_seconds"] = None if milliseconds is None else milliseconds / 1e3
+    made = make_plan(given, args.case)
+    if args.plot:
+        made.plot(args.plot)
+    print(made.to_json() if args.json else made)
+    return 0
+
+
+def _link(text: str) -> str | tuple[float, ...]:
+    if "," not in text:
+        return text
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"needs a name or GB/S,US; got {text!r}") from None
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -74,6 +74,9 @@ TESTED_BY = {
     "train/checkpoint/packed.py": "train/checkpoint/test_checkpoint.py",
     "train/checkpoint/random_state.py": "train/checkpoint/test_checkpoint.py",
     "train/archive/skeleton_reader.py": "train/archive/test_skeleton.py",
+    "train/planning/errors.py": "train/planning/test_workload.py",
+    "train/planning/picture.py": "train/planning/test_plan.py",
+    "train/planning/result.py": "train/planning/test_plan.py",
     "values.py": "strategy/test_per_replica.py",
 }
 

@@ -1,0 +1,1 @@
+"""Planning: what a measured step would be on 1 to 1,024 devices."""
