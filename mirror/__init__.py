@@ -63,6 +63,7 @@ __all__ = [
     "StrategyError",
     "StructureError",
     "amp",
+    "cluster",
     "comm",
     "data",
     "get_replica_context",
@@ -76,5 +77,7 @@ __all__ = [
     "set_aggregation",
 ]
 
-if not TYPE_CHECKING:  # to which an unknown name is one
-    __getattr__ = names_of("mirror")
+if TYPE_CHECKING:
+    from mirror import cluster
+else:  # what most programs do without; and an unknown name is one to type checkers
+    __getattr__ = names_of("mirror", lazy={"cluster"})

@@ -79,8 +79,9 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="look at devices and backends, and test them",
         description="Shows devices, topology, peer access and libnccl, which backends can serve "
-        "and why the others cannot, and runs a data-integrity test of each that can. Exits with 1 "
-        "if one of these fails.",
+        "and why the others cannot, and runs a data-integrity test of each that can; and the "
+        "cluster that torchrun, TF_CONFIG, Slurm or Kubernetes tell of. Exits with 1 if a test "
+        "fails or what these tell is wrong.",
     )
     parser.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
     parser.add_argument("--json", action="store_true", help="for machines")

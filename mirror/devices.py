@@ -73,6 +73,11 @@ def num_cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def count_cuda_devices() -> int:
+    """Returns their number without starting CUDA: CUDA_VISIBLE_DEVICES can still be set then."""
+    return torch.cuda.device_count()
+
+
 def cuda_devices_in_use() -> tuple[torch.device, ...]:
     """Returns all CUDA devices if this process has used one, else none."""
     num_cuda = num_cuda_devices() if torch.cuda.is_initialized() else 0

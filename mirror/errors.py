@@ -15,6 +15,8 @@ MirrorError
     GradientError(ArithmeticError)        a gradient is NaN or infinite
     CheckpointError(RuntimeError)         a checkpoint is missing, damaged or foreign
     RecordError(ValueError)               a record is damaged, or does not hold what it should
+    ClusterError(ValueError, RuntimeError)  what is said of the cluster is wrong, or missing
+        ClusterTypeError(TypeError)       or of another type
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ __all__ = [
     "BackendError",
     "BatchError",
     "CheckpointError",
+    "ClusterError",
+    "ClusterTypeError",
     "CollectiveTimeoutError",
     "DeviceError",
     "DivergenceError",
@@ -92,6 +96,17 @@ class ReplicaMismatchError(MirrorError, RuntimeError):
 
 class CheckpointError(MirrorError, RuntimeError):
     """A checkpoint is missing, damaged, or was written for something else."""
+
+
+class ClusterError(MirrorError, ValueError, RuntimeError):
+    """What a launcher or the program says of the cluster is wrong, contradictory or missing.
+
+    TensorFlow raises ValueError for some of it and RuntimeError for the rest; this is both.
+    """
+
+
+class ClusterTypeError(ClusterError, TypeError):
+    """What a launcher or the program says of the cluster is of another type than it has to be."""
 
 
 class RecordError(MirrorError, ValueError):

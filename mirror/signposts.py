@@ -12,10 +12,12 @@ import dis
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 ClassT = TypeVar("ClassT", bound=type)
@@ -73,10 +75,16 @@ def signposted_call(cls: ClassT) -> ClassT:
     return signposted(cls)
 
 
-def names_of(module: str) -> Callable[[str], NoReturn]:
-    """Returns the ``__getattr__`` of a module whose users may look for foreign names."""
+def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleType]:
+    """Returns the ``__getattr__`` of a module whose users may look for foreign names.
 
-    def __getattr__(name: str) -> NoReturn:
+    Args:
+        lazy: modules inside it, which are imported when they are first asked for.
+    """
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in lazy:
+            return import_module(f"{module}.{name}")
         sign = find(module, name)
         if sign is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -88,6 +88,7 @@ def objects():
         strategy.run(lambda: contexts.append(mirror.get_replica_context()))
         yield {
             "mirror": mirror,
+            "mirror.cluster": mirror.cluster,
             "mirror.nn": mirror.nn,
             "MirroredStrategy": strategy,
             "DistributedDataset": strategy.distribute_dataset([torch.ones(2)]),

@@ -9,6 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "mirror"
 FOLDERS = {
     "accelerator",
+    "cluster",
     "comm",
     "concurrency",
     "data",

@@ -75,6 +75,7 @@ def test_a_way_names_what_there_is(way):
 def test_the_table_is_sorted_into_places_that_exist():
     assert set(TABLE) == {
         "mirror",
+        "mirror.cluster",
         "mirror.nn",
         *CLASSES,
         "MirroredStrategy()",

@@ -18,6 +18,7 @@ from mirror.comm import choose, self_test, trials
 from mirror.comm.auto import Choice, Facts, facts_of, pick
 from mirror.comm.nccl import libnccl
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
+from mirror.doctor.cluster import ONE_PROCESS, ClusterReport, examine_cluster
 from mirror.torch_private import PrivateName, private_names, range_warnings
 
 _SIMULATED = ("cpu",) * 4
@@ -50,6 +51,7 @@ class Diagnosis:
         auto: what ``backend="auto"`` means for the devices.
         warnings: what may be wrong here though every test passed.
         lacking: the private names that this torch does not have.
+        cluster: what the variables of launchers say.
     """
 
     num_gpus: int
@@ -61,11 +63,13 @@ class Diagnosis:
     auto: Choice
     warnings: tuple[str, ...] = ()
     lacking: tuple[PrivateName, ...] = ()
+    cluster: ClusterReport = ONE_PROCESS
 
     @property
     def healthy(self) -> bool:
-        """Whether no self-test failed."""
-        return all(backend.failure is None for backend in self.backends)
+        """Whether no self-test failed, and no launcher's variables are wrong."""
+        failures = (backend.failure for backend in self.backends)
+        return self.cluster.failure is None and all(failure is None for failure in failures)
 
     def to_json(self) -> str:
         """Returns everything as one JSON object."""
@@ -93,6 +97,7 @@ class Diagnosis:
                 for backend in self.backends
             ],
             "auto": asdict(self.auto),
+            "cluster": self.cluster.to_dict(),
             "healthy": self.healthy,
             "warnings": list(self.warnings),
             "torch_lacks": [asdict(name) for name in self.lacking],
@@ -110,6 +115,7 @@ class Diagnosis:
             ("libnccl", self._libnccl()),
             ("backends", self._backends()),
             ("auto", [f"{self.auto.name}: {self.auto.reason}"]),
+            ("cluster", self.cluster.lines()),
         ]
         if self.num_gpus == 0:
             paragraphs.append(("simulate", _how_to_simulate()))
@@ -207,6 +213,7 @@ def diagnose(
         auto=pick(facts, lambda name: choose.unavailable_reason(name, resolved)),
         warnings=range_warnings(),
         lacking=tuple(name for name in private_names().values() if name.is_lacking),
+        cluster=examine_cluster(),
     )
 
 

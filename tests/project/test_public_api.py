@@ -31,6 +31,7 @@ NAMES = {
     "StrategyError",
     "StructureError",
     "amp",
+    "cluster",
     "comm",
     "data",
     "get_replica_context",

@@ -1,0 +1,158 @@
+"""SlurmResolver: the cluster of a process that srun has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import ClassVar
+
+from mirror.cluster.resolver import ClusterResolver
+from mirror.cluster.slurm_step import num_tasks, port_of, read_step
+from mirror.cluster.spec import ClusterSpec
+from mirror.cluster.variables import MAX_PORT, Variables
+from mirror.devices import count_cuda_devices
+from mirror.errors import ClusterError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class SlurmResolver(ClusterResolver):
+    """Reads what srun tells each task, as ``tf.distribute.cluster_resolver.SlurmClusterResolver``.
+
+    SLURM_PROCID, SLURM_STEP_NODELIST or SLURM_JOB_NODELIST, SLURM_STEP_NUM_TASKS or SLURM_NTASKS,
+    SLURM_STEP_TASKS_PER_NODE, SLURM_DISTRIBUTION; they are read when the resolver is made. Nodes
+    stay in Slurm's order, because task 0 is on the first (TensorFlow sorts their names).
+
+    Args:
+        jobs: how many tasks each job has; they get Slurm's tasks in the order of their names.
+            ``None``: all tasks are of job ``worker``.
+        port_base: the port of the first task of each node, the others' follow it. ``None``: one
+            that the ids of job and step decide, 8888 (TensorFlow's) where there is no job's id.
+        gpus_per_node: ``None``: as many as this process sees.
+        gpus_per_task: ``None``: each task of a node gets as many as every other, or, where Slurm
+            has shared them out already, what it sees.
+        tasks_per_node: one number, or one by node; ``None``: as Slurm says.
+        auto_set_gpu: ``cluster_spec()`` sets CUDA_VISIBLE_DEVICES to this task's share of what it
+            was, as in TensorFlow; before CUDA is first used.
+        environ: used instead of this process's environment.
+
+    Raises:
+        ClusterError: variables are missing, damaged, or contradict each other or the arguments.
+    """
+
+    _shared_out: ClassVar[str | None] = None  # what this process has made of CUDA_VISIBLE_DEVICES
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int | None = None,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+        *,
+        environ: MutableMapping[str, str] | None = None,
+    ) -> None:
+        self._environ = os.environ if environ is None else environ
+        told = Variables(self._environ)
+        self._step = read_step(told, tasks_per_node)
+        self._jobs = _jobs(jobs, num_tasks(told), self._step.num_tasks)
+        self._port_base = port_of(told) if port_base is None else port_base
+        last = self._port_base + max(self._step.counts) - 1
+        if not 0 < self._port_base <= last <= MAX_PORT:
+            raise ClusterError(
+                f"the tasks of a node have ports {self._port_base} to {last}; ports are 1 to "
+                f"{MAX_PORT}; pass another port_base"
+            )
+        self._rpc_layer = rpc_layer
+        self._set_gpus = auto_set_gpu
+        self._gpus, self._gpus_per_task = self._share(told, gpus_per_node, gpus_per_task)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the tasks of all jobs; sets CUDA_VISIBLE_DEVICES, see ``auto_set_gpu``."""
+        if self._set_gpus and self._gpus is not None:
+            self._environ[_VISIBLE] = type(self)._shared_out = self._gpus
+        nodes = self._step.nodes
+        tasks = [f"{nodes[node]}:{self._port_base + i}" for node, i in self._step.places]
+        return ClusterSpec({job: tasks[begin:end] for job, (begin, end) in self._jobs.items()})
+
+    @property
+    def task_type(self) -> str | None:
+        """The job that SLURM_PROCID falls into."""
+        return self._found[0] if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """This process's index in that job."""
+        return self._found[1] if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Returns ``task_type`` and ``task_id``."""
+        return self.task_type, self.task_id
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> Mapping[str, int]:
+        """Returns how many GPUs each task has; all have the same number."""
+        return {"GPU": self._gpus_per_task}
+
+    @property
+    def _found(self) -> tuple[str, int]:
+        rank = self._step.rank
+        return next((j, rank - b) for j, (b, e) in self._jobs.items() if b <= rank < e)
+
+    def _share(
+        self, told: Variables, gpus_per_node: int | None, gpus_per_task: int | None
+    ) -> tuple[str | None, int]:
+        """Which GPUs this task is to see, ``None`` for those that it sees; and how many."""
+        text = self._environ.get(_VISIBLE)
+        if text is None:
+            visible = [str(i) for i in range(count_cuda_devices())]
+        else:
+            visible = [name.strip() for name in text.split(",") if name.strip()]
+        most = max(self._step.counts)
+        is_own = text is not None and text == self._shared_out
+        if gpus_per_node is None and gpus_per_task is None:
+            on_node = told.integer("SLURM_GPUS_ON_NODE") or 0
+            is_shared_out = told.text("SLURM_GPUS_PER_TASK") is not None or on_node > len(visible)
+            if is_shared_out or is_own or len(visible) < most:
+                return None, len(visible)
+        gpus_per_node = len(visible) if gpus_per_node is None else gpus_per_node
+        gpus_per_task = gpus_per_node // most if gpus_per_task is None else gpus_per_task
+        if gpus_per_task * most > gpus_per_node:
+            raise ClusterError(
+                f"{most} tasks on a node with {gpus_per_task} GPUs each are more than its "
+                f"{gpus_per_node} GPUs; ask for fewer tasks per node, or pass gpus_per_task"
+            )
+        if gpus_per_task == 0 or (is_own and len(visible) == gpus_per_task):
+            return None, gpus_per_task
+        if len(visible) != gpus_per_node:
+            visible = [str(i) for i in range(gpus_per_node)]
+        begin = self._step.local_rank * gpus_per_task
+        return ",".join(visible[begin : begin + gpus_per_task]), gpus_per_task
+
+
+def _jobs(
+    jobs: Mapping[str, int] | None, said: int | None, placed: int
+) -> dict[str, tuple[int, int]]:
+    """Where in the order of ranks each job begins and ends."""
+    counts = {"worker": placed if said is None else said} if jobs is None else jobs
+    if sum(counts.values()) != placed:
+        raise ClusterError(
+            f"{' + '.join(f'{count} {job}' for job, count in sorted(counts.items()))} are "
+            f"{sum(counts.values())} tasks, but Slurm has {placed} on the nodes of this step"
+        )
+    found, begin = {}, 0
+    for job, count in sorted(counts.items()):
+        found[job] = begin, begin + count
+        begin += count
+    return found

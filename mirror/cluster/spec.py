@@ -1,0 +1,161 @@
+"""ClusterSpec: which tasks a cluster has, by job, and where they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from mirror.errors import ClusterError, ClusterTypeError, in_words
+
+MAX_TASKS = 2**20
+"""No job has an index beyond: what says so is damaged, and would be as long a list."""
+
+_INDEX = re.compile("[0-9]{1,20}")
+
+
+class ClusterSpec:
+    """A cluster as a set of tasks, which are processes, in jobs, as ``tf.train.ClusterSpec``.
+
+    ::
+
+        ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
+        ClusterSpec({"worker": {1: "b:2222"}})        # sparse: nothing is known of the others
+
+    Two specs are equal if their jobs have the same addresses under the same indices; so is a dict
+    from job to dict from index to address. A spec never changes, and an empty one is false.
+
+    Args:
+        cluster: from names of jobs to lists of addresses, or to dicts from index to address.
+
+    Raises:
+        ClusterError: an index is no number, is beyond ``MAX_TASKS``, or comes twice; and a
+            ClusterTypeError, which is a TypeError, too, where something is of another type.
+    """
+
+    def __init__(
+        self, cluster: ClusterSpec | Mapping[str, Sequence[str] | Mapping[int, str]]
+    ) -> None:
+        self._jobs: dict[str, dict[int, str]]
+        if isinstance(cluster, ClusterSpec):
+            self._jobs = {job: dict(tasks) for job, tasks in cluster._jobs.items()}
+        elif isinstance(cluster, Mapping):
+            self._jobs = {_name(job): _tasks(job, tasks) for job, tasks in cluster.items()}
+        else:
+            raise ClusterTypeError(
+                "a cluster is a dict from names of jobs to lists of addresses, or a ClusterSpec; "
+                f"got {in_words(cluster)}"
+            )
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs."""
+        return list(self._jobs)
+
+    def num_tasks(self, job_name: str) -> int:
+        """Returns how many tasks a job has; ValueError for an unknown job."""
+        return len(self._tasks_of(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Returns the indices of a job's tasks, in order; ValueError for an unknown job."""
+        return sorted(self._tasks_of(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Returns the address of a task; ValueError for an unknown job or index."""
+        tasks = self._tasks_of(job_name)
+        if task_index not in tasks:
+            raise ClusterError(
+                f"job {job_name!r} has no task {in_words(task_index)}; it has {_listed(tasks)}"
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """Returns the addresses of a job by index; where there is no task stands ``None``."""
+        tasks = self._tasks_of(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Returns the tasks by job: a list of addresses, or a dict for an empty or sparse job."""
+        return {job: _as_list(tasks) if tasks else {} for job, tasks in self._jobs.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ClusterSpec):
+            return self._jobs == other._jobs
+        return self._jobs == other if isinstance(other, Mapping) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        jobs = self.as_dict()
+        return (
+            "ClusterSpec({" + ", ".join(f"{job!r}: {jobs[job]!r}" for job in sorted(jobs)) + "})"
+        )
+
+    def _tasks_of(self, job: str) -> dict[int, str]:
+        if not isinstance(job, str) or job not in self._jobs:
+            known = ", ".join(map(repr, self._jobs)) or "no job at all"
+            raise ClusterError(f"the cluster has no job {in_words(job)}; it has {known}")
+        return self._jobs[job]
+
+
+def _name(job: object) -> str:
+    if not isinstance(job, str):
+        raise ClusterTypeError(f"a job's name is a string; got {in_words(job)}")
+    return job
+
+
+def _tasks(job: str, tasks: object) -> dict[int, str]:
+    named: Iterable[tuple[object, object]]
+    if isinstance(tasks, (list, tuple)):
+        named = enumerate(tasks)
+    elif isinstance(tasks, Mapping):
+        named = tasks.items()
+    else:
+        raise ClusterTypeError(
+            f"the tasks of job {job!r} are a list of addresses, or a dict from index to address; "
+            f"got {in_words(tasks)}"
+        )
+    found: dict[int, str] = {}
+    for key, address in named:
+        index = _index(job, key)
+        if not isinstance(address, str):
+            raise ClusterTypeError(
+                f"the address of task {index} of job {job!r} is a string, 'host:port'; got "
+                f"{in_words(address)}"
+            )
+        if index in found:
+            raise ClusterError(f"job {job!r} has task {index} twice")
+        found[index] = address
+    return found
+
+
+def _index(job: str, key: object) -> int:
+    if isinstance(key, str) and _INDEX.fullmatch(key):
+        key = int(key)  # JSON has no other keys
+    if isinstance(key, bool) or not isinstance(key, (int, str)):
+        raise ClusterTypeError(
+            f"the tasks of job {job!r} are known by integers; got {in_words(key)}"
+        )
+    if isinstance(key, str) or not 0 <= key < MAX_TASKS:
+        raise ClusterError(
+            f"the tasks of job {job!r} are known by integers from 0 to {MAX_TASKS - 1}; got "
+            f"{in_words(key)}"
+        )
+    return key
+
+
+def _as_list(tasks: dict[int, str]) -> list[str] | dict[int, str]:
+    in_order = {index: tasks[index] for index in sorted(tasks)}
+    return list(in_order.values()) if max(tasks) + 1 == len(tasks) else in_order
+
+
+def _listed(tasks: dict[int, str]) -> str:
+    indices = sorted(tasks)
+    if not indices:
+        return "none"
+    if len(indices) > 1 and indices[-1] - indices[0] + 1 == len(indices):
+        return f"{indices[0]} to {indices[-1]}"
+    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    return ", ".join(map(str, indices[:8])) + more

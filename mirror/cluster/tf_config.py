@@ -1,0 +1,191 @@
+"""TFConfigResolver: the cluster that the environment variable TF_CONFIG describes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from mirror.cluster.resolver import ClusterResolver, with_layer
+from mirror.cluster.spec import MAX_TASKS, ClusterSpec
+from mirror.cluster.variables import Variables
+from mirror.errors import ClusterError, ClusterTypeError, in_words
+
+_NAME = "TF_CONFIG"
+_DIGITS = re.compile("[0-9]{1,20}")
+
+
+class TFConfigResolver(ClusterResolver):
+    """Reads TF_CONFIG, as ``tf.distribute.cluster_resolver.TFConfigClusterResolver``.
+
+    ::
+
+        {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}
+
+    Without it, or without a cluster in it, this process is alone. Nothing in the variable is
+    trusted: whatever is not as it has to be is a ClusterError that says where.
+
+    Args:
+        task_type: instead of the variable's, and so the others.
+        environ: read instead of this process's environment.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._variables = Variables(environ)
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._environment = environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns what stands under ``cluster``."""
+        cluster = self._entry("cluster", dict)
+        try:
+            spec = ClusterSpec(cluster or {})
+        except ClusterError as error:
+            raise type(error)(f"{_NAME}, cluster: {error}") from error
+        addresses = Counter(
+            address for job in spec.jobs for address in spec.job_tasks(job) if address is not None
+        )
+        twice = [address for address, count in addresses.items() if count > 1]
+        if twice:
+            raise ClusterError(
+                f"{_NAME}, cluster: every task has an address of its own; got {in_words(twice)} "
+                "more than once"
+            )
+        return spec
+
+    @property
+    def task_type(self) -> str | None:
+        """What was given, or ``type`` under ``task``."""
+        if self._task_type is not None:
+            return str(self._task_type)
+        task = self._entry("task", dict) or {}
+        if "type" not in task:
+            return None
+        found = task["type"]
+        if isinstance(found, bool) or not isinstance(found, (str, int)):
+            raise _wrong("task, type", "the name of a job", found)
+        return str(found)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """What was given, or ``index`` under ``task``, which may be a number or its digits."""
+        if self._task_id is not None:
+            return int(self._task_id)
+        task = self._entry("task", dict) or {}
+        return _index(task["index"]) if "index" in task else None
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """What was given, or what stands under ``rpc_layer``."""
+        return self._entry("rpc_layer", str) if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    def environment(self) -> str | None:
+        """What was given, or what stands under ``environment``."""
+        return self._entry("environment", str) if self._environment is None else self._environment
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, by default this process's.
+
+        It is what stands under ``session_master`` where there is such a thing, whoever is asked
+        for, and empty where the cluster has but one task.
+        """
+        session_master: str | None = self._entry("session_master", str)
+        if session_master is not None:
+            return session_master
+        spec = self.cluster_spec()
+        if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise ClusterError(
+                f"{_NAME} has a cluster, but not which task of it this process is; add "
+                '"task": {"type": "worker", "index": 0}, or give task_type and task_id'
+            )
+        layer = self.rpc_layer if rpc_layer is None else rpc_layer
+        return with_layer(spec.task_address(task_type, task_id), layer)
+
+    def _entry(self, key: str, kind: type) -> Any:
+        """What stands under a key: of a type, or ``None`` where nothing does."""
+        config = self._config()
+        found = config.get(key)
+        is_nothing = key not in config or (found is None and kind is str)
+        if not is_nothing and not isinstance(found, kind):
+            raise _wrong(key, "a JSON object" if kind is dict else "a string", found)
+        return found
+
+    def _config(self) -> dict[str, Any]:
+        text = self._variables.environ.get(_NAME)
+        if text is None:
+            return {}
+        try:
+            config = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        except ClusterError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise ClusterError(
+                f"{_NAME} is a JSON object; got {in_words(text)}: {error}"
+            ) from error
+        if not isinstance(config, dict):
+            raise ClusterTypeError(f"{_NAME} is a JSON object; got {in_words(config)}")
+        return config
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = [key for key, count in counts.items() if count > 1]
+        raise ClusterError(f"{_NAME} has {in_words(twice)} more than once in one object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _index(found: object) -> int:
+    if isinstance(found, str) and _DIGITS.fullmatch(found):
+        found = int(found)
+    if isinstance(found, float) and found.is_integer():
+        found = int(found)
+    what = f"a number from 0 to {MAX_TASKS - 1}"
+    if isinstance(found, bool) or not isinstance(found, (int, float, str)):
+        raise _wrong("task, index", what, found)
+    if not isinstance(found, int) or not 0 <= found < MAX_TASKS:
+        raise ClusterError(f"{_NAME}, task, index: this is {what}; got {in_words(found)}")
+    return found
+
+
+def _wrong(place: str, what: str, found: object) -> ClusterTypeError:
+    return ClusterTypeError(f"{_NAME}, {place}: this is {what}; got {in_words(found)}")

@@ -1,0 +1,140 @@
+"""mirror/cluster/slurm.py: the cluster that srun tells of.
+
+What TensorFlow answers, too, is in test_tensorflow.py; damaged steps are in test_slurm_step.py.
+"""
+
+import os
+
+import pytest
+import torch
+
+from mirror.cluster import ClusterError, Rendezvous, SlurmResolver
+
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NODELIST": "n[2,10],m1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch):
+    monkeypatch.setattr(SlurmResolver, "_shared_out", None)
+
+
+def resolver_of(rank, *, given=STEP, **arguments):
+    return SlurmResolver(**arguments, environ={**given, "SLURM_PROCID": str(rank)})
+
+
+def test_every_task_knows_its_place():
+    found = [resolver_of(rank).rendezvous() for rank in range(5)]
+    port = 10_000 + 4711
+    assert found == [
+        Rendezvous(0, 5, "n2", port, 0, 2),
+        Rendezvous(1, 5, "n2", port, 1, 2),
+        Rendezvous(2, 5, "n2", port, 0, 2),
+        Rendezvous(3, 5, "n2", port, 1, 2),
+        Rendezvous(4, 5, "n2", port, 0, 1),
+    ]
+    assert [resolver_of(rank).get_task_info() for rank in (0, 4)] == [("worker", 0), ("worker", 4)]
+    assert resolver_of(3).master() == f"grpc://n10:{port + 1}"
+
+
+def test_jobs_share_the_tasks_in_the_order_of_their_names():
+    jobs = {"worker": 3, "chief": 1, "ps": 1}
+    found = [resolver_of(rank, jobs=jobs) for rank in range(5)]
+    tasks = [(each.task_type, each.task_id) for each in found]
+    assert tasks == [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
+    assert [found[i].rendezvous().rank for i in (0, 2, 3, 4)] == [0, 1, 2, 3]
+    with pytest.raises(ClusterError, match="parameter server"):
+        found[1].rendezvous()
+    found[1].task_type, found[1].task_id = "worker", 1
+    assert found[1].rendezvous().rank == 2
+
+
+def test_the_port_is_alike_in_a_step_and_another_in_another():
+    ports = {
+        resolver_of(rank, given=STEP | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step})
+        .rendezvous()
+        .master_port
+        for job in ("1", "2", "19999999", "4294967294")
+        for step in ("0", "1", "2")
+        for rank in (0, 3)
+    }
+    assert len(ports) == 12
+    assert min(ports) >= 10_000
+    assert max(ports) < 30_000
+    assert resolver_of(0, given=STEP | {"SLURM_JOB_ID": ""}).rendezvous().master_port == 8888
+    assert resolver_of(0, port_base=20).rendezvous().master_port == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"jobs": {"worker": 4}}, "4 worker are 4 tasks, but Slurm has 5"),
+        ({"jobs": {"ps": 1, "chief": 1}}, r"1 chief \+ 1 ps are 2 tasks"),
+        ({"port_base": 65535}, "have ports 65535 to 65536; ports are 1 to 65535"),
+        ({"port_base": 0}, "ports are 1 to 65535"),
+        ({"gpus_per_node": 3, "gpus_per_task": 2}, "2 tasks on a node with 2 GPUs each are more"),
+        ({"tasks_per_node": 3}, "5 worker are 5 tasks, but Slurm has 9"),
+    ],
+)
+def test_arguments_that_contradict_slurm_are_an_error(arguments, words):
+    with pytest.raises(ClusterError, match=words):
+        resolver_of(0, **arguments)
+
+
+def shared_out(rank, visible, *, given=STEP, **arguments):
+    """CUDA_VISIBLE_DEVICES after a resolver was asked, and how many GPUs it says a task has."""
+    environ = {**given, "SLURM_PROCID": str(rank), "CUDA_VISIBLE_DEVICES": visible}
+    if visible is None:
+        del environ["CUDA_VISIBLE_DEVICES"]
+    resolver = SlurmResolver(**arguments, environ=environ)
+    assert environ.get("CUDA_VISIBLE_DEVICES") == visible  # until it is asked for the cluster
+    resolver.cluster_spec()
+    resolver.cluster_spec()
+    return environ.get("CUDA_VISIBLE_DEVICES"), resolver.num_accelerators()["GPU"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "visible", "arguments", "found"),
+    [
+        (0, "0,1,2,3", {}, ("0,1", 2)),
+        (1, "0,1,2,3", {}, ("2,3", 2)),
+        (3, "4,5,6,7", {}, ("6,7", 2)),  # of those that are ours, not 2,3
+        (3, "GPU-a, GPU-b", {}, ("GPU-b", 1)),
+        (1, "0,1,2", {}, ("1", 1)),
+        (1, "0,1,2,3", {"gpus_per_task": 1}, ("1", 1)),
+        (1, "", {"gpus_per_node": 4}, ("2,3", 2)),
+        (1, "0,1", {"auto_set_gpu": False}, ("0,1", 1)),
+        (1, "5", {}, ("5", 1)),  # fewer than tasks: Slurm has shared them out, or they share it
+        (1, "", {}, ("", 0)),
+        (1, "0,1", {"given": STEP | {"SLURM_GPUS_PER_TASK": "2"}}, ("0,1", 2)),
+        (1, "0,1", {"given": STEP | {"SLURM_GPUS_ON_NODE": "4"}}, ("0,1", 2)),
+        (1, "0,1", {"given": STEP | {"SLURM_GPUS_ON_NODE": "2"}}, ("1", 1)),
+    ],
+)
+def test_each_task_sees_its_share_of_the_gpus(rank, visible, arguments, found):
+    assert shared_out(rank, visible, **arguments) == found
+
+
+@pytest.mark.parametrize(("count", "found"), [(0, (None, 0)), (4, ("2,3", 2))])
+def test_gpus_are_counted_where_no_variable_names_them(monkeypatch, count, found):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    # It would start CUDA, which then no longer looks at the variable.
+    monkeypatch.setattr(torch.cuda, "is_available", None)
+    assert shared_out(1, None) == found
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gpus_per_node": 4, "gpus_per_task": 2}])
+def test_what_is_shared_out_once_is_not_shared_out_again(monkeypatch, arguments):
+    for name, text in {**STEP, "SLURM_PROCID": "1", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}.items():
+        monkeypatch.setenv(name, text)
+    for _ in range(3):
+        resolver = SlurmResolver(**arguments)
+        resolver.cluster_spec()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+        assert resolver.num_accelerators() == {"GPU": 2}
