@@ -6,6 +6,7 @@ MirrorError
     DeviceError(ValueError)               a device does not exist, or devices do not go together
     BackendError(RuntimeError)            an unknown backend, or one that cannot serve the devices
     StrategyError(RuntimeError)           a call at the wrong time or in the wrong context
+        CompileError                      a step does what no compiled step can do
     StructureError(ValueError)            nested values of replicas differ in structure
     BatchError(ValueError)                the leaves of a batch do not fit together
     ShapeError(ValueError)                tensors of one collective differ in shape or dtype
@@ -34,6 +35,7 @@ __all__ = [
     "ClusterError",
     "ClusterTypeError",
     "CollectiveTimeoutError",
+    "CompileError",
     "DeviceError",
     "DivergenceError",
     "GradientError",
@@ -64,6 +66,10 @@ class BackendError(MirrorError, RuntimeError):
 
 class StrategyError(MirrorError, RuntimeError):
     """Something was called at a time or in a context where it has no meaning."""
+
+
+class CompileError(StrategyError):
+    """A step does what no trace of it can follow; names the line."""
 
 
 class StructureError(MirrorError, ValueError):

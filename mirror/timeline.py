@@ -15,8 +15,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -141,6 +141,16 @@ class Timeline:
             opened.clear()
 
     # Traces
+
+    @contextmanager
+    def recorded(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Writes what happens inside to ``path``; see ``start_recording``."""
+        self.use()
+        self.start_recording(path)
+        try:
+            yield
+        finally:
+            self.stop_recording()
 
     def start_recording(self, path: str | os.PathLike[str]) -> None:
         """Keeps single spans from now on.

@@ -265,6 +265,15 @@ def regroup(
         ) from None
 
 
+def joined(values: Iterable[Any]) -> Any:
+    """Returns one PerReplica for each leaf of the replicas' values.
+
+    Raises:
+        StructureError: the values differ in structure.
+    """
+    return map_structure(lambda *parts: PerReplica(parts), *values)
+
+
 def local_results(value: Any) -> tuple[Any, ...]:
     """Returns one entry per replica that took part, in replica order.
 

@@ -17,6 +17,7 @@ FOLDERS = {
     "execution",
     "replica",
     "server",
+    "steps",
     "strategy",
     "train",
 }

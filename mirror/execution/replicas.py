@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from mirror.comm.base import Communicator
 from mirror.concurrency.lockstep import Lockstep
@@ -128,6 +129,23 @@ class Stepped(Protocol):
         """Raises StrategyError for options that the replicas have left different."""
 
 
+class Tracing(Protocol):
+    """Who follows what a replica does, to compile it: one trace stands for all replicas.
+
+    What is traced has no values, and is of no replica: whoever would wait for others, or look at
+    what differs between them, asks here instead.
+    """
+
+    def all_reduce(self, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what stands for tensors reduced over the replicas; differentiable."""
+
+    def own_row(self, row: Tensor) -> Tensor:
+        """Returns a table of zeros with a row for each replica, of which its own is this."""
+
+    def refuse(self, what: str, remedy: str) -> NoReturn:
+        """Raises the error for what no trace can follow."""
+
+
 class Together(Protocol):
     """What the replicas of one run have in common, as one of them sees it."""
 
@@ -184,9 +202,19 @@ class Replica:
         weight: its share in the gradient mean and in ``strategy.reduce("mean", ...)``.
         lent: the optimizers that its step has.
         context: what the user sees of it, once somebody has asked.
+        tracing: who follows it, to compile what it does.
     """
 
-    __slots__ = ("context", "device", "lent", "replica_id", "replicas", "run", "weight")
+    __slots__ = (
+        "context",
+        "device",
+        "lent",
+        "replica_id",
+        "replicas",
+        "run",
+        "tracing",
+        "weight",
+    )
 
     def __init__(self, replicas: Replicas, run: Together, replica_id: int, weight: float) -> None:
         self.replicas = replicas
@@ -196,6 +224,7 @@ class Replica:
         self.weight = weight
         self.lent: list[Lent] = []
         self.context: Any = None
+        self.tracing: Tracing | None = None
 
     def give_back(self) -> None:
         """Gives back the optimizers of a step that raised."""

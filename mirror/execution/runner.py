@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from mirror.accelerator.forks import renew_in_forks
 from mirror.accelerator.stopwatch import Stopwatch
@@ -29,6 +29,8 @@ from mirror.execution.run import Run
 from mirror.execution.step_ends import step_ends
 from mirror.execution.tasks import task_of
 from mirror.execution.thread_state import ThreadState
+
+T = TypeVar("T")
 
 _runners: OfReplicas[Runner] = OfReplicas()
 runner_of = _runners.of
@@ -131,6 +133,22 @@ class Runner:
         if step_ends.listeners:
             step_ends.run_ended(run)
         return run
+
+    def alone(self, call: Callable[[], T], what: str) -> T:
+        """Calls what works on all replicas at once, while no run is going on and none begins.
+
+        Raises:
+            StrategyError: called in a run, beside another thread's, or after ``close``.
+        """
+        self.check_usable()
+        if is_inside(self.replicas) and self.running is not None:
+            raise StrategyError(
+                f"{what} was called inside run; call it in the cross-replica context, in place of "
+                "strategy.run"
+            )
+        if current.replica is not None:
+            refuse_within_another(self.replicas, what)
+        return self._claim.call(call)
 
     def _run(
         self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None

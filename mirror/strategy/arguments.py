@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mirror.errors import StructureError
-from mirror.values import PerReplica, leaves_of, present_in
+from mirror.values import PerReplica, leaves_of, present_in, select
 
 _NOT_RUN_BY_A_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -44,6 +44,19 @@ def check_parts(num_replicas: int, leaves: Iterable[Any]) -> list[PerReplica[Any
                 f"one {got}"
             )
     return values
+
+
+def calling(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[int], Any]:
+    """Returns what calls ``fn`` as one replica, with its parts of the arguments."""
+
+    def call(replica_id: int) -> Any:
+        own_kwargs = select(kwargs, replica_id) if kwargs else {}
+        own_args = select(args, replica_id) if args else ()
+        return fn(*own_args, **own_kwargs)
+
+    return call
 
 
 def check_call(fn: Any, args: Any, kwargs: Any) -> None:

@@ -14,22 +14,23 @@ from torch import nn
 from mirror.comm.base import Communicator
 from mirror.compiler import limits_for, opaque
 from mirror.data.distribute import DistributedDataset
-from mirror.data.options import InputContext, InputOptions
+from mirror.data.options import InputContext, InputOptions, ValueContext
 from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.execution.locksteps import end_threads
 from mirror.execution.replicas import Replica
 from mirror.replica.collectives.reduction import ReduceOp
-from mirror.strategy.arguments import check_call, taking_part
+from mirror.steps.running.compiled_step import CompiledStep
+from mirror.strategy.arguments import calling, check_call, taking_part
 from mirror.strategy.combine import gather_values, reduce_values
+from mirror.strategy.compiling import compiled_step
 from mirror.strategy.group import Group
 from mirror.strategy.options import CommunicationOptions, Guards
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.scope import Scope
-from mirror.strategy.value_context import ValueContext
 from mirror.uncopied import Uncopied
-from mirror.values import PerReplica, local_results, map_structure, regroup, select
+from mirror.values import joined, local_results, regroup
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StrategyT = TypeVar("StrategyT", bound="Strategy")
@@ -45,10 +46,7 @@ class Strategy(Uncopied):
         weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
     """
 
-    _instead = (
-        "make a strategy in each process; copy.deepcopy(model) and torch.save(model.state_dict()) "
-        "give ordinary copies of what it mirrors"
-    )
+    _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
 
     def __init__(
         self,
@@ -155,15 +153,22 @@ class Strategy(Uncopied):
         args, kwargs = tuple(args), dict(kwargs or {})
         num_replicas = len(self._devices)
         active, weights = taking_part(num_replicas, args, kwargs)
-
-        def call(replica_id: int) -> Any:
-            own_kwargs = select(kwargs, replica_id) if kwargs else {}
-            own_args = select(args, replica_id) if args else ()
-            return fn(*own_args, **own_kwargs)
-
         with limits_for(num_replicas):
+            call = calling(fn, args, kwargs)
             run = self._group.runner.run(call, active, weights=weights)
         return regroup(run.results, num_replicas, run.all_weights())
+
+    def compile(
+        self, step: Callable[..., Any], *, fallback: str = "error", mode: str = "auto"
+    ) -> CompiledStep:
+        """Returns a step that all replicas run as programs of one trace: ``compiled(batch)``.
+
+        Args:
+            step: what ``run`` would call: forward, backward, optimizers' steps.
+            fallback: what to do if no trace can follow it: ``"error"``, or run it, ``"eager"``.
+            mode: ``"inductor"``; ``"trace"``, torch's own kernels; ``"auto"``, what there is.
+        """
+        return compiled_step(self._group, self.run, step, fallback=fallback, mode=mode)
 
     def context_of(self, replica: Replica | None) -> ReplicaContext:
         """Returns what the user sees of a replica; of the only one, outside ``run``, with None."""
@@ -276,9 +281,8 @@ class Strategy(Uncopied):
             StructureError: the replicas' values differ in structure.
         """
         self._group.runner.check_usable()
-        n = self.num_replicas_in_sync
-        values = [fn(ValueContext(r, n)) for r in range(n)]
-        return map_structure(lambda *parts: PerReplica(parts), *values)
+        n = len(self._devices)
+        return joined(fn(ValueContext(r, n)) for r in range(n))
 
     # Keeping
 
@@ -321,13 +325,8 @@ class Strategy(Uncopied):
             OSError: no file can be written there; raised before what is inside runs.
         """
         self._check_cross("trace")
-        timeline = self._group.replicas.timeline
-        timeline.use()
-        timeline.start_recording(path)
-        try:
+        with self._group.replicas.timeline.recorded(path):
             yield
-        finally:
-            timeline.stop_recording()
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""

@@ -14,6 +14,7 @@ from mirror.devices import is_simulated
 from mirror.execution.current import current
 from mirror.execution.every import Every
 from mirror.execution.part import Part
+from mirror.execution.parts import Parts
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.execution.saved_draws import watch_saved_draws
@@ -90,6 +91,7 @@ class Group:
         self.optimizers = Optimizers(replicas, runner, access)
         self.comparison = Comparison(runner, self.variables, self.optimizers)
         self.plain = PlainVariables(replicas, registry, recorded)
+        self.access, self.reducer = access, reducer
         # In the order of [Note: Parts].
         parts = (
             self.modules.part(),
@@ -105,6 +107,10 @@ class Group:
         )
         # What one replica has, nobody has to agree with.
         runner.keep(parts if replicas.num_replicas > 1 else parts[:1])
+        # Compiled steps use the first copies as they are: see [Note: Compiled steps and copies].
+        of_copies = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
+        beside = [part for part in parts if part.name not in of_copies]
+        self.beside_copies = Parts(replicas.num_replicas, beside if len(beside) > 1 else parts[:1])
         self._simulates = replicas.num_replicas > 1 and is_simulated(replicas.devices)
         if guards.replicas_every and replicas.num_replicas > 1:
             Every(guards.replicas_every, runner, self.comparison.check_sums)

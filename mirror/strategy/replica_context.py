@@ -50,6 +50,11 @@ class ReplicaContext(Uncopied):
     @property
     def replica_id_in_sync_group(self) -> int:
         """This replica's index."""
+        if self._replica.tracing is not None:
+            self._replica.tracing.refuse(
+                "a replica's index, which differs between the replicas,",
+                "pass what depends on it: strategy.distribute_values_from_function(fn)",
+            )
         return self._replica.replica_id
 
     @property
@@ -83,6 +88,11 @@ class ReplicaContext(Uncopied):
     @opaque
     def weight(self, value: float) -> None:
         check_current(self._replica)
+        if self._replica.tracing is not None:
+            self._replica.tracing.refuse(
+                "a weight, which the replicas' gradients are multiplied with,",
+                "multiply the loss, or leave the step uncompiled",
+            )
         value = float(value)
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"a replica's weight must be finite and >= 0, got {value}")
@@ -138,6 +148,12 @@ class ReplicaContext(Uncopied):
         they are without any strategy); each replica gets its part of the result.
         """
         run, runner, replicas = self._run, self._runner, self._replica.replicas
+        if self._replica.tracing is not None:
+            self._replica.tracing.refuse(
+                f"merge_call({getattr(fn, '__qualname__', type(fn).__qualname__)}), which calls "
+                "Python once for all replicas,",
+                "call it after the step, with what the step returns",
+            )
 
         def action(payloads: dict[int, Any]) -> dict[int, Any]:
             if run.is_default:

@@ -25,6 +25,8 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
     tensors = _tensors(value, replica.device)
     for tensor in tensors:
         check_reducible(tensor)
+    if replica.tracing is not None:
+        return rebuild_structure(value, replica.tracing.all_reduce(op, tensors))
     structure = describe_structure(value)
     shapes = tuple((t.dtype, t.shape) for t in tensors)
     reduced, common, _ = _merge(
@@ -47,6 +49,11 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
 
 def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
     """See ``ReplicaContext.all_gather``."""
+    if replica.tracing is not None:
+        replica.tracing.refuse(
+            "all_gather, whose result depends on the sizes of all parts,",
+            "gather what the step returns with strategy.gather, or all_reduce sums",
+        )
     tensors = _tensors(value, replica.device)
     axes = [_axis(tensor, axis) for tensor in tensors]
     # Sizes along the axis may differ.

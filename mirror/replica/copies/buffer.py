@@ -132,6 +132,16 @@ class Buffer:
         if self._aggregation == "none":
             self._combined_version = self.copies[0]._version
 
+    def wrote(self, active: tuple[int, ...]) -> None:
+        """Notes that these replicas have written their copies."""
+        if not self._stale or self._ran != active:
+            self._ran = active
+            self._stale = self._apart = True
+            idle = [r for r in range(len(self.copies)) if r not in active]
+            if idle:
+                with torch.no_grad():
+                    self.bring_along(idle)
+
     @torch.no_grad()
     def combine(self) -> bool:
         """Brings the combined value up to date; returns whether the replicas had changed it."""

@@ -42,7 +42,11 @@ class Registry:
         owned = self._owned.get(id(tensor))
         return owned is not None and owned() is tensor
 
+    def tensors(self) -> list[Tensor]:
+        """Returns the parameters and buffers, mirrored or the only replica's."""
+        tensors = (reference() for reference in list(self._owned.values()))
+        return [tensor for tensor in tensors if tensor is not None]
+
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters, mirrored or the only replica's."""
-        tensors = (reference() for reference in list(self._owned.values()))
-        return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]

@@ -33,6 +33,7 @@ class Variables:
     def __init__(self, replicas: Replicas, registry: Registry, gradients: GradientAccess) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._by_id: dict[int, Variable] = {}
+        self._behind: tuple[Sequence[Variable], Sequence[int]] = ((), ())
 
     def __iter__(self) -> Iterator[Variable]:
         return iter(tuple(self._by_id.values()))  # a garbage collection may take some away
@@ -41,7 +42,7 @@ class Variables:
         """Returns what keeps the values equal. See [Note: Coherence]."""
         return Part(
             name="variables",
-            prepare=self._carry_changed,
+            prepare=self.carry_changed,
             bring_along=self._bring_along,
             settle=self._settle,
             recover=self._follow_first,
@@ -96,7 +97,16 @@ class Variables:
     def _settle(self) -> None:
         settle(tuple(self._by_id.values()))
 
-    def _carry_changed(self) -> None:
+    def leave_behind(self, variables: Sequence[Variable], others: Sequence[int]) -> None:
+        """Notes that replicas have not what the first one has, and get it when they next run."""
+        self._behind = variables, others
+
+    def carry_changed(self) -> None:
+        """Gives all replicas what the first one has, where they may have something else."""
+        variables, others = self._behind
+        self._behind = ((), ())
+        for variable in variables:
+            variable.carry(0, others)
         for variable in tuple(self._by_id.values()):
             if variable.handles or variable.copies[0]._version != variable.version:
                 variable.carry()

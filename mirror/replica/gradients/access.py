@@ -35,6 +35,7 @@ class Access:
         self._replicas, self._runner = replicas, runner
         self.unreduced = gradients
         self.handed_out: dict[Variable, Tensor] = {}
+        self._left: dict[Variable, Tensor | None] = {}
 
     def part(self, variables: Variables) -> Part:
         """Returns what keeps the reduced gradients of ``variables`` equal, as values are now."""
@@ -53,6 +54,17 @@ class Access:
             bring_along=bring_along,
             recover=recover,
         )
+
+    def leave(self, grads: dict[Variable, Tensor | None]) -> None:
+        """Takes gradients as what all replicas have; they get them when somebody looks."""
+        self._left = grads
+
+    def take_left(self) -> None:
+        """Gives the replicas the gradients that were left."""
+        left, self._left = self._left, {}
+        for variable, grad in left.items():
+            for r, target in enumerate(variable.targets):
+                target.grad = grad if grad is None or r == 0 else _copy_for(grad, target)
 
     # Reading and setting
 
@@ -73,6 +85,8 @@ class Access:
     def _read_outside(self, variable: Variable) -> Tensor | None:
         """Returns the reduced gradient in the cross-replica context, and notes that it left."""
         self._runner.check_between_runs("a gradient")
+        if self._left:
+            self.take_left()
         self.unreduced.flush()
         grad = variable.targets[0].grad
         if grad is not None:
@@ -99,6 +113,8 @@ class Access:
     def _write_outside(self, variable: Variable, value: Tensor | None) -> None:
         if self._runner.parallel_pass is not None:
             self._runner.parallel_pass.go_alone()
+        if self._left:
+            self.take_left()
         self._put(variable, value, 0, range(len(variable.copies)))
         self.handed_out.pop(variable, None)
         if value is not None:
@@ -131,6 +147,8 @@ class Access:
             targets = [targets[replica.replica_id]]
         else:
             self._runner.check_between_runs("a gradient")
+            if self._left:
+                self.take_left()
             if gradients.have_arrived() or gradients.deferred:
                 return False
             if self.handed_out:
@@ -158,6 +176,8 @@ class Access:
                 target.grad.data.copy_(grad.data)
 
     def _carry_handed_out(self) -> None:
+        if self._left:
+            self.take_left()
         if not self.handed_out:
             return
         for variable, grad in list(self.handed_out.items()):

@@ -48,6 +48,8 @@ def watch_passes_of(watch: Watch) -> bool:
 def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
     @opaque
     def noted(*args: Any, **kwargs: Any) -> Any:
+        if current.replica is not None and current.replica.tracing is not None:
+            return run(*args, **kwargs)
         args = _with_all_leaves(*args)
         timeline, lane = lane_here()
         if timeline is not None:

@@ -155,8 +155,12 @@ def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Ten
     mean, squares = _deviations(wide, x)
     count = mean.new_full((1,), _num_values(x))
     row = torch.cat([mean, squares, count]).unsqueeze(0)
-    below = replica.replicas.num_replicas - 1 - replica.replica_id
-    table = all_reduce(replica, "sum", F.pad(row, (0, 0, replica.replica_id, below)))
+    if replica.tracing is not None:
+        table = replica.tracing.own_row(row)
+    else:
+        below = replica.replicas.num_replicas - 1 - replica.replica_id
+        table = F.pad(row, (0, 0, replica.replica_id, below))
+    table = all_reduce(replica, "sum", table)
     means, squares, counts = table.split([channels, channels, 1], dim=1)
     counts = counts.detach()
     total = counts.sum()

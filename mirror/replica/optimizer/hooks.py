@@ -50,6 +50,8 @@ def watch_optimizer_steps(*, are_mirrored: bool) -> None:
 
 @letting_go
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if current.replica is not None and current.replica.tracing is not None:
+        return None  # who traces has lent it
     mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
     step = sys._getframe(1)
     if mirror is not None:
@@ -117,6 +119,8 @@ def _clearing_at_once(original: Callable[..., None]) -> Callable[..., None]:
     @opaque
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         mirror: OptimizerMirror | None = self.__dict__.get("_mirror")  # from its first step on
+        if current.replica is not None and current.replica.tracing is not None:
+            mirror = None
         if mirror is None or not set_to_none or not mirror.clear_gradients():
             original(self, set_to_none)
 

@@ -120,6 +120,8 @@ def _step_in_run(
     step: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
 ) -> Any:
     kind = type(optimizer)
+    if context.tracing is not None:
+        return step(optimizer, *args, **kwargs)
     _refuse_wrappers(optimizer)
     if is_torchs_own(kind) or replicas_reached(optimizer) is not context.replicas:
         return step(optimizer, *args, **kwargs)

@@ -1,0 +1,1 @@
+"""Following a step: a trace of what it does, below autograd, once for all replicas."""

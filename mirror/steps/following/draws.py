@@ -1,0 +1,192 @@
+"""Draws: the random numbers of a traced step, from seeds that are its inputs.
+
+[Note: Seeds]
+A compiled step that drew from a generator would do so when and where its program runs, on threads
+in any order. So a step has one seed per replica and call, drawn from the CPU's generator in
+replica order, and every place in the step that draws has a number: what it draws depends on both,
+and on nothing else. The same seed of ``torch.manual_seed`` and the same number of replicas give
+the same numbers; they are others than an uncompiled step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.errors import CompileError
+
+aten = torch.ops.aten
+
+
+class Draws:
+    """Turns draws from generators into draws by a seed.
+
+    Args:
+        seed: the replica's, 0-d, int64.
+        refusal: makes the error for what cannot be drawn so.
+
+    Attributes:
+        count: how many places have drawn.
+    """
+
+    def __init__(self, seed: Tensor, refusal: Callable[..., CompileError]) -> None:
+        self._seed = seed
+        self._refusal = refusal
+        self.count = 0
+
+    def drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns what a function that draws returns."""
+        if kwargs.get("generator") is not None:
+            raise self._refusal(
+                f"{func.overloadpacket.__name__} with a generator",
+                "draws from what a compiled step cannot share",
+                "leave the generator out: the step's seeds come from torch.manual_seed",
+            )
+        draw = _DRAWS.get(func)
+        if draw is not None:
+            return draw(self, *args, **kwargs)
+        if func in _MAY_DRAW:
+            if not _MAY_DRAW[func](args, kwargs):
+                return func(*args, **kwargs)
+        raise self._refusal(
+            f"{func.overloadpacket.__name__}",
+            "draws random numbers in a way that a compiled step has no seeds for",
+            "draw with torch.rand or torch.randn, or pass fallback='eager'",
+        )
+
+    def of(self, mode: str, like: Tensor | None, size: Any = None, **options: Any) -> Tensor:
+        """Returns ``torch.rand`` or ``torch.randn``, of this number."""
+        number, self.count = self.count, self.count + 1
+        size = like.shape if like is not None and size is None else size
+        found: Tensor = torch.ops.mirror.draw(list(size), self._seed, number, mode)
+        dtype = options.get("dtype") or (
+            like.dtype if like is not None else torch.get_default_dtype()
+        )
+        device = options.get("device") or (like.device if like is not None else None)
+        return found.to(dtype=dtype) if device is None else found.to(device=device, dtype=dtype)
+
+
+def _rand(draws: Draws, size: Any, **options: Any) -> Tensor:
+    return draws.of("rand", None, size, **options)
+
+
+def _randn(draws: Draws, size: Any, **options: Any) -> Tensor:
+    return draws.of("randn", None, size, **options)
+
+
+def _rand_like(draws: Draws, like: Tensor, **options: Any) -> Tensor:
+    return draws.of("rand", like, **options)
+
+
+def _randn_like(draws: Draws, like: Tensor, **options: Any) -> Tensor:
+    return draws.of("randn", like, **options)
+
+
+def _bernoulli(draws: Draws, like: Tensor, p: Any = None, **_: Any) -> Tensor:
+    below = draws.of("rand", like, dtype=torch.float32) < (like if p is None else p)
+    return below.to(like.dtype)
+
+
+def _bernoulli_(draws: Draws, target: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
+    return target.copy_(draws.of("rand", target, dtype=torch.float32) < p)
+
+
+def _uniform_(
+    draws: Draws, target: Tensor, low: float = 0.0, high: float = 1.0, **_: Any
+) -> Tensor:
+    return target.copy_(draws.of("rand", target) * (high - low) + low)
+
+
+def _normal_(
+    draws: Draws, target: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any
+) -> Tensor:
+    return target.copy_(draws.of("randn", target) * std + mean)
+
+
+def _exponential_(draws: Draws, target: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+    # 1 - u is in (0, 1]: its logarithm is finite.
+    return target.copy_(-torch.log(1 - draws.of("rand", target)) / rate)
+
+
+def _randint(draws: Draws, high: Any, size: Any, **options: Any) -> Tensor:
+    return _randint_low(draws, 0, high, size, **options)
+
+
+def _randint_low(draws: Draws, low: Any, high: Any, size: Any, **options: Any) -> Tensor:
+    dtype = options.pop("dtype", None) or torch.int64
+    # float64: a product of a float32 in [0, 1) may be rounded up to high.
+    unit = draws.of("rand", None, size, **{**options, "dtype": torch.float64})
+    drawn: Tensor = (unit * (high - low) + low).floor().to(dtype)
+    return drawn
+
+
+def _randint_like(draws: Draws, like: Tensor, high: Any, **options: Any) -> Tensor:
+    options.setdefault("dtype", like.dtype)
+    return _randint_low(draws, 0, high, like.shape, **options)
+
+
+def _randint_like_low(draws: Draws, like: Tensor, low: Any, high: Any, **options: Any) -> Tensor:
+    options.setdefault("dtype", like.dtype)
+    return _randint_low(draws, low, high, like.shape, **options)
+
+
+def _randperm(draws: Draws, n: Any, **options: Any) -> Tensor:
+    dtype = options.pop("dtype", None) or torch.int64
+    keys = draws.of("rand", None, [n], **{**options, "dtype": torch.float32})
+    order: Tensor = keys.argsort().to(dtype)
+    return order
+
+
+def _normal(draws: Draws, mean: Any, std: Any, size: Any = None, **options: Any) -> Tensor:
+    like = mean if isinstance(mean, Tensor) else std if isinstance(std, Tensor) else None
+    drawn: Tensor = draws.of("randn", like, size, **options) * std + mean
+    return drawn
+
+
+def _native_dropout(
+    draws: Draws, x: Tensor, p: float, train: bool | None = True
+) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = draws.of("rand", x, dtype=torch.float32) >= p
+    scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+    return x * kept * scale, kept
+
+
+_DRAWS: dict[Any, Callable[..., Any]] = {
+    aten.rand.default: _rand,
+    aten.randn.default: _randn,
+    aten.rand_like.default: _rand_like,
+    aten.randn_like.default: _randn_like,
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli,
+    aten.bernoulli_.float: _bernoulli_,
+    aten.bernoulli_.Tensor: _bernoulli_,
+    aten.uniform_.default: _uniform_,
+    aten.normal_.default: _normal_,
+    aten.exponential_.default: _exponential_,
+    aten.randint.default: _randint,
+    aten.randint.low: _randint_low,
+    aten.randint_like.default: _randint_like,
+    aten.randint_like.low_dtype: _randint_like_low,
+    aten.randperm.default: _randperm,
+    aten.normal.float_float: _normal,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+    aten.native_dropout.default: _native_dropout,
+}
+
+# Functions that draw in some calls only.
+_MAY_DRAW: dict[Any, Callable[[Any, Any], bool]] = {
+    aten._scaled_dot_product_flash_attention.default: lambda args, _: bool(args[3:] and args[3]),
+    aten._scaled_dot_product_efficient_attention.default: lambda args, _: bool(
+        args[5:] and args[5]
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda args, _: bool(
+        args[3:] and args[3]
+    ),
+    aten.rrelu_with_noise.default: lambda args, _: bool(args[4:] and args[4]),
+}

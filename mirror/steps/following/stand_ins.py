@@ -1,0 +1,129 @@
+"""Stand-ins: what a trace has in place of all that a step finds outside of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.steps.inputs import Input, Kind
+from mirror.steps.places import Place
+from mirror.steps.torch_internals import fake_mode, faked
+
+
+class StandIns:
+    """The inputs of a step that is being traced, made as the step asks for them.
+
+    Args:
+        places: the strategy's parameters and buffers.
+        grads: the gradients that a step before has left.
+        num_replicas: of the strategy.
+
+    Attributes:
+        mode: that of the fake tensors.
+        inputs: all there are.
+    """
+
+    def __init__(
+        self, places: Sequence[Place], grads: dict[Place, Tensor], num_replicas: int
+    ) -> None:
+        self.mode = fake_mode()
+        self.inputs: list[Input] = []
+        self._grads = grads
+        self._places = places
+        self._leaves: dict[Place, Tensor] = {}
+        self._by_place: dict[tuple[Kind, Any, Any], Input] = {}
+        for place in places:
+            kind = Kind.PARAMETER if place.is_parameter else Kind.BUFFER
+            self.add(kind, place.of(0), place)
+        device = places[0].of(0).device if places else torch.device("cpu")
+        one = torch.ones((), dtype=torch.float64, device=device)
+        self.add(Kind.COUNT, one)
+        self.add(Kind.WEIGHT, one)
+        self.add(Kind.PLACE, torch.zeros(num_replicas, dtype=torch.bool, device=device))
+        self.add(Kind.SEED, torch.zeros((), dtype=torch.int64, device=device))
+
+    def add(
+        self, kind: Kind, tensor: Tensor, of: Any = None, key: Any = None, *, batched: bool = False
+    ) -> Tensor:
+        """Returns what stands for a tensor; the same for the same one."""
+        known = self._by_place.get((kind, of, key))
+        if known is None:
+            fake = faked(self.mode, tensor, [0] if batched and tensor.dim() else [])
+            known = self._by_place[kind, of, key] = Input(kind, fake, of, key)
+            self.inputs.append(known)
+        return known.fake
+
+    def only(self, kind: Kind) -> Tensor:
+        """Returns what stands for the only input of a kind."""
+        return self._by_place[kind, None, None].fake
+
+    def entering(self, place: Place) -> Tensor | None:
+        """Returns what stands for the gradient that a step before has left; ``None``: none."""
+        grad = self._grads.get(place)
+        return None if grad is None else self.add(Kind.GRADIENT, grad, place)
+
+    # While a step is traced
+
+    def make_leaves(self) -> dict[Place, Tensor]:
+        """Makes what stands for each parameter in the step, as autograd's leaf."""
+        for place in self._places:
+            if place.is_parameter:
+                leaf = self._by_place[Kind.PARAMETER, place, None].fake.detach()
+                leaf.requires_grad_(place.owner.requires_grad)
+                leaf._is_param = True
+                self._leaves[place] = leaf
+        return dict(self._leaves)
+
+    def standing_for(self, place: Place) -> Tensor:
+        """Returns what the step has in place of a parameter or a buffer."""
+        if place.is_parameter:
+            return self._leaves[place]
+        return self._by_place[Kind.BUFFER, place, None].fake
+
+    def by_id(self) -> dict[int, Tensor]:
+        """Returns what stands for each object that is a parameter or a buffer to a program."""
+        return {key: self.standing_for(place) for place in self._places for key in place.ids()}
+
+    def place_of(self, parameter: Tensor) -> Place | None:
+        """Returns the place that an object stands for."""
+        if not hasattr(self, "_by_object"):
+            self._by_object = {key: place for place in self._places for key in place.ids()}
+            self._by_object |= {id(leaf): place for place, leaf in self._leaves.items()}
+        return self._by_object.get(id(parameter))
+
+    @contextmanager
+    def in_place(self, gradients: Any) -> Iterator[None]:
+        """Has mirrored parameters and buffers resolve to what stands for them."""
+        kept: list[tuple[Any, dict[str, Any]]] = []
+        try:
+            for place in self._places:
+                record, stands = place.record, self.standing_for(place)
+                if record is None:
+                    continue
+                changed: dict[str, Any] = {"copies": [stands]}
+                if place.is_parameter:
+                    changed = {"copies": (stands,), "targets": (stands,), "gradients": gradients}
+                else:
+                    changed |= {"_stale": record._stale, "_apart": record._apart}
+                kept.append((record, {name: getattr(record, name) for name in changed}))
+                for name, value in changed.items():
+                    setattr(record, name, value)
+            yield
+            for record, before in kept:
+                if "targets" not in before:
+                    self.assigned[id(record)] = record.copies[0]
+        finally:
+            for record, before in kept:
+                for name, value in before.items():
+                    setattr(record, name, value)
+
+    @property
+    def assigned(self) -> dict[int, Tensor]:
+        """What buffers are at the end of the step, by ``id`` of the record."""
+        if not hasattr(self, "_assigned"):
+            self._assigned: dict[int, Tensor] = {}
+        return self._assigned

@@ -1,0 +1,231 @@
+"""Tracing: a step's function, followed once for all replicas, below autograd.
+
+[Note: One trace]
+The step is called once more than the user expects, as a replica would call it, on tensors that
+have shapes and no values. What happens below autograd, backward passes and optimizer steps too, is
+one graph. What mirror itself would do there is left out, and put in between the programs that the
+graph is cut into:
+
+    parameters, buffers   a leaf that stands for all copies is put into the Variable's place
+    p.grad                the first look at one meets the others: an operation in the graph
+    collectives           another one
+    optimizer.step()      runs over the leaves, on stand-ins of its state; rates are tensors
+    random numbers        [Note: Seeds] in draws.py
+    values, branches      refused: [Note: What a trace freezes] in watching.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from mirror.concurrency.no_merges import NoMerges
+from mirror.errors import CompileError
+from mirror.execution.current import current, enter, here
+from mirror.execution.replicas import Replicas
+from mirror.execution.run import Run
+from mirror.replica.collectives.reduction import reduce_op
+from mirror.steps.following.draws import Draws
+from mirror.steps.following.gradients import TracedGradients
+from mirror.steps.following.leases import Leases
+from mirror.steps.following.stand_ins import StandIns
+from mirror.steps.following.watching import Functions, Operations, refusal
+from mirror.steps.inputs import Input, Kind
+from mirror.steps.operations import define
+from mirror.steps.places import Place
+from mirror.steps.torch_internals import compiling
+
+
+class Meeting:
+    """What the replicas do where a trace has them meet.
+
+    Attributes:
+        op: how tensors are reduced; ``None``: they are local gradients of ``places``.
+    """
+
+    def __init__(self, op: str | None, places: Sequence[Place] = ()) -> None:
+        self.op = op
+        self.places = tuple(places)
+
+
+class TracedRun(Run):
+    """The run that a step is traced in: of one replica that stands for all, and meets nobody."""
+
+    __slots__ = ()
+
+    def merge(self, replica_id: int, point: Any) -> Any:
+        replica = self.members[replica_id]
+        assert replica.tracing is not None
+        replica.tracing.refuse(f"{point.operation}, in which the replicas merge,", "")
+
+
+class Tracer:
+    """Follows a step; it is what its replica asks (``Tracing``).
+
+    Args:
+        replicas: whose step it is.
+        stand_ins: what stands for everything outside of the step.
+
+    Attributes:
+        meetings: where the replicas meet, in the order of the step.
+        modules: the modules that the step has called.
+        gradients: what it does with them.
+        leases: the optimizers it has stepped.
+        draws: how often it draws.
+        captured: the tensors it found, by ``id``.
+    """
+
+    def __init__(self, replicas: Replicas, stand_ins: StandIns) -> None:
+        define()
+        self._replicas = replicas
+        self._stand_ins = stand_ins
+        self.meetings: list[Meeting] = []
+        self.modules: dict[int, nn.Module] = {}
+        self.leases = Leases(stand_ins, refusal)
+        self.gradients: TracedGradients | None = None
+        self.draws = Draws(stand_ins.only(Kind.SEED), refusal)
+        self.captured: dict[int, Tensor] = {}
+
+    def follow(self, call: Callable[[], Any]) -> Any:
+        """Calls the step; returns what it returns.
+
+        Raises:
+            CompileError: it does what no trace can follow.
+        """
+        leaves = self._stand_ins.make_leaves()
+        self.gradients = TracedGradients(leaves, self._stand_ins.entering, self._reduced, refusal)
+        operations = Operations(self.draws)
+        functions = Functions(
+            self._stand_ins.by_id(), self.gradients.read_leaf, self.gradients.write_leaf
+        )
+        run = TracedRun(self._replicas, NoMerges(), (0,))
+        replica = run.members[0]
+        replica.tracing = self
+        replica.weight = self._stand_ins.only(Kind.WEIGHT)  # type: ignore[assignment]
+        before = here()
+        with ExitStack() as stack:
+            stack.enter_context(self._stand_ins.in_place(self.gradients))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(compiling())
+            for hook in (
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+                register_module_forward_pre_hook(self._note_module),
+            ):
+                stack.callback(hook.remove)
+            stack.callback(self.leases.end)
+            stack.enter_context(operations)
+            stack.enter_context(functions)
+            try:
+                enter(self._replicas.strategy, replica)
+                result = call()
+                self.gradients.settle()
+            finally:
+                current.replica, current.strategy, current.below = before
+        self.captured = operations.captured
+        return result
+
+    # As a replica asks: see Tracing
+
+    def all_reduce(self, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what stands for tensors reduced over the replicas; differentiable."""
+        op = reduce_op(op)
+        exact = op == "mean"
+        dtype = torch.get_default_dtype()
+        ready = [t.to(dtype) if exact and not _floats(t) else t for t in tensors]
+        for tensor in ready:
+            if tensor.is_sparse:
+                self.refuse("all_reduce of a sparse tensor", "reduce dense ones")
+        results: Sequence[Tensor] = _AllReduce.apply(self, op, *ready)  # type: ignore[no-untyped-call]
+        return list(results)
+
+    def own_row(self, row: Tensor) -> Tensor:
+        """Returns a table of zeros with a row for each replica, of which its own is this."""
+        is_own = self._stand_ins.only(Kind.PLACE).unsqueeze(1)
+        return torch.where(is_own, row, torch.zeros_like(row))
+
+    def refuse(self, what: str, remedy: str) -> NoReturn:
+        """Raises the error for what no trace can follow."""
+        raise refusal(
+            what,
+            "cannot be followed by one trace for all replicas",
+            " or ".join(filter(None, (remedy, "pass fallback='eager'"))),
+        )
+
+    # What the graph has in place of what mirror does
+
+    def meet(self, meeting: Meeting, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Has the replicas meet here."""
+        number = len(self.meetings)
+        self.meetings.append(meeting)
+        met: list[Tensor] = torch.ops.mirror.meet(list(tensors), number)
+        return met
+
+    def weighted_sum(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
+        own = self._stand_ins.only(Kind.WEIGHT)
+        if not self._replicas.weighted:
+            return self.meet(Meeting("sum"), grads)
+        weighed = [grad * own.to(grad.dtype) for grad in grads]
+        return [t / own.to(t.dtype) for t in self.meet(Meeting("sum"), weighed)]
+
+    @property
+    def count(self) -> Tensor:
+        """How many replicas take part."""
+        return self._stand_ins.only(Kind.COUNT)
+
+    def _reduced(self, places: Sequence[Place], local: list[Tensor]) -> list[Tensor]:
+        if self._replicas.num_replicas == 1:
+            return local
+        return self.meet(Meeting(None, places), local)
+
+    # What torch tells
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert self.gradients is not None
+        self.gradients.settle()
+        self.leases.begin(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.leases.give_back(optimizer)
+
+    def _note_module(self, module: nn.Module, args: Any) -> None:
+        self.modules.setdefault(id(module), module)
+
+
+class _AllReduce(torch.autograd.Function):
+    """Tensors reduced over the replicas. See [Note: Gradients of collectives]."""
+
+    @staticmethod
+    def forward(ctx: Any, tracer: Tracer, op: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tracer, ctx.op = tracer, op
+        ctx.set_materialize_grads(True)
+        return tuple(tracer.meet(Meeting(op), [tensor.detach() for tensor in tensors]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if ctx.op not in ("sum", "mean"):
+            raise CompileError(
+                f"all_reduce({ctx.op!r}) is not differentiable; detach what is reduced"
+            )
+        summed = ctx.tracer.weighted_sum(grads)
+        if ctx.op == "mean":
+            summed = [grad / ctx.tracer.count.to(grad.dtype) for grad in summed]
+        return (None, None, *summed)
+
+
+def _floats(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+__all__ = ["Input", "Meeting", "TracedRun", "Tracer"]

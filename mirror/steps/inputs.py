@@ -1,0 +1,77 @@
+"""Inputs: what a compiled step reads and writes, each a tensor that its programs are called with.
+
+Most are the same for all replicas of a device: parameters, optimizer state, learning rates. The
+rest each replica has for itself: its part of the batch, its buffers, its weight and its seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Kind(Enum):
+    """What an input is."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"  # left by a step before
+    STATE = "optimizer state"
+    RATE = "learning rate"
+    COUNT = "number of replicas that take part"
+    SHARED = "tensor that all replicas have in common"  # an argument, or found in the step
+    BUFFER = "buffer"
+    PART = "part of the batch"
+    WEIGHT = "weight"
+    PLACE = "which replica it is"
+    SEED = "seed"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether each replica has one of its own."""
+        return self in _OWN
+
+
+_OWN = {Kind.BUFFER, Kind.PART, Kind.WEIGHT, Kind.PLACE, Kind.SEED}
+
+
+@dataclass(eq=False, slots=True)
+class Input:
+    """One input of a compiled step.
+
+    Attributes:
+        of: the Place of a parameter, a buffer, or a gradient; of state and rates the optimizer's
+            number; of a part or shared argument its number among the leaves.
+        key: of state the parameter's place and the name; of rates the group's number and name.
+        fake: what stands for it in the trace.
+        value: of what was found in the step, the tensor itself.
+    """
+
+    kind: Kind
+    fake: Tensor
+    of: Any = None
+    key: Any = None
+    value: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One optimizer of a step, and what was found in it.
+
+    Attributes:
+        params: by group, its parameters.
+        options: by group, the rest.
+    """
+
+    optimizer: Optimizer
+    params: list[list[Tensor]]
+    options: list[dict[str, Any]]
+
+
+def inputs_of(inputs: Sequence[Input], kind: Kind) -> list[Input]:
+    """Returns the inputs of one kind, in order."""
+    return [one for one in inputs if one.kind is kind]

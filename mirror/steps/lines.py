@@ -1,0 +1,64 @@
+"""Where in the user's code something happens: for errors that name file and line."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from types import FrameType, TracebackType
+
+import torch
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple(
+    os.path.join(path, "")
+    for path in (
+        _HERE,
+        os.path.dirname(torch.__file__),
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+    )
+)
+_OURS_AND_TORCHS = _LIBRARIES[:2]
+
+
+def line_here() -> str:
+    """Returns the innermost line of the user's code that is being run, ``file:line `code` ``."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return _line([(f.f_code.co_filename, f.f_lineno) for f in frames])
+
+
+def line_of(error: BaseException) -> str:
+    """Returns the innermost line of the user's code that an error came through."""
+    places = []
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        places.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+        step = step.tb_next
+    return _line(places[::-1])
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text."""
+    return str(error).partition("\n")[0]
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is no library's, torch's or ours."""
+    return not path.startswith((*_LIBRARIES, "<frozen"))
+
+
+def _line(places: list[tuple[str, int]]) -> str:
+    """Returns the first place that is no library's; else the first that is not torch's or ours."""
+    for libraries in (_LIBRARIES, _OURS_AND_TORCHS):
+        for name, number in places:
+            if not name.startswith((*libraries, "<frozen")):
+                code = linecache.getline(name, number).strip()
+                return f"{name}:{number}" + (f" `{code}`" if code else "")
+    return "an unknown line"

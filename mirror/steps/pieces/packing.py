@@ -1,0 +1,88 @@
+"""Packing: local gradients leave a program as one flat tensor, but for large ones.
+
+A tensor per gradient costs a call each wherever they are handled in Python. What is above
+``LARGE_BYTES`` stays apart: to copy 25 MB into one takes longer than all calls that it saves.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirror.steps.following.tracing import Meeting
+
+LARGE_BYTES = 2**20
+_MEET = "mirror.meet.default"
+_getitem = operator.getitem
+
+
+def packed(module: fx.GraphModule, meetings: Sequence[Meeting]) -> None:
+    """Has the small gradients of every meeting of gradients joined, in a graph of values."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if str(node.target) == _MEET and meetings[node.args[1]].op is None:
+            _pack(graph, node)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _pack(graph: fx.Graph, meet: fx.Node) -> None:
+    aten = torch.ops.aten
+    grads: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, grad in enumerate(grads):
+        value = grad.meta["val"]
+        if value.numel() * value.element_size() <= LARGE_BYTES:
+            by_dtype.setdefault(value.dtype, []).append(i)
+    groups = [positions for positions in by_dtype.values() if len(positions) > 1]
+    if not groups:
+        return
+    joined = {i for positions in groups for i in positions}
+    apart = [i for i in range(len(grads)) if i not in joined]
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        values = [torch.fx.map_arg(arg, lambda n: n.meta["val"]) for arg in args]
+        node.meta["val"] = target(*values)
+        return node
+
+    with graph.inserting_before(meet):
+        flats = [
+            call(
+                aten.cat.default,
+                [call(aten.reshape.default, grads[i], [-1]) for i in positions],
+            )
+            for positions in groups
+        ]
+        met = call(
+            torch.ops.mirror.meet.default, [*flats, *[grads[i] for i in apart]], meet.args[1]
+        )
+    users = {user.args[1]: user for user in meet.users}
+    at = meet
+    for number, positions in enumerate(groups):
+        with graph.inserting_after(at):
+            flat = graph.call_function(_getitem, (met, number))
+            flat.meta["val"] = met.meta["val"][number]
+        at, begin = flat, 0
+        for i in positions:
+            shape = list(grads[i].meta["val"].shape)
+            size = math.prod(shape)
+            if i in users:
+                with graph.inserting_before(users[i]):
+                    part = call(aten.slice.Tensor, flat, 0, begin, begin + size)
+                    users[i].replace_all_uses_with(call(aten.view.default, part, shape))
+            begin += size
+    for number, i in enumerate(apart, len(groups)):
+        if i in users:
+            with graph.inserting_before(users[i]):
+                one = graph.call_function(_getitem, (met, number))
+                one.meta["val"] = met.meta["val"][number]
+                users[i].replace_all_uses_with(one)
+    for user in list(meet.users):
+        graph.erase_node(user)
+    graph.erase_node(meet)

@@ -1,0 +1,54 @@
+"""What a step is cut into: programs, by the level at which they run, and meetings between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A program of a level.
+
+    Attributes:
+        is_own: whether every replica runs it; else every device.
+        graph: called with ``reads``; returns ``gives``.
+        reads: slots of what it takes.
+        gives: slots of what it returns.
+        writes: which of ``reads`` it changes.
+    """
+
+    is_own: bool
+    graph: fx.GraphModule
+    reads: list[int]
+    gives: list[int]
+    writes: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class Level:
+    """What happens between two meetings.
+
+    Attributes:
+        meetings: number, slots of what each replica brings, slots of the results.
+    """
+
+    shared: Piece | None = None
+    own: Piece | None = None
+    meetings: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Pieces:
+    """A step, cut.
+
+    Attributes:
+        num_slots: how many values there are; the first ones are the inputs.
+        results: slots of what the graph returned.
+        own_slots: those that differ between replicas.
+    """
+
+    levels: list[Level]
+    num_slots: int
+    results: list[int]

@@ -1,0 +1,156 @@
+"""Trace: one trace of a step, cut into programs, and what its inputs and results mean."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from mirror.errors import CompileError
+from mirror.execution.replicas import Replicas
+from mirror.steps.following.graphs import follow, functional
+from mirror.steps.following.leases import Lease
+from mirror.steps.following.stand_ins import StandIns
+from mirror.steps.following.tracing import Meeting, Tracer
+from mirror.steps.following.unchanged import Unchanged
+from mirror.steps.inputs import Input, Kind
+from mirror.steps.pieces.cut import cut
+from mirror.steps.pieces.packing import packed
+from mirror.steps.pieces.parts import Pieces
+from mirror.steps.places import Place
+from mirror.values import leaves_of, rebuild_structure
+
+
+@dataclass(eq=False, slots=True)
+class Trace:
+    """A step, traced.
+
+    Attributes:
+        inputs: what it reads and writes; the first slots of ``pieces``.
+        fakes: what stood for the tensors among the arguments' leaves.
+        structure: what the step returns, with leaves in place of tensors.
+        is_tensor: of each leaf, whether it comes from a slot.
+        grads: what gradient each parameter is left with: a position in the results, or ``None``.
+        draws: how many places draw random numbers.
+    """
+
+    pieces: Pieces
+    inputs: list[Input]
+    written: list[Input]
+    fakes: list[Tensor]
+    plain: list[Any]
+    layouts: list[Any]
+    mode: Any
+    structure: Any
+    leaves: list[Any]
+    is_tensor: list[bool]
+    grads: dict[Place, int | None]
+    entering: dict[Place, bool]
+    meetings: list[Meeting]
+    modules: list[nn.Module]
+    leases: list[Lease]
+    draws: int
+    num_nodes: int
+
+
+def trace(
+    step: Callable[..., Any],
+    call: Callable[[Sequence[Any]], Any],
+    leaves: Sequence[Any],
+    own: Sequence[bool],
+    replicas: Replicas,
+    places: Sequence[Place],
+    grads: dict[Place, Tensor],
+) -> Trace:
+    """Traces a step.
+
+    Args:
+        call: calls the step with these leaves of its arguments.
+        leaves: one replica's; its tensors are what the trace is made for.
+        own: of each leaf, whether every replica has one of its own.
+        grads: those that parameters have.
+
+    Raises:
+        CompileError: it does what no trace can follow.
+    """
+    stand_ins = StandIns(places, grads, replicas.num_replicas)
+    fakes: list[Tensor] = []
+    args: list[Any] = []
+    for i, (leaf, is_own) in enumerate(zip(leaves, own, strict=True)):
+        if isinstance(leaf, Tensor):
+            kind = Kind.PART if is_own else Kind.SHARED
+            leaf = stand_ins.add(kind, leaf, i, batched=is_own)
+            fakes.append(leaf)
+        args.append(leaf)
+    tracer = Tracer(replicas, stand_ins)
+    returned: list[Any] = []
+    left: dict[Place, Tensor | None] = {}
+    assigned: list[Place] = []
+
+    def followed() -> Sequence[Tensor]:
+        with Unchanged(step, tracer):
+            result = tracer.follow(lambda: call(args))
+        returned.append(result)
+        assert tracer.gradients is not None
+        left.update(tracer.gradients.left)
+        for place in places:
+            after = stand_ins.assigned.get(id(place.record))
+            if after is not None and after is not stand_ins.standing_for(place):
+                assigned.append(place)
+                stand_ins.standing_for(place).copy_(after)
+        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+        tensors += [grad for grad in left.values() if grad is not None]
+        return [stand_ins.by_id().get(id(t), t).detach() for t in tensors]
+
+    before = _other_generators()
+    graph, inputs = follow(followed, stand_ins.mode, stand_ins.inputs)
+    if before != _other_generators():
+        raise CompileError(
+            "the step cannot be compiled: it draws from Python's or numpy's random numbers, which "
+            "would be the same in every call; draw with torch.rand, or pass fallback='eager'"
+        )
+    pure = functional(graph, inputs, stand_ins.mode)
+    packed(pure.module, tracer.meetings)
+    result = returned[0]
+    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves_of(result)]
+    position = sum(is_tensor)
+    positions: dict[Place, int | None] = {}
+    for place, grad in left.items():
+        positions[place] = None
+        if grad is not None:
+            positions[place] = position
+            position += 1
+    return Trace(
+        cut(pure, replicas.num_replicas),
+        inputs,
+        pure.writes,
+        fakes,
+        [leaf for leaf in leaves if not isinstance(leaf, Tensor)],
+        [layout(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
+        stand_ins.mode,
+        rebuild_structure(result, [None] * len(is_tensor)),
+        [None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(result)],
+        is_tensor,
+        positions,
+        dict(tracer.gradients.looked_at) if tracer.gradients is not None else {},
+        tracer.meetings,
+        list(tracer.modules.values()),
+        list(tracer.leases.all.values()),
+        tracer.draws.count,
+        len(graph.graph.nodes),
+    )
+
+
+def layout(tensor: Tensor) -> tuple[bool, bool]:
+    """Returns what of a tensor's layout programs are made for."""
+    return tensor.is_contiguous(), tensor.requires_grad
+
+
+def _other_generators() -> tuple[Any, ...]:
+    """Returns the states of Python's and numpy's random numbers."""
+    of_numpy: Any = np.random.get_state(legacy=False)
+    return random.getstate(), of_numpy["state"]["pos"], of_numpy["state"]["key"].tobytes()

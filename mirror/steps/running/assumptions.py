@@ -1,0 +1,297 @@
+"""Assumptions: what a trace took for granted; told apart what has changed since, in microseconds.
+
+[Note: Assumptions]
+A program is right as long as the step's Python code would do what it did at the trace. What that
+depends on is compared before every call, as a few lists in the interpreter's C:
+
+    thread      grad mode, autocast, default dtype
+    modules     those called: modes, numbers and strings among the attributes, submodules, hooks
+    parameters  that they are the same, where they lie, whether they require gradients
+    optimizers  groups: their parameters and options, but for learning rates, which are inputs
+    around      plain values of globals, closure cells, defaults and ``self`` of the step's
+                function, and of the user's functions that it names; which objects there are
+    arguments   sizes, dtypes, plain values: see StepPrograms
+
+What a change of another kind does (an entry of a dict, a field of an object three hops away) a
+program does not see: pass such values as arguments.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirror.steps.following.leases import Lease
+from mirror.steps.lines import is_users
+from mirror.steps.places import Place
+
+PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MAX_FUNCTIONS = 100
+
+Look = Callable[[], Any]
+
+
+class Watched:
+    """One list of things to compare.
+
+    Args:
+        names: says what entry ``i`` is.
+        look: returns what there is now.
+    """
+
+    __slots__ = ("_look", "_names", "_then")
+
+    def __init__(self, names: Sequence[str], look: Callable[[], list[Any]]) -> None:
+        self._names, self._look = names, look
+        self._then = look()
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        return self._look() == self._then
+
+    def changed(self) -> str | None:
+        """Returns what has changed, in words; ``None``: nothing."""
+        now = self._look()
+        if now == self._then:
+            return None
+        for name, before, after in zip(self._names, self._then, now, strict=False):
+            if before != after:
+                return f"{name} was {_shown(before)} and is {_shown(after)}"
+        return f"{self._names[0] if self._names else 'something'} and what is beside it"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, _Same):
+        return "one object" if value.is_then else "another one"
+    return f"{value!r:.80}"
+
+
+class _Same:
+    """An object, to be compared by identity; it is kept alive, so its ``id`` is its own."""
+
+    __slots__ = ("is_then", "what")
+
+    def __init__(self, what: Any) -> None:
+        self.what, self.is_then = what, True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.what is other.what
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def comparable(value: Any) -> Any:
+    """Returns a plain value, or what compares an object by identity."""
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) is tuple and all(isinstance(entry, PLAIN) for entry in value):
+        return value
+    return _Same(value)
+
+
+class Assumptions:
+    """What a trace took for granted. See [Note: Assumptions].
+
+    Args:
+        step: the user's function.
+        modules: those that it has called.
+        places: the parameters that it uses.
+        leases: the optimizers that it steps.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        places: Sequence[Place],
+        leases: Sequence[Lease],
+    ) -> None:
+        self._watched = [
+            thread_state(),
+            *_of_modules(modules),
+            *_of_parameters(places),
+            *[_of_optimizer(lease) for lease in leases],
+            *_around(step),
+        ]
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        return all(watched.holds() for watched in self._watched)
+
+    def changed(self) -> str | None:
+        """Returns what has changed, in words; ``None``: nothing."""
+        return next(filter(None, (watched.changed() for watched in self._watched)), None)
+
+
+def thread_state() -> Watched:
+    """Watches what torch is told by the thread."""
+    kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
+
+    def look() -> list[Any]:
+        return [
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            *[
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                for kind in kinds
+            ],
+        ]
+
+    names = ["the grad mode", "the default dtype", "deterministic algorithms"]
+    return Watched([*names, *[f"autocast of {kind}" for kind in kinds]], look)
+
+
+def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
+    modules = {id(sub): sub for module in called for sub in module.modules()}
+    paths: dict[int, str] = {}
+    for module in called:
+        for name, sub in module.named_modules():
+            paths.setdefault(id(sub), name or type(sub).__name__)
+    getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+    values: list[str] = []
+    children: list[Any] = []
+    owners: list[str] = []
+    hooks: list[dict[Any, Any]] = []
+    for key, module in modules.items():
+        attributes = module.__dict__
+        names = [
+            name
+            for name, value in attributes.items()
+            if isinstance(value, PLAIN) and not name.startswith(("_is_", "_compiled", "_version"))
+        ]
+        getters.append((operator.itemgetter(*names), attributes))
+        values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
+        if module._modules:
+            children.append(module._modules)
+            owners.append(f"the submodules of {paths[key]!r}")
+        hooks += [attributes[name] for name in _HOOKS]
+
+    def look() -> list[Any]:
+        try:
+            return [get(attributes) for get, attributes in getters]
+        except KeyError as error:
+            return [error.args[0]]
+
+    def look_at_children() -> list[Any]:
+        return [[*map(id, entries.values())] for entries in children]
+
+    def count_hooks() -> list[Any]:
+        return [*map(len, hooks)]
+
+    return [
+        Watched(values, look),
+        Watched(owners, look_at_children),
+        Watched(["the number of hooks of modules"], count_hooks),
+    ]
+
+
+def _of_parameters(places: Sequence[Place]) -> list[Watched]:
+    tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
+    names = [place.name for place in places]
+    pointer = operator.methodcaller("data_ptr")
+    requires_grad = operator.attrgetter("requires_grad")
+    return [
+        Watched(
+            [f"requires_grad of {n!r}" for n in names], lambda: [*map(requires_grad, tensors)]
+        ),
+        Watched([f"the memory of {n!r}" for n in names], lambda: [*map(pointer, tensors)]),
+    ]
+
+
+def _of_optimizer(lease: Lease) -> Watched:
+    optimizer = lease.optimizer
+    kind = type(optimizer).__name__
+
+    def look() -> list[Any]:
+        found: list[Any] = []
+        for group in optimizer.param_groups:
+            found.append([*map(id, group["params"])])
+            found.append(
+                [
+                    (name, comparable(value))
+                    for name, value in group.items()
+                    if name not in ("params", "lr", "initial_lr")
+                ]
+            )
+        return found
+
+    return Watched([f"a parameter group of {kind}", f"an option of {kind}"] * 8, look)
+
+
+def _around(step: Callable[..., Any]) -> list[Watched]:
+    """Watches the plain values that a function finds around itself."""
+    names: list[str] = []
+    looks: list[Look] = []
+    seen: set[int] = set()
+    queue: list[Any] = [step]
+    while queue and len(seen) < _MAX_FUNCTIONS:
+        function = queue.pop(0)
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        if isinstance(function, MethodType):
+            _add_fields(function.__self__, names, looks)
+            function = function.__func__
+        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
+            if not isinstance(function, (FunctionType, type, nn.Module)):
+                call = inspect.getattr_static(type(function), "__call__", None)
+                if isinstance(call, FunctionType):
+                    _add_fields(function, names, looks)
+                    queue.append(call)
+            continue
+        for name, look in _found_by(function):
+            value = look()
+            names.append(name)
+            looks.append(look)
+            if isinstance(value, (FunctionType, MethodType)):
+                queue.append(value)
+    return [Watched(names, lambda: [comparable(look()) for look in looks])]
+
+
+def _found_by(function: FunctionType) -> list[tuple[str, Look]]:
+    found: list[tuple[str, Look]] = []
+    where = function.__qualname__
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        found.append((f"variable {name!r} around {where}", partial(_content, cell)))
+    for name in sorted(_globals_of(function.__code__)):
+        if name in function.__globals__:
+            found.append((f"global {name!r} of {where}", partial(function.__globals__.get, name)))
+    found.append((f"the defaults of {where}", lambda: function.__defaults__))
+    return found
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _globals_of(constant)
+    return names
+
+
+def _add_fields(owner: Any, names: list[str], looks: list[Look]) -> None:
+    """Watches the plain fields of an object whose method a step is, or calls."""
+    fields = getattr(owner, "__dict__", None)
+    if isinstance(owner, nn.Module) or fields is None:
+        return
+    for name, value in fields.items():
+        if isinstance(value, PLAIN):
+            names.append(f"{type(owner).__name__}.{name}")
+            looks.append(partial(fields.get, name))

@@ -1,0 +1,103 @@
+"""Coherence: a compiled step beside all else that a program does with a strategy.
+
+[Note: Compiled steps and copies]
+To everybody else a compiled step is a change of the first copies in the cross-replica context: of
+parameters, optimizer state, and gradients. Replicas that share a device read one copy; the others
+are behind until something that is not compiled needs them. Buffers are every replica's own, as in
+a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mirror.execution.parts import Parts
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
+from mirror.replica.copies.variable import settle
+from mirror.replica.copies.variables import Variables
+from mirror.replica.gradients.access import Access
+from mirror.steps.following.leases import Lease
+from mirror.steps.inputs import Input, Kind
+from mirror.steps.places import Place
+
+T = TypeVar("T")
+
+
+class Coherence:
+    """Keeps what compiled steps change equal to what all else sees.
+
+    Args:
+        parts: those to be told before a compiled step: all but values and gradients.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        variables: Variables,
+        access: Access,
+        parts: Parts,
+    ) -> None:
+        self._replicas, self._runner = replicas, runner
+        self._variables, self._access, self._parts = variables, access, parts
+        self.num_replicas = replicas.num_replicas
+        devices = list(replicas.devices)
+        self._homes = {devices.index(device) for device in devices}
+        self._others = [r for r in range(self.num_replicas) if r not in self._homes]
+
+    def alone(self, call: Callable[[], T]) -> T:
+        """Calls ``call`` while no run is going on, and none can begin."""
+        return self._runner.alone(call, "a compiled step")
+
+    def wants_eager(self) -> bool:
+        """Whether what is going on around a call is nothing for a compiled one."""
+        return torch.is_inference_mode_enabled() or self._access.unreduced.deferring
+
+    def prepare(self) -> None:
+        """Makes the first copies what the cross-replica context left."""
+        if self._runner.unfinished and self._runner.running is None:
+            self._runner.recover()
+        self._parts.prepare()
+        if len(self._homes) > 1:
+            self._variables.carry_changed()
+
+    def gradients(self, places: Sequence[Place]) -> dict[Place, Tensor]:
+        """Returns the gradients that there are."""
+        self._access.take_left()
+        found = {}
+        for place in places:
+            if place.is_parameter:
+                holder = place.owner if place.record is None else place.record.targets[0]
+                if holder.grad is not None:
+                    found[place] = holder.grad
+        return found
+
+    def stepped(
+        self,
+        written: Sequence[Input],
+        leases: Sequence[Lease],
+        grads: dict[Place, Tensor | None],
+        active: tuple[int, ...],
+    ) -> None:
+        """Notes what a compiled step has changed, and the gradients that it leaves."""
+        for one in written:
+            if one.kind is Kind.BUFFER and one.of.record is not None:
+                one.of.record.wrote(active)
+        if self.num_replicas == 1:
+            for place, grad in grads.items():
+                place.owner.grad = grad
+            return
+        variables = [one.of.record for one in written if one.kind is Kind.PARAMETER]
+        settle(variables)
+        if self._others:
+            self._variables.leave_behind(variables, self._others)
+            for lease in leases:
+                mirror: Any = vars(lease.optimizer).get("_mirror")
+                if mirror is not None:
+                    mirror.follow_first()
+        self._access.leave({place.record: grad for place, grad in grads.items()})

@@ -1,0 +1,57 @@
+"""Reductions: the local gradients of a compiled step, reduced over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.execution.replicas import Replicas
+from mirror.replica.collectives.reducer import Moved, Reducer
+
+
+class Reductions:
+    """Reduces what compiled programs leave of gradients, by the rules of every other reduction.
+
+    Args:
+        reducer: sums over the replicas.
+    """
+
+    def __init__(self, replicas: Replicas, reducer: Reducer) -> None:
+        self._replicas, self._reducer = replicas, reducer
+
+    def shares(self, active: Sequence[int], weights: Sequence[float] | None) -> dict[int, float]:
+        """Returns what each replica's gradient counts for. See [Note: Shares]."""
+        if not self._replicas.weighted:
+            return dict.fromkeys(active, 1.0)
+        if weights is None:
+            return dict.fromkeys(active, 1.0 / len(active))
+        total = sum(weights[r] for r in active)
+        if total == 0:
+            return dict.fromkeys(active, 1.0 / len(active))
+        return {r: weights[r] / total for r in active}
+
+    def reduce(
+        self, local: dict[int, list[Tensor]], shares: dict[int, float]
+    ) -> dict[int, list[Tensor]]:
+        """Returns the weighted sums, on each replica that takes part, and on every device."""
+        scale, n = 1.0, self._replicas.num_replicas
+        first = next(iter(shares.values()))
+        if all(share == first for share in shares.values()):
+            scale = first
+        else:
+            for r, grads in local.items():
+                torch._foreach_mul_(grads, shares[r])
+        any_of = next(iter(local.values()))
+        columns: list[Any] = []
+        for r in range(n):
+            if r in local:
+                columns.append(local[r])
+            else:
+                columns.append(
+                    [torch.zeros_like(g, device=self._replicas.devices[r]) for g in any_of]
+                )
+        self._reducer.all_reduce(Moved(columns, [], range(len(any_of))), scale)
+        return dict(enumerate(columns))

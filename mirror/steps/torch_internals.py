@@ -1,0 +1,124 @@
+"""The private names of torch that tracing and compiling a step use, and none but these.
+
+They are looked up when a step is first compiled: mirror imports no compiler. ``torch_names.txt``
+has them, as it has those of ``torch_private.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+Program = Callable[[list[Any]], Sequence[Any]]
+
+is_fake = FakeTensor
+
+
+def fake_mode() -> Any:
+    """Returns a mode in which tensors have shapes, and no values."""
+    # Sizes of 0 and 1 mean what other sizes do, unless a program asks: see Guards.
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def faked(mode: Any, tensor: Tensor, dynamic: Sequence[int] = ()) -> Tensor:
+    """Returns what stands for a tensor, whose dimensions ``dynamic`` may have any size."""
+    dims = [DimDynamic.DUCK if d in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():  # it may be traced
+        fake: Tensor = mode.from_tensor(tensor.detach(), symbolic_context=context)
+    return fake
+
+
+def sizes_fit(mode: Any, fakes: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors have sizes for which a trace of ``fakes`` holds."""
+    env = mode.shape_env
+    found: dict[Any, int] = {}
+    for fake, tensor in zip(fakes, tensors, strict=True):
+        if fake.dim() != tensor.dim() or fake.dtype != tensor.dtype:
+            return False
+        for known, size in zip(fake.shape, tensor.shape, strict=True):
+            expression = getattr(getattr(known, "node", None), "expr", known)
+            if getattr(expression, "is_Symbol", False):
+                within = env.var_to_range[expression]
+                if found.setdefault(expression, size) != size:
+                    return False
+                if not within.lower <= size <= within.upper:
+                    return False
+            elif int(expression) != size:
+                return False
+    return all(bool(guard.expr.xreplace(found)) for guard in env.guards)
+
+
+def constant_of(tensor: Tensor) -> Tensor | None:
+    """Returns the value of a fake tensor that was made of one, and not traced."""
+    return getattr(tensor, "constant", None)
+
+
+def traced(
+    function: Callable[..., Any],
+    mode: Any,
+    inputs: Sequence[Any],
+    decompositions: Mapping[Any, Any] | None = None,
+) -> fx.GraphModule:
+    """Returns the graph of what ``function(*inputs)`` calls, backward passes too."""
+    with mode:
+        return make_fx(function, decomposition_table=decompositions, tracing_mode="real")(*inputs)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Has ``torch.compiler.is_compiling()`` say so: optimizers keep their counts in tensors."""
+    names: Any = torch.compiler
+    before = names._is_compiling_flag
+    names._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        names._is_compiling_flag = before
+
+
+def decompositions() -> Mapping[Any, Any]:
+    """Returns what inductor wants operations taken apart into."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch._inductor.decomposition import select_decomp_table
+
+    table: Mapping[Any, Any] = select_decomp_table()
+    return table
+
+
+def inductor_compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Program:
+    """Compiles a graph without side effects but its last writes; called with a list of inputs."""
+    with warnings.catch_warnings():  # of what torch itself does
+        warnings.simplefilter("ignore")
+        return _compiled(graph, mode, inputs)
+
+
+def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Program:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    is_cpu = all(t.device.type == "cpu" for t in inputs if isinstance(t, Tensor))
+    with (
+        tracing(TracingContext(mode)),
+        V.set_fake_mode(mode),
+        torch.no_grad(),
+        config.patch(cpp_wrapper=is_cpu),
+    ):
+        compiled: Any = compile_fx_inner(
+            graph, list(inputs), is_inference=True, cpp_wrapper=is_cpu
+        )
+    # Without what torch puts around: 24 functions of Python a call.
+    program: Program = compiled.current_callable
+    return program

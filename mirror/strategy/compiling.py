@@ -1,0 +1,36 @@
+"""Compiling: a strategy's compiled steps, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mirror.steps.running.coherence import Coherence
+from mirror.steps.running.compiled_step import FALLBACKS, MODES, CompiledStep
+from mirror.strategy.arguments import check_call, taking_part
+from mirror.strategy.group import Group
+from mirror.strategy.options import check_choice
+
+
+def compiled_step(
+    group: Group, run: Callable[..., Any], step: Callable[..., Any], *, fallback: str, mode: str
+) -> CompiledStep:
+    """Returns a step of this group's replicas that is compiled when it is called.
+
+    Raises:
+        TypeError: ``step`` is no function that ``run`` takes.
+        ValueError: an unknown ``fallback`` or ``mode``.
+    """
+    check_choice("fallback", fallback, FALLBACKS)
+    check_choice("mode", mode, MODES)
+    check_call(step, (), {})
+    coherence = Coherence(
+        group.replicas, group.runner, group.variables, group.access, group.beside_copies
+    )
+
+    def make() -> Any:
+        from mirror.steps.running.making import Maker  # torch's compiler, which takes a second
+
+        return Maker(group.replicas, group.registry, group.reducer, coherence, mode)
+
+    return CompiledStep(step, run, taking_part, coherence, make, fallback=fallback)
