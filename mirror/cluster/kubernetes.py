@@ -53,7 +53,7 @@ class KubernetesResolver(ClusterResolver):
             ``{"worker": ["job-name=tensorflow"]}``, TensorFlow's.
         port: of every worker; ``None``: MASTER_PORT, else 29500; 8470 for pods that are listed.
         override_client: has ``list_pod_for_all_namespaces(label_selector=)``.
-        num_workers: where nothing tells, for an indexed Job.
+        num_workers: of an indexed Job whose manifest does not set WORLD_SIZE.
         subdomain: the headless Service, where MASTER_ADDR does not tell.
         environ: read instead of this process's environment.
 
@@ -93,12 +93,12 @@ class KubernetesResolver(ClusterResolver):
         """
         if self._client is not None:
             return ClusterSpec({job: self._listed(job) for job in self._selectors})
-        found = self.rendezvous()
-        first, dot, rest = found.master_address.partition(".")
-        job = _SIBLING.fullmatch(first)
+        found = self._told()
         hosts = [found.master_address] + [""] * (found.world_size - 1)
-        if dot and job and first.endswith("-0"):
-            hosts[1:] = [f"{job[1]}-{i}.{rest}" for i in range(1, found.world_size)]
+        own_job = self._place()[2]
+        first, _, subdomain = found.master_address.partition(".")
+        if subdomain and first == f"{own_job}-0":
+            hosts = [f"{own_job}-{i}.{subdomain}" for i in range(found.world_size)]
         return ClusterSpec({"worker": [h and f"{h}:{found.master_port}" for h in hosts]})
 
     @property
@@ -115,7 +115,7 @@ class KubernetesResolver(ClusterResolver):
     def task_id(self) -> int | None:
         """This worker's rank; ``None`` until it is set, where pods are listed."""
         is_told = self._task_id is None and self._client is None
-        return self.rendezvous().rank if is_told else self._task_id
+        return self._told().rank if is_told else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -123,8 +123,10 @@ class KubernetesResolver(ClusterResolver):
 
     def rendezvous(self) -> Rendezvous:
         """Returns what the environment tells, or what follows from the pods that are listed."""
-        if self._client is not None:
-            return super().rendezvous()
+        is_set = self._task_type is not None or self._task_id is not None
+        return super().rendezvous() if is_set or self._client is not None else self._told()
+
+    def _told(self) -> Rendezvous:
         told = self._variables
         rank, size, own_job = self._place()
         if rank >= size:

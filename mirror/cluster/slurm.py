@@ -11,7 +11,7 @@ from mirror.cluster.slurm_step import num_tasks, port_of, read_step
 from mirror.cluster.spec import ClusterSpec
 from mirror.cluster.variables import MAX_PORT, Variables
 from mirror.devices import count_cuda_devices
-from mirror.errors import ClusterError
+from mirror.errors import ClusterError, in_words
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -58,6 +58,9 @@ class SlurmResolver(ClusterResolver):
         told = Variables(self._environ)
         self._step = read_step(told, tasks_per_node)
         self._jobs = _jobs(jobs, num_tasks(told), self._step.num_tasks)
+        for name, gpus in (("node", gpus_per_node), ("task", gpus_per_task)):
+            if gpus is not None and gpus < 0:
+                raise ClusterError(f"gpus_per_{name} is a number of GPUs; got {in_words(gpus)}")
         self._port_base = port_of(told) if port_base is None else port_base
         last = self._port_base + max(self._step.counts) - 1
         if not 0 < self._port_base <= last <= MAX_PORT:
@@ -146,6 +149,9 @@ def _jobs(
 ) -> dict[str, tuple[int, int]]:
     """Where in the order of ranks each job begins and ends."""
     counts = {"worker": placed if said is None else said} if jobs is None else jobs
+    wrong = [job for job, count in counts.items() if not isinstance(count, int) or count < 0]
+    if wrong:
+        raise ClusterError(f"jobs say how many tasks each job has; got {in_words(dict(counts))}")
     if sum(counts.values()) != placed:
         raise ClusterError(
             f"{' + '.join(f'{count} {job}' for job, count in sorted(counts.items()))} are "

@@ -62,6 +62,12 @@ def read_step(told: Variables, tasks_per_node: int | Mapping[str, int] | None) -
     else:
         nodes = expand_hostlist(told.needed(*_NODES, why=_WHY))
         counts = _counts(told, len(nodes), tasks_per_node)
+    wrong = [count for count in counts if not isinstance(count, int) or count < 1]
+    if wrong or not counts:
+        raise ClusterError(
+            "every node of a step has at least one task; got tasks_per_node="
+            f"{in_words(tasks_per_node)}"
+        )
     if len(set(nodes)) < len(nodes):
         raise ClusterError(f"{told.first(*_NODES)} names a node twice: {in_words(nodes)}")
     if len(nodes) != len(counts):
@@ -94,7 +100,7 @@ def port_of(told: Variables) -> int:
 
 def _counts(told: Variables, num_nodes: int, tasks_per_node: int | None) -> list[int]:
     if tasks_per_node is not None:
-        return [int(tasks_per_node)] * num_nodes
+        return [tasks_per_node] * num_nodes
     text = told.text(*_PER_NODE)
     if text is not None:
         return expand_tasks_per_node(text)

@@ -30,7 +30,7 @@ class TorchrunResolver(ClusterResolver):
         """Returns the workers, of which the first has its address; none where it is alone."""
         if not self._is_there:
             return ClusterSpec({})
-        found = self.rendezvous()
+        found = self._told()
         first = f"{found.master_address}:{found.master_port}"
         return ClusterSpec({"worker": [first, *[""] * (found.world_size - 1)]})
 
@@ -46,9 +46,8 @@ class TorchrunResolver(ClusterResolver):
     @property
     def task_id(self) -> int | None:
         """RANK, or ``None`` where this process is alone."""
-        return (
-            self.rendezvous().rank if self._task_id is None and self._is_there else self._task_id
-        )
+        is_told = self._task_id is None and self._is_there
+        return self._told().rank if is_told else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -56,6 +55,10 @@ class TorchrunResolver(ClusterResolver):
 
     def rendezvous(self) -> Rendezvous:
         """Returns what the variables say; ClusterError for those that are missing or wrong."""
+        is_set = self._task_type is not None or self._task_id is not None
+        return super().rendezvous() if is_set else self._told()
+
+    def _told(self) -> Rendezvous:
         if not self._is_there:
             return alone()
         told = self._variables

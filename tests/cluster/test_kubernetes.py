@@ -89,6 +89,15 @@ def test_the_pods_of_a_job_have_known_names():
     assert resolver_of(JOB | MASTER).master() == f"grpc://{names[2]}"
     unknown = resolver_of(PYTORCH_JOB).cluster_spec()
     assert unknown.job_tasks("worker") == ["pj-master-0:23456", ""]
+    # Of two Jobs, which have two pods each, or one and three.
+    several = resolver_of(JOB_SET | {"RANK": "1", "WORLD_SIZE": "4"}).cluster_spec()
+    assert several.job_tasks("worker") == ["set-workers-0-0.set:29500", "", "", ""]
+
+
+def test_what_is_set_counts():
+    resolver = resolver_of(JOB | MASTER)
+    resolver.task_id = 1
+    assert resolver.rendezvous() == Rendezvous(1, 3, "train-0.train-svc", 1234, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,10 @@
 """mirror/cluster/resolver.py: what all resolvers have, and apply()."""
 
+import json
 import os
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -98,3 +102,65 @@ def test_apply_is_for_this_process_unless_told_otherwise(monkeypatch):
         monkeypatch.setenv(name, "")
     worker(1).apply()
     assert os.environ["RANK"] == "1"
+
+
+WORKER = """
+import sys, torch, torch.distributed as dist, mirror
+{resolver}.apply()
+dist.init_process_group("gloo")
+sums = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(sums)
+print(dist.get_rank(), dist.get_world_size(), sums.item())
+dist.destroy_process_group()
+"""
+LAUNCHERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+
+
+def tf_config(port, rank):
+    cluster = {"chief": [f"127.0.0.1:{port}"], "worker": ["127.0.0.1:1"]}
+    task = {"type": ("chief", "worker")[rank], "index": 0}
+    return "mirror.cluster.TFConfigResolver()", {
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": task})
+    }
+
+
+def slurm(port, rank):
+    return f"mirror.cluster.SlurmResolver(port_base={port})", {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "127.0.0.[1-1]",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+
+
+def indexed_job(port, rank):
+    return "mirror.cluster.KubernetesResolver()", {
+        "JOB_COMPLETION_INDEX": str(rank),
+        "HOSTNAME": f"train-{rank}",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [tf_config, slurm, indexed_job])
+def test_two_processes_meet_by_what_apply_sets(launcher):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    clean = {name: text for name, text in os.environ.items() if name not in LAUNCHERS}
+    clean["GLOO_SOCKET_IFNAME"] = "lo"
+    workers = []
+    for rank in range(2):
+        resolver, variables = launcher(port, rank)
+        command = [sys.executable, "-c", WORKER.format(resolver=resolver)]
+        workers.append(
+            subprocess.Popen(command, env=clean | variables, stdout=subprocess.PIPE, text=True)
+        )
+    try:
+        said = [worker.communicate(timeout=120)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert said == ["0 2 3.0\n", "1 2 3.0\n"]

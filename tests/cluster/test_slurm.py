@@ -79,6 +79,12 @@ def test_the_port_is_alike_in_a_step_and_another_in_another():
         ({"port_base": 65535}, "have ports 65535 to 65536; ports are 1 to 65535"),
         ({"port_base": 0}, "ports are 1 to 65535"),
         ({"gpus_per_node": 3, "gpus_per_task": 2}, "2 tasks on a node with 2 GPUs each are more"),
+        ({"jobs": {"ps": -1, "worker": 6}}, "how many tasks each job has; got {'ps': -1"),
+        ({"jobs": {"worker": "5"}}, "how many tasks each job has"),
+        ({"gpus_per_task": -1}, "gpus_per_task is a number of GPUs; got -1"),
+        ({"tasks_per_node": 0}, "at least one task; got tasks_per_node=0"),
+        ({"tasks_per_node": {}}, "at least one task; got tasks_per_node="),
+        ({"tasks_per_node": {"n1": 5, "n2": 0}}, "at least one task; got tasks_per_node={'n1'"),
         ({"tasks_per_node": 3}, "5 worker are 5 tasks, but Slurm has 9"),
     ],
 )

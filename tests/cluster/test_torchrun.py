@@ -34,6 +34,16 @@ def test_it_reads_this_process_environment_anew_each_time(monkeypatch):
     assert resolver.task_id == 2
 
 
+def test_what_is_set_counts():
+    resolver = TorchrunResolver(environ=GOOD)
+    resolver.task_id = 1
+    assert resolver.rendezvous() == Rendezvous(1, 4, "node0", 29500)
+    with pytest.raises(ClusterError, match=r"TorchrunResolver says RANK=1, but .* RANK=3"):
+        resolver.apply(dict(GOOD))
+    resolver.task_type, resolver.task_id = "evaluator", 0
+    assert resolver.rendezvous().world_size == 1
+
+
 def test_without_torchrun_a_process_is_alone():
     resolver = TorchrunResolver(environ={"MASTER_ADDR": "node0"})
     assert resolver.rendezvous() == Rendezvous(0, 1, "127.0.0.1", 0, 0, 1)
