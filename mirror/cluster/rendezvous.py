@@ -51,6 +51,11 @@ class Rendezvous:
             raise ClusterError(
                 f"{self.world_size} workers have ranks 0 to {self.world_size - 1}; got {self.rank}"
             )
+        local_size = self.world_size if self.local_world_size is None else self.local_world_size
+        if not 1 <= local_size <= self.world_size:
+            raise ClusterError(f"LOCAL_WORLD_SIZE={local_size}, but WORLD_SIZE={self.world_size}")
+        if not 0 <= (self.local_rank or 0) < local_size:
+            raise ClusterError(f"LOCAL_RANK={self.local_rank}, but LOCAL_WORLD_SIZE={local_size}")
         if not _HOST.fullmatch(self.master_address):
             raise ClusterError(
                 f"the address of rank 0 is a host's name or number; got "

@@ -140,9 +140,7 @@ class ClusterResolver(ABC):
                     f"has {name}={there}; let one launcher start the workers, or "
                     "use TorchrunResolver"
                 )
-        for name, value in variables.items():
-            if not environ.get(name):
-                environ[name] = value
+        environ.update(variables)
         return found
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.slurm_step import num_tasks, port_of, read_step
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import MAX_PORT, Variables
+from mirror.cluster.variables import MAX_PORT, Variables, integer
 from mirror.devices import count_cuda_devices
 from mirror.errors import ClusterError, in_words
 
@@ -125,9 +125,9 @@ class SlurmResolver(ClusterResolver):
         most = max(self._step.counts)
         is_own = text is not None and text == self._shared_out
         if gpus_per_node is None and gpus_per_task is None:
+            gpus_per_task = _gpus_per_task(told)
             on_node = told.integer("SLURM_GPUS_ON_NODE") or 0
-            is_shared_out = told.text("SLURM_GPUS_PER_TASK") is not None or on_node > len(visible)
-            if is_shared_out or is_own or len(visible) < most:
+            if is_own or len(visible) < max(most, on_node, (gpus_per_task or 0) + 1):
                 return None, len(visible)
         gpus_per_node = len(visible) if gpus_per_node is None else gpus_per_node
         gpus_per_task = gpus_per_node // most if gpus_per_task is None else gpus_per_task
@@ -142,6 +142,11 @@ class SlurmResolver(ClusterResolver):
             visible = [str(i) for i in range(gpus_per_node)]
         begin = self._step.local_rank * gpus_per_task
         return ",".join(visible[begin : begin + gpus_per_task]), gpus_per_task
+
+
+def _gpus_per_task(told: Variables) -> int | None:
+    text = told.text("SLURM_GPUS_PER_TASK")  # "2" or "a100:2"
+    return None if text is None else integer(text.rpartition(":")[2], "SLURM_GPUS_PER_TASK")
 
 
 def _jobs(

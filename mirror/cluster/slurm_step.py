@@ -116,6 +116,11 @@ def _counts(told: Variables, num_nodes: int, tasks_per_node: int | None) -> list
 def _chunk(told: Variables) -> int | None:
     """How many tasks in a row are on one node; ``None`` for all that are there."""
     name, _, size = (told.text("SLURM_DISTRIBUTION") or "").lower().partition("=")
+    if name == "arbitrary":
+        raise ClusterError(
+            "SLURM_DISTRIBUTION=arbitrary takes nodes from a file, which no variable tells; start "
+            "the workers with srun --distribution=block"
+        )
     if name.startswith("cyclic"):
         return 1
     if name == "plane":

@@ -66,10 +66,6 @@ class TorchrunResolver(ClusterResolver):
         rank = told.needed_integer("RANK", why=_WHY)
         if rank >= size:
             raise ClusterError(f"RANK={rank}, but WORLD_SIZE={size} has ranks 0 to {size - 1}")
-        local_rank = told.integer("LOCAL_RANK")
-        local_size = told.integer("LOCAL_WORLD_SIZE", least=1)
-        if None not in (local_rank, local_size) and not (local_rank or 0) < (local_size or 0):
-            raise ClusterError(f"LOCAL_RANK={local_rank}, but LOCAL_WORLD_SIZE={local_size}")
         if size == 1 and told.first("MASTER_ADDR", "MASTER_PORT") is None:
             return alone()
         return Rendezvous(
@@ -77,8 +73,8 @@ class TorchrunResolver(ClusterResolver):
             size,
             told.needed("MASTER_ADDR", why=_WHY),
             told.needed_integer("MASTER_PORT", why=_WHY, least=int(size > 1), most=MAX_PORT),
-            local_rank,
-            local_size,
+            told.integer("LOCAL_RANK"),
+            told.integer("LOCAL_WORLD_SIZE", least=1),
         )
 
     @property

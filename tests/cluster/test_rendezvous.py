@@ -105,6 +105,9 @@ def test_what_is_no_address_is_an_error(address):
         ((0, 2, "a b", 1), "got 'a b'"),
         ((0, 2, "a", 0), "1 to 65535; got 0"),
         ((0, 1, "a", 65536), "0 to 65535; got 65536"),
+        ((0, 2, "a", 1, 2, 2), "LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2"),
+        ((0, 2, "a", 1, 2, None), "LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2"),
+        ((0, 2, "a", 1, 0, 3), "LOCAL_WORLD_SIZE=3, but WORLD_SIZE=2"),
     ],
 )
 def test_a_meeting_that_cannot_be_is_an_error(numbers, words):

@@ -119,6 +119,8 @@ def shared_out(rank, visible, *, given=STEP, **arguments):
         (1, "5", {}, ("5", 1)),  # fewer than tasks: Slurm has shared them out, or they share it
         (1, "", {}, ("", 0)),
         (1, "0,1", {"given": STEP | {"SLURM_GPUS_PER_TASK": "2"}}, ("0,1", 2)),
+        (1, "0,1", {"given": STEP | {"SLURM_GPUS_PER_TASK": "a100:2"}}, ("0,1", 2)),
+        (1, "0,1,2,3", {"given": STEP | {"SLURM_GPUS_PER_TASK": "1"}}, ("1", 1)),  # not bound
         (1, "0,1", {"given": STEP | {"SLURM_GPUS_ON_NODE": "4"}}, ("0,1", 2)),
         (1, "0,1", {"given": STEP | {"SLURM_GPUS_ON_NODE": "2"}}, ("1", 1)),
     ],

@@ -104,6 +104,7 @@ def test_the_program_may_say_how_many_tasks_a_node_has():
         ({"SLURM_NODEID": "1"}, "^SLURM_NODEID=1, but .*=block task 1 has 0; .*=block$"),
         ({"SLURM_LOCALID": "0"}, "^SLURM_LOCALID=0, but .* task 1 has 1"),
         ({"SLURM_NODEID": "0", "SLURM_DISTRIBUTION": "cyclic"}, "=cyclic task 1 has 1"),
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, "^SLURM_DISTRIBUTION=arbitrary takes nodes from"),
         ({"SLURM_DISTRIBUTION": "plane=x"}, "^SLURM_DISTRIBUTION is a number.*got 'x'"),
     ],
 )
