@@ -223,7 +223,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--replicas", type=at_least(1), nargs="+", default=[1, 2, 4, 8], metavar="N"
     )
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--schedules", nargs="+", choices=(*SCHEDULES, "auto"), default=SCHEDULES)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--tensorflow", default="", metavar="PYTHON", help="one that has it")
     parser.add_argument(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mirror import MirroredStrategy
 
 FIRST_STEPS = 3
+CHOOSING_STEPS = 16  # of schedules that choose by the clock
 Step = Callable[[], Tensor]
 
 
@@ -68,6 +69,8 @@ class Contestant:
         if self._options.get("beside_plain"):
             self._steps["plain"] = self._plain(build(case), batch)
         losses = [float(self._steps["step"]()) for _ in range(FIRST_STEPS)]
+        if self._options.get("schedule", "lockstep") != "lockstep":
+            self._repeat(self._steps["step"], CHOOSING_STEPS)
         self._make_room()
         return losses
 

@@ -4,7 +4,8 @@
 Every replica has a lane, the cross-replica context has one, and so have the reductions that run
 beside a backward pass. Spans of a lane nest; what counts for a kind is its own time, without that
 of the spans inside. So under ``"lockstep"``, where one lane moves at a time, the own times of all
-lanes but for ``WAITING`` add up to the step.
+lanes but for ``WAITING`` add up to the step; where some of them go backward at once, the
+cross-replica lane has what that took less than the sum of theirs, as seconds below zero.
 """
 
 from __future__ import annotations
@@ -109,6 +110,19 @@ class Timeline:
                 self._record(lane, span, now)
             if span.kind is kind:
                 return
+
+    @contextmanager
+    def counting_once(self, kind: str) -> Iterator[None]:
+        """Has what replicas do at once inside counted as long as it takes, not once for each."""
+        before, began = self._of_replicas(kind), perf_counter()
+        try:
+            yield
+        finally:
+            counted = self._of_replicas(kind) - before
+            self._sums[CROSS][kind] += perf_counter() - began - counted
+
+    def _of_replicas(self, kind: str) -> float:
+        return sum(sums[kind] for sums in self._sums[: self.num_replicas])
 
     def note_update(self, lane: int) -> None:
         """Notes that an optimizer has stepped: outside ``run`` that ends a step."""

@@ -128,6 +128,24 @@ def test_what_is_reduced_beside_the_backward_pass_is_hidden_but_for_the_wait(clo
     assert report.waiting_for_reduction == 4
 
 
+def test_what_replicas_do_at_once_counts_as_long_as_it_takes(clock):
+    timeline = Timeline(["replica 0", "replica 1"])
+    for lane in (0, 1):
+        spend(clock, timeline, lane, FORWARD, 2)
+    with timeline.counting_once(BACKWARD):
+        timeline.begin(0, BACKWARD)
+        timeline.begin(1, BACKWARD)
+        clock.now += 6
+        timeline.end(1, BACKWARD)
+        clock.now += 1
+        timeline.end(0, BACKWARD)
+    clock.now += 3
+    timeline.note_update(CROSS)
+    report = report_of(timeline, takes_turns=True)
+    assert (report.step, report.forward, report.backward, report.other) == (14, 4, 7, 3)
+    assert report.host_seconds == (9, 8)
+
+
 def test_only_the_last_thousand_steps_are_kept(clock):
     timeline = Timeline(["replica 0"])
     for seconds in range(1200):

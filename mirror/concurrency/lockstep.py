@@ -17,6 +17,9 @@ for all of them, and goes on first, so that N replicas pay N - 1 hand-overs per 
     concurrent   as under lockstep, or all at once where they compute for long: what "staggered"
                  is on simulated devices. They share the caller's intra-op threads
 
+What may be changed in these without a change of what the program does, "auto" and "staggered"
+choose by the clock: [Note: Measured manners] in ``schedules/manners.py``.
+
 So nothing but the determinism of the simulation may rest on "only one runs".
 
 Because everybody's state is known here, divergence is seen, not suffered: when all have stopped

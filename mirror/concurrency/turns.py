@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from mirror.accelerator.teams import end_team
 from mirror.concurrency.failure import Failure
 from mirror.concurrency.merge_point import Act, MergePoint, act_at, just_act
 from mirror.concurrency.pace import Pace
@@ -31,6 +32,7 @@ class Turns:
         pace: whether they compute for long.
         takes_turns: whether the replicas of this run move one at a time.
         is_eager: whether they start all at once.
+        ends_teams: whether who gives the turn away ends its team. See [Note: Teams].
         usable: whether there may be another run: not once this was closed, or struck.
     """
 
@@ -38,6 +40,7 @@ class Turns:
         self.names, self._threads, self._schedule = names, threads, schedule
         # Whether an exception has come to our own code, after which nobody knows whose turn it is.
         self.usable, self._is_struck = True, False
+        self.ends_teams = False
         self.pace, self._mutex, self._finished = Pace(), threading.Lock(), Gate()
         self._begin_run({})
 
@@ -54,8 +57,8 @@ class Turns:
         self._results, self._failure = dict[int, Any](), Failure()
         self._acting = False  # whether a merge's action runs, for which no deadline holds
         self._moves, self._latest = 0, -1  # how many turns there were; who has got the last one
-        wants_all = self.pace.is_long if at_once is None else at_once
-        self.is_eager = wants_all and self._schedule == "concurrent"
+        by_pace = self.pace.is_long and self._schedule == "concurrent"
+        self.is_eager = by_pace if at_once is None else at_once
         self._staggers = self._schedule == "staggered" and at_once is not False
         self.takes_turns = not (self._staggers or self.is_eager)
 
@@ -95,6 +98,8 @@ class Turns:
             if successor == mine:
                 came_back = True
             else:
+                if self.ends_teams:
+                    self._end_team()
                 self._threads.wake(successor, near=self.takes_turns)
             if not self.is_eager:
                 break
@@ -124,6 +129,8 @@ class Turns:
         self._frames.clear()
         if self._runnable:
             return self._give_turns(last)
+        if self.ends_teams and last != self._threads.here:  # else the caller has this thread
+            self._end_team()
         self._finished.open(near=self.takes_turns)
         return False
 
@@ -138,6 +145,10 @@ class Turns:
             self._results.update(act_at(self._waiting, self._act))
         finally:
             self._acting = False
+
+    def _end_team(self) -> None:
+        if self.takes_turns and end_team is not None:
+            end_team()
 
     def _wake_all(self) -> None:
         """Has everybody who waits, the caller included, find that the run is over."""

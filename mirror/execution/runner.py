@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from mirror.accelerator.forks import renew_in_forks
 from mirror.accelerator.stopwatch import Stopwatch
 from mirror.accelerator.streams import CopyStreams
+from mirror.concurrency.schedules.manners import Schedule
 from mirror.concurrency.threads import Claim
 from mirror.concurrency.turns import Tasks
 from mirror.devices import (
@@ -41,10 +42,11 @@ class Runner:
 
     Args:
         replicas: who they are.
-        schedule: how they take turns, see [Note: Turns].
+        schedule: how they take turns, see [Note: Turns], or ``"auto"``: [Note: Measured manners].
         timeout_seconds: how long no replica may move before a run fails; ``None``: for ever.
 
     Attributes:
+        schedule: the same, and in which manner the replicas move now.
         running: the innermost run going on, ``None`` between runs.
         parallel_pass: the backward pass outside ``run`` that has the replicas' threads.
         unfinished: whether replicas differ for a moment: something goes on that makes them equal
@@ -62,13 +64,15 @@ class Runner:
         self.parallel_pass: GoesAlone | None = None
         self.unfinished = False
         self._unended: tuple[Run, ThreadState] | None = None
-        self.locksteps = Locksteps(replicas, schedule, timeout_seconds)
+        self.schedule = Schedule(schedule)
+        if self.schedule.is_measured:
+            replicas.timeline.at_step_ends.append(self.schedule.step_ended)
+        self.locksteps = Locksteps(replicas, self.schedule.of_turns, timeout_seconds)
         self.stopwatches: tuple[Stopwatch, ...] = ()
-        self._schedule = schedule
         self.keep(())
         self._claim = Claim()
         self._generators = generators_of(replicas.devices)
-        self._streams = Streams(schedule == "lockstep" and not self._generators)
+        self._streams = Streams(self.schedule.keeps_order and not self._generators)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.devices)
         self.is_closed = False
         self._is_forked = False
@@ -179,8 +183,10 @@ class Runner:
         )
         if len(self._generators) > 1:
             separate_streams(self._generators)
-        sharers = len(active) if self._schedule == "concurrent" else 1
-        state = ThreadState.capture(self.replicas, sharers)
+        lockstep.ends_teams = self.schedule.manner.ends_teams
+        if weights is not None:
+            self.schedule.sizes = weights
+        state = ThreadState.capture(self.replicas, self.schedule.num_sharing(len(active)))
         tasks = {r: task_of(run, r, fn, state) for r in active}
         timeline = self.replicas.timeline
         try:
@@ -190,7 +196,8 @@ class Runner:
                 timeline.use()
                 # Activation checkpointing wants what is saved in one order.
                 in_order = state.saved_tensors_hooks is not None
-                at_once = False if in_order else None
+                may_be_at_once = self.schedule.may_move_at_once and not in_order
+                at_once = None if may_be_at_once else False
                 run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
                 for returned in self._parts.at_returned:
                     returned()
@@ -245,8 +252,11 @@ class Runner:
 
     @property
     def starts_at_once(self) -> bool:
-        """Whether the replicas of the last run have started all at once."""
-        return bool(self.locksteps) and self.locksteps[0].is_eager
+        """Whether the replicas of the last run have started all at once, or its passes may."""
+        if self.schedule.keeps_order:
+            return self.schedule.manner.passes_at_once
+        may = self.schedule.may_move_at_once and bool(self.locksteps)
+        return may and self.locksteps[0].is_eager
 
     @property
     def is_between_runs(self) -> bool:

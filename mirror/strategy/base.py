@@ -60,7 +60,6 @@ class Strategy(Uncopied):
     ) -> None:
         self._devices = tuple(devices)
         self._backend = communicator.name
-        self._takes_turns = schedule == "lockstep"
         self._group = Group(
             self._devices,
             communicator,
@@ -311,7 +310,8 @@ class Strategy(Uncopied):
 
     def report(self) -> Report:
         """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""
-        return report_of(self._group.replicas.timeline, takes_turns=self._takes_turns)
+        runner = self._group.runner
+        return report_of(runner.replicas.timeline, takes_turns=runner.schedule.keeps_order)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -42,11 +42,15 @@ class MirroredStrategy(Strategy):
         guards: what the strategy watches while it trains, see ``Guards``.
         gradient_reduction: what a backward pass inside ``run`` leaves in ``.grad``: ``"mean"``,
             weighted by the replicas' numbers of examples, or ``"sum"``, as in tf.distribute.
-        schedule: how replicas take turns: ``"lockstep"``, one at a time, deterministic (the
-            default on CPU), or ``"staggered"``, the next one starts also when the current one
-            blocks on its device (the default on CUDA). Staggered simulated devices share the
-            intra-op threads and run at once where their operations are large: faster, but random
-            numbers are then drawn in the order in which the replicas come.
+        schedule: how replicas take turns: ``"lockstep"``, one at a time, deterministic, or
+            ``"staggered"``, the next one starts also when the current one blocks on its device.
+            ``"auto"`` is ``"staggered"`` on CUDA; on simulated devices it gives the bits and the
+            order of ``"lockstep"``, and measures in the first steps, and every 1000, what else it
+            may do: have OpenMP's idle teams end, or backward passes outside ``run`` go on at once
+            where there are CPUs to spare. Staggered simulated devices share the intra-op threads
+            and, where that is measured to be faster, run at once: random numbers are then drawn
+            in the order in which the replicas come, and sums divided otherwise. What has been
+            chosen is logged, by "mirror". See [Note: Measured manners].
 
     Raises:
         DeviceError: a device does not exist, or CPU is mixed with CUDA.
@@ -69,8 +73,10 @@ class MirroredStrategy(Strategy):
         options = or_default(communication_options, CommunicationOptions)
         resolved = resolve(devices)
         simulated = is_simulated(resolved)
-        if schedule == "auto":
-            schedule = "lockstep" if simulated else "staggered"
+        if len(resolved) == 1 and simulated:
+            schedule = "lockstep"
+        elif schedule == "auto" and not simulated:
+            schedule = "staggered"
         elif schedule == "staggered" and simulated:
             schedule = "concurrent"
         super().__init__(

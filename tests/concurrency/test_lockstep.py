@@ -9,7 +9,8 @@ from torch import nn
 
 import mirror
 from mirror.comm.host.naive import NaiveCommunicator
-from mirror.concurrency import pace
+from mirror.concurrency import pace, turns
+from mirror.concurrency.schedules import manners
 from tests.concurrency.meeting import N, me, meet
 from tests.oracle import assert_same, finishes, in_run
 
@@ -207,3 +208,16 @@ def test_replicas_that_wait_for_their_devices_are_freed_by_an_abort():
         for thread in threads:
             thread.join(timeout=20)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("num_merges", "handed_over"), [(0, 0), (1, 2), (2, 4)])
+def test_who_gives_the_turn_away_ends_its_team(
+    make_strategy, monkeypatch, num_merges, handed_over
+):
+    # Of two: 0 to 1, which merges and goes on, 1 to 0; then 0 goes on first, to 1, to the caller.
+    ended = []
+    monkeypatch.setattr(turns, "end_team", lambda: ended.append(threading.get_ident()))
+    monkeypatch.setattr(manners, "manners_of", lambda *_, **__: (manners.ENDING_TEAMS,))
+    strategy = make_strategy(2)
+    strategy.run(lambda: [meet() for _ in range(num_merges)])
+    assert len(ended) == handed_over

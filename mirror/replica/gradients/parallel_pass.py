@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from mirror.compiler import compiles_backward
+from mirror.concurrency.schedules.hooks import note_own_hooks
 from mirror.execution.current import current, enter, here
 from mirror.execution.runner import Runner
 from mirror.execution.thread_state import ThreadState
@@ -50,6 +52,7 @@ def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
     seams = [seam for mine in parts.seams.values() for seam in mine]
     hooks = [seam.register_prehook(partial(note, seam)) for seam in seams]
+    note_own_hooks(len(hooks))
     ends = tuple(GradientEdge(node, 0) for node in (*parts.ends, *seams))
     try:
         run(outputs, grads, keep_graph, False, ends, **kwargs)
@@ -81,12 +84,20 @@ class ParallelPass:
     def run(self, passes: dict[int, Callable[[], Any]]) -> None:
         """Runs each replica's pass in its thread."""
         self._moving.update(passes)
-        state = ThreadState.capture(self._replicas, len(passes))
+        sharers = self._runner.schedule.num_sharing(len(passes))
+        state = ThreadState.capture(self._replicas, sharers)
         tasks = {r: self._task(r, passes[r], state) for r in passes}
         try:
-            self._runner.run_parallel_pass(self, tasks)
+            with self._counted():
+                self._runner.run_parallel_pass(self, tasks)
         finally:
             state.restore()
+
+    def _counted(self) -> AbstractContextManager[None]:
+        """Has it counted as long as it takes where all else that replicas do adds up."""
+        if self._runner.schedule.keeps_order:
+            return self._replicas.timeline.counting_once(BACKWARD)
+        return nullcontext()
 
     def go_alone(self) -> bool:
         """Waits until the other replicas have stopped; ``False`` in a thread that is of none."""

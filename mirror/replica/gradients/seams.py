@@ -25,8 +25,10 @@ A hook of a tensor may ask for a gradient, which merges the replicas: it waits u
 have ended, or wait there too, and from then on goes alone. A hook of several tensors
 (``register_multi_grad_hook``) is called for each part of the pass, with what that part has.
 
-Simulated devices alone have seams, where runs start all at once: see [Note: Turns]. GPUs work
-beside each other anyway.
+Simulated devices alone have seams, where runs start all at once, see [Note: Turns], or where
+"auto" has found such passes faster, see [Note: Measured manners]. There they come apart only while
+the program makes no hooks, which would be called in another order. GPUs work beside each other
+anyway.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ from mirror.execution.runner import Runner
 from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.tensors import MirroredTensor
 from mirror.timeline import CROSS
-from mirror.torch_private import ACCUMULATES, HIDES_ANOTHER
+from mirror.torch_private import (
+    ACCUMULATES,
+    HIDES_ANOTHER,
+    has_post_accumulate_hooks,
+)
+from mirror.torch_private import hooks_of as hooks_of_tensor
 from mirror.values import PerReplica, map_structure
 
 Node = Any
@@ -143,7 +150,7 @@ def pieces_of(outputs: Sequence[Any]) -> Pieces | None:
         if not following:
             ends.append(node)
     runner = _runner_of(seams)
-    if runner is None:
+    if runner is None or not runner.schedule.may_go_backward_at_once():
         return None
     parts = Pieces(runner, ends, {})
     for seam, node in sorted(seams.items(), key=lambda item: item[0].replica_id):
@@ -206,6 +213,8 @@ def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
         variable = leaf.variable
         is_own = variable.replicas is runner.replicas and leaf.replica_id == replica_id
         return is_own and not variable.hooks
+    if runner.schedule.keeps_order and (hooks_of_tensor(leaf) or has_post_accumulate_hooks(leaf)):
+        return False
     return not isinstance(leaf, MirroredTensor)
 
 

@@ -1,0 +1,1 @@
+"""In which manner replicas move, and which manner is the fastest."""
