@@ -144,3 +144,13 @@ def test_giving_combined_buffers_to_replicas_that_have_them():
         model = strategy.mirror(Convolutions())
         model(torch.ones(24, 2, 2, 2))
         assert calls_of(strategy._group.runner.prepare) <= 200
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_noting_that_an_evaluation_has_run(n):
+    with mirror.MirroredStrategy(["cpu"] * n) as strategy:
+        model = strategy.mirror(Convolutions())
+        model.eval()
+        model(torch.ones(24, 2, 2, 2))
+        buffers = [buffer._mirrored for buffer in model.buffers()]
+        assert calls_of(lambda: [buffer.note_run((0, 1)) for buffer in buffers]) <= 2 * 159 + 5

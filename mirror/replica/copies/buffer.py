@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from mirror.replica.collectives.reduction import summed
 from mirror.replica.copies.handles import Handles
 from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
 from mirror.torch_private import make_subclass
+
+_version_of = attrgetter("_version")
 
 AGGREGATIONS = ("mean", "sum", "first", "none")
 
@@ -197,7 +200,7 @@ class Buffer:
         return self.copies[0] if self._aggregation == "none" else self.combined
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(copy._version for copy in self.copies)
+        return tuple(map(_version_of, self.copies))  # in C: after every run of an evaluation
 
     def _aggregate(self) -> Tensor:
         ran = self._ran
