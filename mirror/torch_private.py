@@ -1,7 +1,8 @@
 """Every private name of torch that mirror uses, and what stands in where a torch lacks it.
 
 torch_names.txt has them all: what each gives, and what is lost without it. Other files take them
-from here; those of the compiler are used in compiler.py. Where torch lacks a name, something
+from here; those of the compiler are used in compiler.py, those of tracing in
+steps/torch_internals.py, which imports what mirror does not. Where torch lacks a name, something
 public stands in, or its use raises StrategyError; importing mirror works.
 
 Free to use everywhere is what is private in name alone: ``torch._foreach_*``, ``Tensor._version``,

@@ -287,7 +287,10 @@ def present_in(values: Iterable[PerReplica[Any]]) -> list[int] | None:
     """Returns the replicas that have a part in all of ``values``; ``None`` without any values."""
     ids: list[int] | None = None
     for value in values:
-        here = [i for i, _ in value.parts()]
+        parts = value.values
+        here = [*range(len(parts))]
+        if _Absent in map(type, parts):
+            here = [i for i, part in enumerate(parts) if part is not ABSENT]
         ids = here if ids is None else [i for i in ids if i in here]
     return ids
 

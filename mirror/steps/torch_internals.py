@@ -1,7 +1,8 @@
 """The private names of torch that tracing and compiling a step use, and none but these.
 
-They are looked up when a step is first compiled: mirror imports no compiler. ``torch_names.txt``
-has them, as it has those of ``torch_private.py``.
+It is imported when a step is first compiled: mirror imports no compiler. ``torch_names.txt`` has
+them, as it has those of ``torch_private.py``; but for inductor's, whose import takes seconds:
+where they are missing, programs run by torch's own kernels.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
         tracing(TracingContext(mode)),
         V.set_fake_mode(mode),
         torch.no_grad(),
-        config.patch(cpp_wrapper=is_cpu),
+        # Whoever calls has the threads it has: replicas at once have fewer.
+        config.patch({"cpp_wrapper": is_cpu, "cpp.dynamic_threads": True}),
     ):
         compiled: Any = compile_fx_inner(
             graph, list(inputs), is_inference=True, cpp_wrapper=is_cpu

@@ -12,6 +12,7 @@ NAMES = {
     "CheckpointError",
     "CheckpointManager",
     "CollectiveTimeoutError",
+    "CompileError",
     "CommunicationOptions",
     "DeviceError",
     "DistributedDataset",

@@ -99,6 +99,9 @@ class Variables:
 
     def leave_behind(self, variables: Sequence[Variable], others: Sequence[int]) -> None:
         """Notes that replicas have not what the first one has, and get it when they next run."""
+        if self._behind[0] and self._behind[0] is not variables:
+            known = {*self._behind[0], *variables}
+            variables = [*known]
         self._behind = variables, others
 
     def carry_changed(self) -> None:

@@ -66,6 +66,16 @@ class TracedGradients:
         set_local_grad(leaf, None)
         self.left[place] = value
 
+    def clear(self, places: Sequence[Place]) -> None:
+        """Drops the gradients of parameters, unseen."""
+        self._is_settling = True
+        try:
+            for place in places:
+                set_local_grad(self._leaves[place], None)
+        finally:
+            self._is_settling = False
+        self.left.update(dict.fromkeys(places))
+
     def settle(self) -> None:
         """Reduces what backward passes have brought since this was last called."""
         self._is_settling = True

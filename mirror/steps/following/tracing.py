@@ -16,7 +16,7 @@ graph is cut into:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ from mirror.execution.current import current, enter, here
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run
 from mirror.replica.collectives.reduction import reduce_op
+from mirror.steps.following.clearing import clearing_at_once
 from mirror.steps.following.draws import Draws
 from mirror.steps.following.gradients import TracedGradients
 from mirror.steps.following.leases import Leases
@@ -117,6 +118,7 @@ class Tracer:
             stack.enter_context(self._stand_ins.in_place(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(compiling())
+            stack.enter_context(clearing_at_once(self, self._clear))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -188,6 +190,15 @@ class Tracer:
         if self._replicas.num_replicas == 1:
             return local
         return self.meet(Meeting(None, places), local)
+
+    def _clear(self, parameters: Iterable[Tensor]) -> bool:
+        """Drops gradients; returns whether all are of what the trace has stand-ins for."""
+        assert self.gradients is not None
+        places = [self._stand_ins.place_of(parameter) for parameter in parameters]
+        if any(place is None for place in places):
+            return False
+        self.gradients.clear([place for place in places if place is not None])
+        return True
 
     # What torch tells
 

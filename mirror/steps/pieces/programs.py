@@ -12,6 +12,8 @@ from torch import fx
 from mirror.steps.pieces.parts import Piece
 from mirror.steps.torch_internals import Program, inductor_compiled
 
+Taking = Callable[[Sequence[Any]], Sequence[Any]]
+
 _DRAW = "mirror.draw.default"
 
 
@@ -30,7 +32,7 @@ class Called:
     def __init__(self, piece: Piece, call: Program, *, is_raw: bool) -> None:
         self.call = call
         self.is_own = piece.is_own
-        self.take: Callable[[Sequence[Any]], Sequence[Any]] = _taking(piece.reads)
+        self.take = taking(piece.reads)
         self.gives = piece.gives
         self.writes = piece.writes
         self.is_raw = is_raw
@@ -42,7 +44,8 @@ class Called:
             values[slot] = value
 
 
-def _taking(slots: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def taking(slots: list[int]) -> Taking:
+    """Returns what picks values out of their slots, several of them without Python."""
     if len(slots) > 1:
         return operator.itemgetter(*slots)
     return lambda values: [values[slot] for slot in slots]

@@ -21,6 +21,7 @@ from mirror.steps.inputs import Input, Kind
 from mirror.steps.pieces.cut import cut
 from mirror.steps.pieces.packing import packed
 from mirror.steps.pieces.parts import Pieces
+from mirror.steps.pieces.work import multiplications
 from mirror.steps.places import Place
 from mirror.values import leaves_of, rebuild_structure
 
@@ -54,7 +55,7 @@ class Trace:
     modules: list[nn.Module]
     leases: list[Lease]
     draws: int
-    num_nodes: int
+    multiplications: float
 
 
 def trace(
@@ -124,8 +125,10 @@ def trace(
         if grad is not None:
             positions[place] = position
             position += 1
+    pieces = cut(pure, replicas.num_replicas)
+    owns = [level.own.graph.graph.nodes for level in pieces.levels if level.own is not None]
     return Trace(
-        cut(pure, replicas.num_replicas),
+        pieces,
         inputs,
         pure.writes,
         fakes,
@@ -141,7 +144,7 @@ def trace(
         list(tracer.modules.values()),
         list(tracer.leases.all.values()),
         tracer.draws.count,
-        len(graph.graph.nodes),
+        sum(map(multiplications, owns)),
     )
 
 

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirror.steps.comparable import PLAIN, Same, comparable
 from mirror.steps.following.leases import Lease
 from mirror.steps.lines import is_users
 from mirror.steps.places import Place
 
-PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MAX_FUNCTIONS = 100
 
@@ -70,32 +70,9 @@ class Watched:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, _Same):
+    if isinstance(value, Same):
         return "one object" if value.is_then else "another one"
     return f"{value!r:.80}"
-
-
-class _Same:
-    """An object, to be compared by identity; it is kept alive, so its ``id`` is its own."""
-
-    __slots__ = ("is_then", "what")
-
-    def __init__(self, what: Any) -> None:
-        self.what, self.is_then = what, True
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.what is other.what
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def comparable(value: Any) -> Any:
-    """Returns a plain value, or what compares an object by identity."""
-    if isinstance(value, PLAIN):
-        return value
-    if type(value) is tuple and all(isinstance(entry, PLAIN) for entry in value):
-        return value
-    return _Same(value)
 
 
 class Assumptions:

@@ -9,156 +9,160 @@ import torch
 from torch import Tensor
 
 from mirror.execution.replicas import Replicas
-from mirror.steps.following.leases import Lease, raw_state
 from mirror.steps.inputs import Input, Kind
-from mirror.values import are_identical
+from mirror.steps.pieces.trace import Trace
+from mirror.steps.running.states import HeldStates
+from mirror.values import ABSENT
 
 
 class Bindings:
-    """Finds the tensors of a trace's inputs.
+    """Finds the tensors of a trace's inputs; what it does in every call is little, and in C.
 
     Parameters and optimizer state are those of the first replica on each device: the others of a
     device read them, too.
-
-    Args:
-        inputs: those of the trace, in order.
-        written: those that it changes.
-        leases: the optimizers that it steps.
 
     Attributes:
         homes: of each device, the first replica.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        inputs: Sequence[Input],
-        written: Sequence[Input],
-        leases: Sequence[Lease],
-        draws: int,
-    ) -> None:
-        self._replicas, self._inputs = replicas, list(inputs)
-        self._written = list(written)
-        self._leases, self._draws = list(leases), draws
+    def __init__(self, replicas: Replicas, trace: Trace) -> None:
+        self._replicas, self._trace = replicas, trace
+        inputs = trace.inputs
         devices = list(replicas.devices)
         self.homes = tuple(devices.index(device) for device in dict.fromkeys(devices))
         self._home_of = [devices.index(device) for device in devices]
-        self._slots = {id(one): i for i, one in enumerate(inputs)}
-        of_kind = {kind: [i for i, one in enumerate(inputs) if one.kind is kind] for kind in Kind}
-        self._parts = [
+        slots = {kind: [i for i, one in enumerate(inputs) if one.kind is kind] for kind in Kind}
+        self._arguments = [
             i
             for i, one in enumerate(inputs)
-            if one.of is not None and (one.kind is Kind.PART or (one.kind is Kind.SHARED))
+            if one.kind is Kind.PART or (one.kind is Kind.SHARED and one.value is None)
         ]
-        self._buffers = of_kind[Kind.BUFFER]
-        (self._count,), (self._weight,) = of_kind[Kind.COUNT], of_kind[Kind.WEIGHT]
-        (self._place,), (self._seed,) = of_kind[Kind.PLACE], of_kind[Kind.SEED]
-        n = replicas.num_replicas
-        self._places = [
-            torch.arange(n, device=device) == r for r, device in enumerate(replicas.devices)
-        ]
+        self._buffers = [(i, inputs[i].of) for i in slots[Kind.BUFFER]]
+        self._records = [place.record for _, place in self._buffers]
+        self._left = [(i, inputs[i].of) for i in slots[Kind.GRADIENT]]
+        (self._seed,) = slots[Kind.SEED]
         self._rates = [
-            (i, leases[inputs[i].of].optimizer, inputs[i].key[0]) for i in of_kind[Kind.RATE]
+            (i, trace.leases[inputs[i].of].optimizer, inputs[i].key[0]) for i in slots[Kind.RATE]
         ]
-        self._counts = [torch.ones((), dtype=torch.float64, device=d) for d in replicas.devices]
-        self._weights = [torch.ones((), dtype=torch.float64, device=d) for d in replicas.devices]
-        self._templates: dict[int, list[Any]] = {}
-        self._states = of_kind[Kind.STATE]
-        self._known_states = self._all_states()
-        self.bind()
+        self._state_slots: list[tuple[list[int], list[HeldStates]]] = []
+        for number, lease in enumerate(trace.leases):
+            of_it = [i for i in slots[Kind.STATE] if inputs[i].of == number]
+            wanted = [inputs[i].key for i in of_it]
+            held = [HeldStates(lease.optimizer, wanted, home) for home in self.homes]
+            self._state_slots.append((of_it, held))
+        n = replicas.num_replicas
+        one = torch.ones((), dtype=torch.float64)
+        self._own = [
+            {
+                Kind.PLACE: torch.arange(n, device=device) == r,
+                Kind.COUNT: one.to(device, copy=True),
+                Kind.WEIGHT: one.to(device, copy=True),
+            }
+            for r, device in enumerate(replicas.devices)
+        ]
+        self._spare = [ABSENT] * (trace.pieces.num_slots - len(inputs))
+        self._counted: tuple[Any, ...] = ()
+        self._bind()
 
-    def bind(self) -> None:
+    def _bind(self) -> None:
         """Finds all that stays from call to call."""
+        inputs = self._trace.inputs
+        self._bound = [held.tensors for _, states in self._state_slots for held in states]
         self._last_rates: list[Any] = [None] * len(self._rates)
-        for r in range(self._replicas.num_replicas):
-            home = self._home_of[r]
-            self._templates[r] = [self._found(one, r, home) for one in self._inputs]
+        templates: list[list[Any]] = []
+        for r, home in enumerate(self._home_of):
+            if home == r:
+                template = [self._found(one, r) for one in inputs]
+                for slots, states in self._state_slots:
+                    held = states[self.homes.index(r)]
+                    for slot, tensor in zip(slots, held.tensors, strict=True):
+                        template[slot] = tensor
+            else:
+                shared = templates[home]
+                template = [
+                    self._found(one, r) if one.kind.is_own else shared[i]
+                    for i, one in enumerate(inputs)
+                ]
+            templates.append(template)
+        self._templates = [[*template, *self._spare] for template in templates]
+        slot_of = {id(one): i for i, one in enumerate(inputs)}
+        self._written = [
+            templates[home][slot_of[id(one)]]
+            for one in self._trace.written
+            if not one.kind.is_own
+            for home in self.homes
+        ]
+        self._written_buffers = [one.of for one in self._trace.written if one.kind is Kind.BUFFER]
 
-    def _found(self, one: Input, r: int, home: int) -> Any:
-        kind = one.kind
-        if kind is Kind.PARAMETER:
-            return one.of.of(home)
-        if kind is Kind.BUFFER:
+    def _found(self, one: Input, r: int) -> Any:
+        kind, device = one.kind, self._replicas.devices[r]
+        if kind in (Kind.PARAMETER, Kind.BUFFER):
             return one.of.of(r)
-        if kind is Kind.STATE:
-            return self.state(one, home)
         if kind is Kind.RATE:
-            device = self._replicas.devices[home]
             return torch.zeros((), dtype=one.fake.dtype, device=device)
-        if kind is Kind.PLACE:
-            return self._places[r]
-        if kind is Kind.COUNT:
-            return self._counts[r]
-        if kind is Kind.WEIGHT:
-            return self._weights[r]
         if kind is Kind.SHARED and one.value is not None:
-            return one.value.detach().to(self._replicas.devices[r])
-        return None
+            return one.value.detach().to(device)
+        return self._own[r].get(kind)
 
     def hold(self) -> bool:
-        """Whether there is all that the trace found; finds anew what has been replaced."""
-        try:
-            states = self._all_states()
-        except (KeyError, AttributeError):
-            return False
-        if not are_identical(states, self._known_states):
-            alike = len(states) == len(self._known_states) and all(
-                isinstance(now, Tensor) and now.shape == then.shape and now.dtype == then.dtype
-                for now, then in zip(states, self._known_states, strict=True)
-            )
-            if not alike:
+        """Whether there is all that the trace found; takes what has been replaced."""
+        for place, was_there in self._trace.entering.items():
+            if (_grad(place, 0) is not None) is not was_there:
                 return False
-            self._known_states = states
-            self.bind()
+        for _, states in self._state_slots:
+            for held in states:
+                if not held.are_as_before():
+                    return False
+        now = [held.tensors for _, states in self._state_slots for held in states]
+        if not all(a is b for a, b in zip(now, self._bound, strict=True)):
+            self._bind()
         return True
 
-    def _all_states(self) -> list[Tensor]:
-        return [self.state(self._inputs[i], home) for i in self._states for home in self.homes]
-
-    def state(self, one: Input, home: int) -> Tensor:
-        """Returns an optimizer's state on the first replica of a device."""
-        lease, (place, name) = self._leases[one.of], one.key
-        mirror: Any = vars(lease.optimizer).get("_mirror")
-        if place.record is None or mirror is None or home == 0:
-            found: Tensor = raw_state(lease.optimizer.state)[place.owner][name]
-        else:
-            found = mirror.states.of(home)[place.record.targets[home]][name]
-        return found
+    def rebind(self) -> None:
+        """Finds parameters and buffers anew, whose memory is another."""
+        self._bind()
 
     def values(
-        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, spare: list[Any]
+        self, parts: dict[int, list[Any]], weights: Sequence[float] | None
     ) -> dict[int, list[Any]]:
         """Returns the values that a call begins with, of each replica that takes part."""
+        self._fill(tuple(parts), weights)
+        draws = self._trace.draws
+        seeds = torch.empty(len(parts), dtype=torch.int64).random_(0, 2**62) if draws else None
+        records, values = self._records, {}
+        for number, (r, tensors) in enumerate(parts.items()):
+            mine = self._templates[r].copy()
+            for slot, tensor in zip(self._arguments, tensors, strict=True):
+                mine[slot] = tensor
+            if records and records[0] is not None:
+                copies = [record.copies[r] for record in records]
+                for (slot, _), copy in zip(self._buffers, copies, strict=True):
+                    mine[slot] = copy
+            for slot, place in self._left:
+                mine[slot] = _grad(place, self._home_of[r])
+            if seeds is not None:
+                mine[self._seed] = seeds[number].to(self._replicas.devices[r])
+            values[r] = mine
+        return values
+
+    def _fill(self, active: tuple[int, ...], weights: Sequence[float] | None) -> None:
+        """Fills in the numbers that are inputs: rates, weights, how many take part."""
         for i, (slot, optimizer, group) in enumerate(self._rates):
             rate = optimizer.param_groups[group]["lr"]
             if isinstance(rate, Tensor) or rate != self._last_rates[i]:
                 self._last_rates[i] = rate
                 for home in self.homes:
                     self._templates[home][slot].fill_(rate)
-                for r, home in enumerate(self._home_of):
-                    self._templates[r][slot] = self._templates[home][slot]
-        seeds = None
-        if self._draws:
-            seeds = torch.empty(len(parts), dtype=torch.int64).random_(0, 2**62).unbind()
-        values = {}
-        for number, (r, tensors) in enumerate(parts.items()):
-            mine = self._templates[r] + spare
-            for slot, tensor in zip(self._parts, tensors, strict=True):
-                mine[slot] = tensor
-            for slot in self._buffers:
-                mine[slot] = self._inputs[slot].of.of(r)
-            if seeds is not None:
-                mine[self._seed] = seeds[number].to(self._replicas.devices[r])
-            mine[self._weight] = self._weights[r]
-            if weights is not None:
-                self._weights[r].fill_(weights[r])
-            self._counts[r].fill_(len(parts))
-            values[r] = mine
-        return values
+        counted = (active, weights)
+        if counted != self._counted:
+            self._counted = counted
+            for r in active:
+                self._own[r][Kind.COUNT].fill_(len(active))
+                self._own[r][Kind.WEIGHT].fill_(1.0 if weights is None else weights[r])
 
-    def idle(self, home: int, spare: list[Any]) -> list[Any]:
+    def idle(self, home: int) -> list[Any]:
         """Returns the values of a device's first replica that takes no part itself."""
-        return self._templates[home] + spare
+        return self._templates[home].copy()
 
     def hand_on(
         self, home: int, values: list[Any], own: dict[int, list[Any]], slots: Sequence[int]
@@ -172,9 +176,11 @@ class Bindings:
 
     def written(self, active: Sequence[int]) -> list[Tensor]:
         """Returns the tensors that a call has changed."""
-        found = []
-        for one in self._written:
-            slot = self._slots[id(one)]
-            for r in active if one.kind.is_own else self.homes:
-                found.append(one.of.of(r) if one.kind is Kind.BUFFER else self._templates[r][slot])
-        return found
+        buffers = [place.of(r) for place in self._written_buffers for r in active]
+        return [*self._written, *buffers]
+
+
+def _grad(place: Any, home: int) -> Tensor | None:
+    holder = place.owner if place.record is None else place.record.targets[home]
+    grad: Tensor | None = holder.grad
+    return grad

@@ -10,10 +10,12 @@ a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mirror.execution.parts import Parts
 from mirror.execution.replicas import Replicas
@@ -21,11 +23,23 @@ from mirror.execution.runner import Runner
 from mirror.replica.copies.variable import settle
 from mirror.replica.copies.variables import Variables
 from mirror.replica.gradients.access import Access
-from mirror.steps.following.leases import Lease
-from mirror.steps.inputs import Input, Kind
 from mirror.steps.places import Place
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a step changes of what others see.
+
+    Attributes:
+        variables, buffers: records of mirrored ones.
+        optimizers: those that it steps.
+    """
+
+    variables: list[Any]
+    buffers: list[Any]
+    optimizers: list[Optimizer]
 
 
 class Coherence:
@@ -77,27 +91,25 @@ class Coherence:
                     found[place] = holder.grad
         return found
 
+    def take_gradients(self) -> None:
+        """Gives the replicas the gradients that the last compiled step left."""
+        self._access.take_left()
+
     def stepped(
-        self,
-        written: Sequence[Input],
-        leases: Sequence[Lease],
-        grads: dict[Place, Tensor | None],
-        active: tuple[int, ...],
+        self, changes: Changes, grads: dict[Place, Tensor | None], active: tuple[int, ...]
     ) -> None:
         """Notes what a compiled step has changed, and the gradients that it leaves."""
-        for one in written:
-            if one.kind is Kind.BUFFER and one.of.record is not None:
-                one.of.record.wrote(active)
+        for buffer in changes.buffers:
+            buffer.wrote(active)
         if self.num_replicas == 1:
             for place, grad in grads.items():
                 place.owner.grad = grad
             return
-        variables = [one.of.record for one in written if one.kind is Kind.PARAMETER]
-        settle(variables)
+        settle(changes.variables)
         if self._others:
-            self._variables.leave_behind(variables, self._others)
-            for lease in leases:
-                mirror: Any = vars(lease.optimizer).get("_mirror")
+            self._variables.leave_behind(changes.variables, self._others)
+            for optimizer in changes.optimizers:
+                mirror: Any = vars(optimizer).get("_mirror")
                 if mirror is not None:
-                    mirror.follow_first()
+                    mirror.states.follow_first()
         self._access.leave({place.record: grad for place, grad in grads.items()})

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, Protocol
 
 from mirror.errors import CompileError
 from mirror.steps.lines import first_line, line_of
-from mirror.steps.running.assumptions import comparable
+from mirror.steps.running.arguments import Arguments
 from mirror.steps.running.coherence import Coherence
-from mirror.values import PerReplica, leaves_of, rebuild_structure, regroup
+from mirror.values import ABSENT, PerReplica, is_number, rebuild_structure
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +22,18 @@ _ODD_IN_A_ROW = 3
 
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 Part = Callable[[int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] | None]]
+
+
+class Program(Protocol):
+    """A step's programs of one trace: a StepProgram, which is not imported before it is made."""
+
+    trace: Any
+
+    def fits(self, part: Sequence[Any]) -> bool: ...
+
+    def can_run(self) -> bool: ...
+
+    def run(self, parts: dict[int, Any], weights: Any) -> dict[int, Sequence[Any]]: ...
 
 
 class CompiledStep:
@@ -53,7 +62,7 @@ class CompiledStep:
         self._maker: Any = None
         self._falls_back = fallback == "eager"
         self._has_run = self._is_eager = False
-        self._programs: list[tuple[Any, Any, dict[Any, bool]]] = []
+        self._programs: list[tuple[Any, Program, dict[Any, bool]]] = []
         self._odd_in_a_row = 0
         self.num_traces = 0
 
@@ -77,52 +86,46 @@ class CompiledStep:
     ) -> tuple[Any] | None:
         """Makes the step; returns the result in a tuple, ``None`` if it is not to be compiled."""
         self._coherence.prepare()
-        tree = (args, kwargs)
-        leaves = leaves_of(tree)
-        own = [isinstance(leaf, PerReplica) for leaf in leaves]
-        parts = {r: _part(leaves, r) for r in active}
-        signatures = {_signature(part) for part in parts.values()}
-        program = self._program_for(signatures, parts)
+        arguments = Arguments(args, kwargs, active)
+        program = self._program_for(arguments)
         if program is None:
-            first = next(iter(parts.values()))
-            if self._is_odd(first, own, signatures):
+            if self._must_not_trace(arguments):
                 return None
-            program = self._made(tree, leaves, own, first, signatures)
+            program = self._made(arguments)
             if program is None:
                 return None
-        tensors = {r: [t for t in part if isinstance(t, Tensor)] for r, part in parts.items()}
-        results = program.run(tensors, weights)
+        results = program.run(arguments.tensors, weights)
         return (self._joined(program, results, weights),)
 
-    def _program_for(self, signatures: set[Any], parts: dict[int, list[Any]]) -> Any:
-        for i, (guards, program, known) in enumerate(self._programs):
-            if not guards.hold() or not program.can_run():
+    def _program_for(self, arguments: Arguments) -> Program | None:
+        signatures = set(arguments.signatures)
+        for i, (assumptions, program, known) in enumerate(self._programs):
+            if not (assumptions.hold() and program.can_run()):
                 continue
             for signature in signatures:
                 if signature not in known:
-                    part = next(p for p in parts.values() if _signature(p) == signature)
-                    known[signature] = program.fits(part)
-            if all(known[signature] for signature in signatures):
+                    known[signature] = program.fits(arguments.leaves(signature))
+            if all(map(known.get, signatures)):
                 if i:
                     self._programs.insert(0, self._programs.pop(i))
                 self._odd_in_a_row = 0
                 return program
         return None
 
-    def _is_odd(self, part: list[Any], own: Sequence[bool], signatures: set[Any]) -> bool:
-        """Whether a batch is to be run uncompiled: single examples, beside a program for more."""
-        if not self._programs:
-            return len(signatures) > 1 and any(1 in _sizes(s) for s in signatures)
-        guards, *_ = self._programs[0]
-        if not guards.hold() or not any(1 in _sizes(s) or 0 in _sizes(s) for s in signatures):
+    def _must_not_trace(self, arguments: Arguments) -> bool:
+        """Whether a batch is to run uncompiled: one of single examples, among larger ones.
+
+        To a trace, a size of one is another program. A batch that is the last of its epoch is not
+        worth one; where such batches come one after the other, and all parts are alike, it is.
+        """
+        if len(set(arguments.signatures)) > 1 and arguments.is_odd():
+            return True
+        if not self._programs or not arguments.is_odd():
             return False
         self._odd_in_a_row += 1
-        mixed = len(signatures) > 1
-        return mixed or self._odd_in_a_row < _ODD_IN_A_ROW
+        return self._odd_in_a_row < _ODD_IN_A_ROW
 
-    def _made(
-        self, tree: Any, leaves: Sequence[Any], own: Sequence[bool], part: list[Any], wanted: Any
-    ) -> Any | None:
+    def _made(self, arguments: Arguments) -> Program | None:
         """Traces the step; returns ``None`` if it is to run uncompiled from now on."""
         if self._programs:
             why = self._programs[0][0].changed() or "the arguments have other sizes or values"
@@ -131,7 +134,8 @@ class CompiledStep:
             self._maker = self._make_maker()
         before = self._maker.state()
         try:
-            guards, program = self._maker.make(self._step, tree, leaves, own, part)
+            program: Program
+            assumptions, program = self._maker.make(self._step, arguments)
         except Exception as error:
             self._maker.put_back(before)
             refused = error if isinstance(error, CompileError) else _not_followed(error)
@@ -143,7 +147,7 @@ class CompiledStep:
                 raise
             raise refused from error
         self.num_traces += 1
-        self._programs.insert(0, (guards, program, {}))
+        self._programs.insert(0, (assumptions, program, {}))
         if len(self._programs) > MAX_TRACES:
             del self._programs[MAX_TRACES:]
             if self.num_traces % MAX_TRACES == 1:
@@ -155,67 +159,22 @@ class CompiledStep:
                 )
         return program
 
-    def _joined(self, program: Any, results: dict[int, list[Any]], weights: Any) -> Any:
-        trace = program.trace
-        joined = {}
-        for r, values in results.items():
-            found = iter(values)
-            joined[r] = rebuild_structure(
-                trace.structure,
-                [
-                    next(found) if is_tensor else leaf
-                    for is_tensor, leaf in zip(trace.is_tensor, trace.leaves, strict=True)
-                ],
-            )
-        n = self._coherence.num_replicas
+    def _joined(self, program: Any, results: dict[int, Sequence[Any]], weights: Any) -> Any:
+        trace, n = program.trace, self._coherence.num_replicas
         all_weights = None
         if weights is not None:
             all_weights = [float(weights[r]) if r in results else 0.0 for r in range(n)]
-        return regroup(joined, n, all_weights)
-
-
-def _part(leaves: Sequence[Any], r: int) -> list[Any]:
-    part: list[Any] = []
-    for leaf in leaves:
-        value = leaf.values[r] if isinstance(leaf, PerReplica) else leaf
-        if isinstance(value, Tensor):
-            part.append(value if value.is_contiguous() else _laid_out(value))
-        elif isinstance(leaf, PerReplica):
-            part += leaves_of(value)
-        else:
-            part.append(value)
-    return part
-
-
-def _laid_out(tensor: Tensor) -> Tensor:
-    """Returns a tensor laid out in a way that a program may have been made for."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor
-    return tensor.contiguous()
-
-
-def _signature(part: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(
-        [
-            (leaf.shape, leaf.dtype, leaf.is_contiguous(), leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else _value(leaf)
-            for leaf in part
-        ]
-    )
-
-
-def _value(leaf: Any) -> Any:
-    value = comparable(leaf)
-    return (type(leaf), value) if value is leaf else id(leaf)
-
-
-def _sizes(signature: tuple[Any, ...]) -> list[int]:
-    return [
-        entry[0][0]
-        for entry in signature
-        if isinstance(entry, tuple) and isinstance(entry[0], torch.Size) and len(entry[0])
-    ]
+        by_position = zip(*results.values(), strict=True)
+        leaves: list[Any] = []
+        for is_tensor, leaf in zip(trace.is_tensor, trace.leaves, strict=True):
+            if is_tensor or is_number(leaf):
+                values = next(by_position) if is_tensor else [leaf] * len(results)
+                parts: list[Any] = [ABSENT] * n
+                for r, value in zip(results, values, strict=True):
+                    parts[r] = value
+                leaf = PerReplica(parts, weights=all_weights)
+            leaves.append(leaf)
+        return rebuild_structure(trace.structure, leaves)
 
 
 def _name(step: Any) -> str:

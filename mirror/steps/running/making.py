@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from mirror.steps.pieces.parts import Piece
 from mirror.steps.pieces.programs import Called, compiled, interpreted
 from mirror.steps.pieces.trace import trace
 from mirror.steps.places import places_of
+from mirror.steps.running.arguments import Arguments
 from mirror.steps.running.assumptions import Assumptions
+from mirror.steps.running.at_once import AtOnce
 from mirror.steps.running.bindings import Bindings
 from mirror.steps.running.coherence import Coherence
 from mirror.steps.running.reductions import Reductions
 from mirror.steps.running.step_program import StepProgram
-from mirror.values import PerReplica, leaves_of, map_structure
 
 logger = logging.getLogger(__name__)
 
@@ -50,49 +51,33 @@ class Maker:
         self._mode = mode
 
     def make(
-        self,
-        step: Callable[..., Any],
-        tree: Any,
-        leaves: Sequence[Any],
-        own: Sequence[bool],
-        part: Sequence[Any],
+        self, step: Callable[..., Any], arguments: Arguments
     ) -> tuple[Assumptions, StepProgram]:
-        """Traces a step and makes its programs.
-
-        Args:
-            tree: the arguments of a call; ``leaves`` are its leaves.
-            own: of each leaf, whether it is a PerReplica.
-            part: one replica's leaves, those of nested parts one by one.
-        """
+        """Traces a step, called with these arguments, and makes its programs."""
         places = places_of(self._registry)
-        grads = self._coherence.gradients(places)
-        belongs: list[bool] = []
-        for leaf, is_own in zip(leaves, own, strict=True):
-            belongs += [is_own] * (len(leaves_of(_any_part(leaf))) if is_own else 1)
-
-        def call(args: Sequence[Any]) -> Any:
-            found = iter(args)
-
-            def leaf_of(leaf: Any) -> Any:
-                if isinstance(leaf, PerReplica):
-                    return map_structure(lambda _: next(found), _any_part(leaf))
-                return next(found)
-
-            arguments, named = map_structure(leaf_of, tree)
-            return step(*arguments, **named)
-
-        traced = trace(step, call, part, belongs, self._replicas, places, grads)
+        traced = trace(
+            step,
+            arguments.caller(step),
+            arguments.leaves(arguments.signatures[0]),
+            arguments.own,
+            self._replicas,
+            places,
+            self._coherence.gradients(places),
+        )
         levels = [
             (self._ready(level.shared, traced.mode), self._ready(level.own, traced.mode))
             for level in traced.pieces.levels
         ]
         used = [one.of for one in traced.inputs if one.kind is Kind.PARAMETER]
         guards = Assumptions(step, traced.modules, used, traced.leases)
-        bindings = Bindings(
-            self._replicas, traced.inputs, traced.written, traced.leases, traced.draws
-        )
         program = StepProgram(
-            self._replicas, traced, levels, bindings, self._reductions, self._coherence
+            self._replicas,
+            traced,
+            levels,
+            Bindings(self._replicas, traced),
+            self._reductions,
+            self._coherence,
+            AtOnce(self._replicas, traced),
         )
         return guards, program
 
@@ -119,10 +104,6 @@ class Maker:
 
     def put_back(self, state: Any) -> None:
         """Puts back what ``state`` has returned."""
-
-
-def _any_part(leaf: PerReplica[Any]) -> Any:
-    return next(value for _, value in leaf.parts())
 
 
 def _has_compiler(piece: Piece) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,20 +37,19 @@ class Reductions:
     ) -> dict[int, list[Tensor]]:
         """Returns the weighted sums, on each replica that takes part, and on every device."""
         scale, n = 1.0, self._replicas.num_replicas
-        first = next(iter(shares.values()))
-        if all(share == first for share in shares.values()):
-            scale = first
+        counted = set(shares.values())
+        if len(counted) == 1:
+            (scale,) = counted
         else:
             for r, grads in local.items():
                 torch._foreach_mul_(grads, shares[r])
         any_of = next(iter(local.values()))
-        columns: list[Any] = []
-        for r in range(n):
-            if r in local:
-                columns.append(local[r])
-            else:
-                columns.append(
-                    [torch.zeros_like(g, device=self._replicas.devices[r]) for g in any_of]
-                )
+        columns = list(local.values())
+        if len(columns) < n:  # the others get the sum, too
+            devices = self._replicas.devices
+            columns = [
+                local.get(r) or [torch.zeros_like(g, device=devices[r]) for g in any_of]
+                for r in range(n)
+            ]
         self._reducer.all_reduce(Moved(columns, [], range(len(any_of))), scale)
         return dict(enumerate(columns))

@@ -11,13 +11,14 @@ from torch.autograd.graph import increment_version
 
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.collectives import fused_all_reduce
-from mirror.steps.pieces.programs import Called
+from mirror.steps.inputs import Kind
+from mirror.steps.pieces.programs import Called, Taking, taking
 from mirror.steps.pieces.trace import Trace, layout
+from mirror.steps.running.at_once import AtOnce
 from mirror.steps.running.bindings import Bindings
-from mirror.steps.running.coherence import Coherence
+from mirror.steps.running.coherence import Changes, Coherence
 from mirror.steps.running.reductions import Reductions
 from mirror.steps.torch_internals import sizes_fit
-from mirror.values import ABSENT
 
 
 class StepProgram:
@@ -28,6 +29,7 @@ class StepProgram:
         levels: of each level the programs that are run, shared and own.
         bindings: finds the tensors that the trace's inputs are.
         reductions: reduces local gradients.
+        at_once: runs programs of all replicas.
     """
 
     def __init__(
@@ -38,15 +40,19 @@ class StepProgram:
         bindings: Bindings,
         reductions: Reductions,
         coherence: Coherence,
+        at_once: AtOnce,
     ) -> None:
         self._replicas, self.trace = replicas, trace
         self._coherence = coherence
         self._levels = [
-            (*called, level.meetings)
+            (*called, [(n, taking(slots), gotten) for n, slots, gotten in level.meetings])
             for called, level in zip(levels, trace.pieces.levels, strict=True)
         ]
         self._bindings, self._reductions = bindings, reductions
-        self._spare = [ABSENT] * (trace.pieces.num_slots - len(trace.inputs))
+        self._at_once = at_once
+        self._results = taking(trace.pieces.results)
+        self._changes = _changes(trace)
+        self._is_raw = any(one.is_raw for called in levels for one in called if one is not None)
 
     def fits(self, part: Sequence[Any]) -> bool:
         """Whether the trace holds for these leaves of a replica's arguments."""
@@ -61,12 +67,14 @@ class StepProgram:
 
     def can_run(self) -> bool:
         """Whether what the step found outside of itself is there: state, gradients."""
+        if self.trace.entering:
+            self._coherence.take_gradients()
         return self._bindings.hold()
 
     @torch.no_grad()
     def run(
         self, parts: dict[int, list[Any]], weights: Sequence[float] | None
-    ) -> dict[int, list[Tensor]]:
+    ) -> dict[int, Sequence[Tensor]]:
         """Runs the step; returns what it gives, by replica that takes part.
 
         Args:
@@ -74,9 +82,9 @@ class StepProgram:
             weights: by replica, what it counts for; ``None``: all the same.
         """
         bindings = self._bindings
-        own = bindings.values(parts, weights, self._spare)
-        shared = {r: own[r] if r in own else bindings.idle(r, self._spare) for r in bindings.homes}
+        own = bindings.values(parts, weights)
         active = tuple(own)
+        shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.homes}
         shares = self._reductions.shares(active, weights)
         for shared_program, own_program, meetings in self._levels:
             if shared_program is not None:
@@ -84,29 +92,50 @@ class StepProgram:
                     shared_program.run(values)
                     bindings.hand_on(home, values, own, shared_program.gives)
             if own_program is not None:
-                for values in own.values():
-                    own_program.run(values)
+                self._at_once.run(own_program, own)
             for number, brought, gotten in meetings:
-                meeting = self.trace.meetings[number]
-                payloads = {r: [v[i] for i in brought] for r, v in own.items()}
-                if meeting.op is None:
-                    reduced = self._reductions.reduce(payloads, shares)
-                else:
-                    reduced = fused_all_reduce(self._replicas, meeting.op, payloads)
-                for r, values in {**shared, **own}.items():
-                    found = reduced[r if r in reduced else active[0]]
-                    for slot, tensor in zip(gotten, found, strict=True):
-                        if slot >= 0:
-                            values[slot] = tensor
-        increment_version(bindings.written(active))
-        results = {
-            r: [values[slot] for slot in self.trace.pieces.results] for r, values in own.items()
-        }
-        at_home = shared[bindings.homes[0]]
+                self._meet(number, brought, gotten, own, shared, shares)
+        if self._is_raw:
+            increment_version(bindings.written(active))
         slots = self.trace.pieces.results
+        at_home = shared[bindings.homes[0]]
         grads = {
             place: None if at is None else at_home[slots[at]]
             for place, at in self.trace.grads.items()
         }
-        self._coherence.stepped(self.trace.written, self.trace.leases, grads, active)
-        return results
+        self._coherence.stepped(self._changes, grads, active)
+        return {r: self._results(values) for r, values in own.items()}
+
+    def _meet(
+        self,
+        number: int,
+        brought: Taking,
+        gotten: list[int],
+        own: dict[int, list[Any]],
+        shared: dict[int, list[Any]],
+        shares: dict[int, float],
+    ) -> None:
+        """Has the replicas meet: reduces what they bring, and gives each the result."""
+        meeting = self.trace.meetings[number]
+        payloads = {r: list(brought(values)) for r, values in own.items()}
+        if meeting.op is None:
+            reduced = self._reductions.reduce(payloads, shares)
+        else:
+            reduced = fused_all_reduce(self._replicas, meeting.op, payloads)
+        first = next(iter(own))
+        for r, values in {**shared, **own}.items():
+            for slot, tensor in zip(gotten, reduced[r if r in reduced else first], strict=True):
+                if slot >= 0:
+                    values[slot] = tensor
+
+
+def _changes(trace: Trace) -> Changes:
+    """Returns what a step changes of what others see."""
+    changed = [(one.kind, one.of) for one in trace.written]
+
+    def records(wanted: Kind) -> list[Any]:
+        places = [place for kind, place in changed if kind is wanted]
+        return [place.record for place in places if place.record is not None]
+
+    optimizers = [lease.optimizer for lease in trace.leases]
+    return Changes(records(Kind.PARAMETER), records(Kind.BUFFER), optimizers)

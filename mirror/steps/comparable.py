@@ -1,0 +1,32 @@
+"""Comparable: plain values, which are compared as they are, and objects, by identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
+
+
+class Same:
+    """An object, to be compared by identity; it is kept alive, so its ``id`` is its own."""
+
+    __slots__ = ("is_then", "what")
+
+    def __init__(self, what: Any) -> None:
+        self.what, self.is_then = what, True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.what is other.what
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def comparable(value: Any) -> Any:
+    """Returns a plain value, or what compares an object by identity."""
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) is tuple and all(isinstance(entry, PLAIN) for entry in value):
+        return value
+    return Same(value)

@@ -1,0 +1,56 @@
+"""Work: about how much a program has to do, told from its graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def multiplications(nodes: Iterable[fx.Node]) -> float:
+    """Returns about how many multiplications the matrix products of a graph take."""
+    total = 0.0
+    for node in nodes:
+        counted: Callable[..., float] | None = _COUNTED.get(str(node.target))
+        if counted is not None:
+            total += counted(*[_shape(arg) for arg in node.args], out=_shape(node))
+    return total
+
+
+def _shape(value: Any) -> list[int]:
+    fake = getattr(value, "meta", {}).get("val")
+    if not isinstance(fake, torch.Tensor):
+        return []
+    return [int(getattr(getattr(s, "node", None), "hint", s)) for s in fake.shape]
+
+
+def _product(*shapes: list[int], out: list[int]) -> float:
+    return math.prod(out) * float(shapes[-2][-1] if len(shapes) > 1 else 1)
+
+
+def _convolution(x: list[int], weight: list[int], *rest: Any, out: list[int]) -> float:
+    return math.prod(out) * float(math.prod(weight[1:]))
+
+
+def _convolution_backward(
+    grad: list[int], x: list[int], weight: list[int], *rest: Any, out: list[int]
+) -> float:
+    return 2 * math.prod(grad) * float(math.prod(weight[1:]))
+
+
+def _attention(q: list[int], k: list[int], *rest: Any, out: list[int]) -> float:
+    return 2.0 * math.prod(q) * k[-2]
+
+
+_COUNTED: dict[str, Callable[..., float]] = {
+    "aten.mm.default": lambda a, b, out: _product(a, b, out=out),
+    "aten.addmm.default": lambda c, a, b, *rest, out: _product(a, b, out=out),
+    "aten.bmm.default": lambda a, b, out: _product(a, b, out=out),
+    "aten.baddbmm.default": lambda c, a, b, *rest, out: _product(a, b, out=out),
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
+}

@@ -1,0 +1,102 @@
+"""AtOnce: programs of replicas on threads, all at once, where they are long enough to gain.
+
+[Note: At once]
+A compiled program lets go of Python's lock, so those of simulated devices can run side by side,
+each with its share of the caller's intra-op threads; in turn, each has all of them. Small programs
+are over before a thread has woken up. What is run how must not depend on a clock, because a matrix
+product of two threads may differ from that of one in the last bit: it is decided by the number of
+multiplications in the program, which the trace tells.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from mirror.accelerator.forks import renew_in_forks
+from mirror.execution.replicas import Replicas
+from mirror.steps.pieces.programs import Called
+from mirror.steps.pieces.trace import Trace
+
+# About half a millisecond of one core; a thread wakes up in 27 us.
+MANY_MULTIPLICATIONS = 2e7
+
+
+class AtOnce:
+    """Runs a program on all replicas, in turn or at once.
+
+    Args:
+        replicas: who they are; on GPUs one thread launches all programs.
+        trace: of the step; says how much there is to do.
+    """
+
+    def __init__(self, replicas: Replicas, trace: Trace) -> None:
+        self._names = replicas.names
+        self._may = replicas.are_simulated and replicas.num_replicas > 1
+        self._multiplications = trace.multiplications
+        self._pool: ThreadPoolExecutor | None = None
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        """Forgets, in a forked process, the threads, which are in the other one."""
+        self._pool = None
+
+    def run(self, program: Called, own: dict[int, list[Any]]) -> None:
+        """Runs a program on each replica's values."""
+        num_threads = torch.get_num_threads()
+        at_once = (
+            self._may
+            and program.is_raw
+            and len(own) > 1
+            and num_threads > 1
+            and self._multiplications >= MANY_MULTIPLICATIONS
+        )
+        if not at_once:
+            for values in own.values():
+                program.run(values)
+            return
+        each = max(1, num_threads // len(own))
+        first, *others = own.values()
+        pool = self._threads(len(self._names) - 1)
+        begun: list[Future[None]] = []
+        try:
+            begun += [pool.submit(_run, program, values, each) for values in others]
+            _run(program, first, each)
+        finally:
+            torch.set_num_threads(num_threads)
+            for future in begun:
+                _finish(future)  # what they write must be theirs until they are done
+        for future in begun:
+            future.result()
+
+    def _threads(self, num: int) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(num, thread_name_prefix="mirror compiled step")
+            weakref.finalize(self, partial(_end, self._pool, os.getpid()))
+        return self._pool
+
+
+def _run(program: Called, values: list[Any], num_threads: int) -> None:
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    with torch.no_grad():
+        program.run(values)
+
+
+def _finish(future: Future[None]) -> None:
+    while not future.done():
+        try:
+            future.exception()
+        except KeyboardInterrupt:
+            _finish(future)
+            raise
+
+
+def _end(pool: ThreadPoolExecutor, process: int) -> None:
+    if os.getpid() == process:
+        pool.shutdown(wait=False)
