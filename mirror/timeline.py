@@ -67,21 +67,18 @@ class Timeline:
     Attributes:
         steps: of the last steps, the whole and each kind's own seconds by lane.
         at_step_ends: called when a step has ended.
-        is_in_run: whether an outermost run is going on.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.num_replicas = len(names)
         self.names = (*names, "cross-replica context", "reductions beside backward")
         self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
-        self.is_in_run = False
         self.at_step_ends: list[Callable[[], None]] = []
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._sums: list[dict[str, float]] = []
         self._events: list[dict[str, Any]] | None = None
         self._target = Path()  # of the spans kept
         self._step_began = perf_counter()
-        self._has_updated = False
         self._clear()
 
     def use(self) -> None:
@@ -124,19 +121,8 @@ class Timeline:
     def _of_replicas(self, kind: str) -> float:
         return sum(sums[kind] for sums in self._sums[: self.num_replicas])
 
-    def note_update(self, lane: int) -> None:
-        """Notes that an optimizer has stepped: outside ``run`` that ends a step."""
-        self._has_updated = True
-        if lane == CROSS and not self.is_in_run:  # in a merge
-            self._end_step()
-
-    def note_run(self) -> None:
-        """Notes that an outermost run has ended, and with it a step if an optimizer stepped."""
-        if self._has_updated:
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self._has_updated = False
+    def end_step(self) -> None:
+        """Ends a step of training, and begins the next one. See [Note: Ends of steps]."""
         self._open[CROSS].clear()
         now = perf_counter()
         self.steps.append((now - self._step_began, self._sums))

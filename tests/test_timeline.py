@@ -42,8 +42,7 @@ def spend(clock, timeline, lane, kind, seconds, inner=()):
 def test_a_kind_counts_its_own_time_without_that_of_the_spans_inside(clock):
     timeline = Timeline(["replica 0"])
     spend(clock, timeline, 0, FORWARD, 1, [(BACKWARD, 2, [(WAITING, 4)]), (OPTIMIZER, 8)])
-    timeline.note_update(0)
-    timeline.note_run()
+    timeline.end_step()
     ((step, lanes),) = timeline.steps
     assert step == 15
     spent = {kind: seconds for kind, seconds in lanes[0].items() if seconds}
@@ -78,8 +77,7 @@ def test_a_report_has_medians_shares_and_what_limits_the_step(clock):
         spend(clock, timeline, BESIDE, REDUCTION, 0)
         spend(clock, timeline, 1, OPTIMIZER, 3)
         clock.now += 5
-        timeline.note_update(1)
-        timeline.note_run()
+        timeline.end_step()
     report = report_of(timeline, takes_turns=True)
     assert (report.num_steps, report.num_replicas) == (3, 2)
     assert report.step == 31 + 12 + 1 + 3 + 5
@@ -111,7 +109,7 @@ def test_advice_follows_what_takes_most(clock, kind, word):
         clock.now += 5
     else:
         spend(clock, timeline, CROSS, kind, 5)
-    timeline.note_update(CROSS)
+    timeline.end_step()
     assert word in report_of(timeline, takes_turns=True).advice
 
 
@@ -122,7 +120,7 @@ def test_what_is_reduced_beside_the_backward_pass_is_hidden_but_for_the_wait(clo
     timeline.end(0, BACKWARD)
     spend(clock, timeline, CROSS, EXPOSED, 2)
     spend(clock, timeline, CROSS, REDUCTION, 2)
-    timeline.note_update(CROSS)
+    timeline.end_step()
     report = report_of(timeline, takes_turns=True)
     assert report.hidden_share == (6 - 2) / (6 + 2)
     assert report.waiting_for_reduction == 4
@@ -140,7 +138,7 @@ def test_what_replicas_do_at_once_counts_as_long_as_it_takes(clock):
         clock.now += 1
         timeline.end(0, BACKWARD)
     clock.now += 3
-    timeline.note_update(CROSS)
+    timeline.end_step()
     report = report_of(timeline, takes_turns=True)
     assert (report.step, report.forward, report.backward, report.other) == (14, 4, 7, 3)
     assert report.host_seconds == (9, 8)
@@ -150,7 +148,7 @@ def test_only_the_last_thousand_steps_are_kept(clock):
     timeline = Timeline(["replica 0"])
     for seconds in range(1200):
         clock.now += seconds
-        timeline.note_update(CROSS)
+        timeline.end_step()
     report = report_of(timeline, takes_turns=True)
     assert report.num_steps == 1000
     assert report.step == (200 + 1199) / 2

@@ -33,7 +33,6 @@ TESTED_BY = {
     "execution/locksteps.py": "execution/test_runner.py",
     "execution/part.py": "execution/test_parts.py",
     "execution/replicas.py": "execution/test_parts.py",
-    "execution/step_ends.py": "train/checkpoint/test_preemption.py",
     "execution/run.py": "strategy/test_run.py",
     "execution/tasks.py": "execution/test_thread_state.py",
     "replica/collectives/collectives.py": "strategy/test_replica_context.py",

@@ -30,6 +30,7 @@ class Run:
         results: what the function has returned, by replica.
         is_weighted: whether the replicas' weights are more than all equal.
         is_default: whether it is that of code without a strategy, where nothing is distributed.
+        has_stepped: whether an optimizer has, in it or in one inside; told of outermost ones.
         is_left: whether an interrupt of the run around it has left it to itself.
         assigned: variables whose flags, or values (then True), its replicas have assigned.
         checks: what looks at that where the replicas merge.
@@ -47,6 +48,7 @@ class Run:
         "assigned",
         "checks",
         "depth",
+        "has_stepped",
         "is_default",
         "is_left",
         "is_weighted",
@@ -80,7 +82,7 @@ class Run:
         self.results: dict[int, Any] = {}
         self.is_weighted = weights is not None
         self.is_default = is_default
-        self.is_left = False
+        self.is_left = self.has_stepped = False
         self.outer = outer
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.checks = checks

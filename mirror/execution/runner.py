@@ -132,9 +132,10 @@ class Runner:
         belongs = self.running is not None and is_inside(self.replicas)
         if belongs or self.parallel_pass is not None:
             # Of a replica, in a merge, or in a parallel pass, where it waits for the others.
-            return self._run(fn, tuple(active), weights)
-        run = self._claim.call(partial(self._run, fn, tuple(active), weights))
-        if step_ends.listeners:
+            run = self._run(fn, tuple(active), weights)
+        else:
+            run = self._claim.call(partial(self._run, fn, tuple(active), weights))
+        if run.has_stepped:
             step_ends.run_ended(run)
         return run
 
@@ -183,16 +184,18 @@ class Runner:
         )
         if len(self._generators) > 1:
             separate_streams(self._generators)
-        lockstep.ends_teams = self.schedule.manner.ends_teams
+        manner = self.schedule.manner
+        lockstep.ends_teams = manner.ends_teams
         if weights is not None:
             self.schedule.sizes = weights
-        state = ThreadState.capture(self.replicas, self.schedule.num_sharing(len(active)))
+        sharers = len(active) if manner.shares_threads else 1
+        state = ThreadState.capture(self.replicas, sharers)
         tasks = {r: task_of(run, r, fn, state) for r in active}
         timeline = self.replicas.timeline
         try:
             try:
                 self.unfinished, self._unended = True, (run, state)
-                self.running, timeline.is_in_run = run, True
+                self.running = run
                 timeline.use()
                 # Activation checkpointing wants what is saved in one order.
                 in_order = state.saved_tensors_hooks is not None
@@ -203,7 +206,6 @@ class Runner:
                     returned()
                 self._parts.finish(run)
             finally:
-                timeline.is_in_run = outer is not None
                 if outer is None:
                     self.running = None
                 elif self._goes_on(run):
@@ -220,8 +222,6 @@ class Runner:
                 self._fail(run, state)
                 raise
             raise
-        if outer is None:
-            timeline.note_run()
         return run
 
     def _end(self, run: Run, state: ThreadState) -> None:

@@ -6,48 +6,53 @@ where an optimizer's step returns outside any run, in the cross-replica context 
 strategy. An optimizer that steps within another one's step is a part of that. A run without a
 step, of a forward pass or an evaluation, ends nothing.
 
-While nobody listens, runs and steps look whether somebody does, and call nothing.
+It is told to the timeline of the strategy, and through that to what the strategy does every so
+many steps; then to the listeners, who want to know of all strategies, and of none.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from mirror.execution.current import replica_around
+from mirror.execution.current import current, replica_around
 from mirror.execution.run import Run
+from mirror.timeline import Timeline
 
 
 class StepEnds:
     """Tells where steps end. See [Note: Ends of steps].
 
     Attributes:
-        listeners: what is called there; it may raise, SystemExit too.
+        listeners: what is called there, of whatever strategy; it may raise, SystemExit too.
     """
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[], None]] = []
-        self._stepped: weakref.WeakSet[Run] = weakref.WeakSet()  # outermost ones, still going on
 
-    def optimizer_stepped(self) -> None:
-        """Notes that an optimizer's step has returned in the calling thread."""
-        replica = replica_around()
-        run: Any = None if replica is None else replica.run
-        if run is None:
-            self._tell()
+    def optimizer_stepped(self, timeline: Timeline | None) -> None:
+        """Notes that an optimizer's step has returned in the calling thread.
+
+        Args:
+            timeline: of the strategy that the step belongs to, if to any.
+        """
+        replica = current.replica or replica_around()
+        if replica is None:
+            self.tell(timeline)
             return
+        run: Any = replica.run
         while run.outer is not None:
             run = run.outer
-        self._stepped.add(run)
+        run.has_stepped = True
 
     def run_ended(self, run: Run) -> None:
-        """Notes that an outermost run has returned."""
-        if run in self._stepped:
-            self._stepped.discard(run)
-            self._tell()
+        """Notes that an outermost run has returned in which an optimizer has stepped."""
+        self.tell(run.replicas.timeline)
 
-    def _tell(self) -> None:
+    def tell(self, timeline: Timeline | None) -> None:
+        """Tells that a step has ended."""
+        if timeline is not None:
+            timeline.end_step()
         for listener in tuple(self.listeners):
             listener()
 

@@ -92,6 +92,7 @@ class Schedule:
 
     Attributes:
         manner: of the coming step.
+        may_move_at_once: whether replicas start at once in it if ``of_turns`` says so.
         of_turns: what the replicas' locksteps are made with. See [Note: Turns].
         keeps_order: whether replicas draw, print and sum as under ``"lockstep"``.
         is_measured: whether there may be several manners.
@@ -114,12 +115,8 @@ class Schedule:
         if torch.get_num_threads() != self._num_threads:
             self._begin()
         self._contest.step_ended(sum(self.sizes))
-        self.manner = self._contest.now
-
-    @property
-    def may_move_at_once(self) -> bool:
-        """Whether replicas start at once if ``of_turns`` says so."""
-        return self._name != CONCURRENT or self.manner.moves_at_once
+        if self._contest.now is not self.manner:
+            self._take(self._contest.now)
 
     def may_go_backward_at_once(self) -> bool:
         """Whether a backward pass outside ``run`` may come apart: not if a hook might be in it."""
@@ -127,14 +124,14 @@ class Schedule:
             return True
         return self.manner.passes_at_once and num_hooks() == self.num_hooks != -1
 
-    def num_sharing(self, num_moving: int) -> int:
-        """Returns how many replicas of those that move share the caller's threads."""
-        return num_moving if self.manner.shares_threads else 1
-
     def _begin(self) -> None:
         self._num_threads = torch.get_num_threads()
         self._contest = Contest(self._candidates, self._clock)
-        self.manner = self._contest.now
+        self._take(self._contest.now)
+
+    def _take(self, manner: Manner) -> None:
+        self.manner = manner
+        self.may_move_at_once = self._name != CONCURRENT or manner.moves_at_once
 
     def _candidates(self) -> tuple[Manner, ...]:
         self.num_hooks = num_hooks()

@@ -84,7 +84,7 @@ class ParallelPass:
     def run(self, passes: dict[int, Callable[[], Any]]) -> None:
         """Runs each replica's pass in its thread."""
         self._moving.update(passes)
-        sharers = self._runner.schedule.num_sharing(len(passes))
+        sharers = len(passes) if self._runner.schedule.manner.shares_threads else 1
         state = ThreadState.capture(self._replicas, sharers)
         tasks = {r: self._task(r, passes[r], state) for r in passes}
         try:

@@ -146,10 +146,8 @@ def _step_ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     timeline, lane = lane_here()
     if timeline is not None:
         timeline.end(lane, OPTIMIZER)
-        if not _is_within_another(sys._getframe(1)):
-            timeline.note_update(lane)
-    if step_ends.listeners and not _is_within_another(sys._getframe(1)):
-        step_ends.optimizer_stepped()
+    if not _is_within_another(sys._getframe(1)):
+        step_ends.optimizer_stepped(timeline)
 
 
 def _is_within_another(step: FrameType) -> bool:
