@@ -20,6 +20,7 @@ import torch
 from arguments import at_least, new_file
 from checking import LATE_CYCLES, created, settle
 from gpu_blocks import best_blocks
+from gpu_graphs import graph_checks
 from gpu_waits import wait_checks
 from gpu_whole import whole_checks
 from supervised import Check, supervise, work
@@ -118,6 +119,8 @@ def checks(device: torch.device, elements: int) -> Iterator[tuple[str, Check]]:
         if device.type == "cuda":
             yield f"batches of the host, {n} on one", partial(waits_for_no_copy, one * n)
     everything = resolve()
+    if device.type == "cuda":
+        yield from graph_checks(device, everything)
     yield from whole_checks(device, elements, everything)
     for name in KERNELS:
         yield f"{name}, how many blocks, 2 on one", partial(best_blocks, name, one * 2, elements)

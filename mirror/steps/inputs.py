@@ -36,6 +36,7 @@ class Kind(Enum):
         return self in _OWN
 
 
+_NEW = {Kind.GRADIENT, Kind.SHARED, Kind.PART}
 _OWN = {Kind.BUFFER, Kind.PART, Kind.WEIGHT, Kind.PLACE, Kind.SEED}
 
 
@@ -56,6 +57,11 @@ class Input:
     of: Any = None
     key: Any = None
     value: Tensor | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is the same tensor in every call, where nobody has replaced it."""
+        return self.value is not None or self.kind not in _NEW
 
 
 @dataclass(eq=False, slots=True)

@@ -1,12 +1,25 @@
-"""Operations that a trace is made of besides torch's: where replicas meet, and random numbers."""
+"""Operations that a trace is made of besides torch's: where replicas meet, and random numbers.
+
+[Note: Counted numbers]
+What a step draws is a function of a seed and of a position, in torch's own integer arithmetic: no
+generator, and nothing that the host must know. So a GPU draws it inside a CUDA graph, whose seed
+is memory, and every device draws the same bits (normal ones: but for the last bit of a logarithm
+and a cosine). The function is SplitMix64: a count in steps of the golden ratio, scrambled.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+# SplitMix64's, as int64 has them.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
 
 
 @functools.cache
@@ -35,11 +48,32 @@ def _like(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
 
 
 def _draw(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:
-    """Returns float32 numbers in [0, 1), or normal ones: the draw of this number in a step."""
-    generator = torch.Generator(seed.device)
-    generator.manual_seed(int(seed) + number)
-    draw = torch.rand if mode == "rand" else torch.randn
-    return draw(size, generator=generator, device=seed.device, dtype=torch.float32)
+    """Returns float32 numbers in [0, 1), or normal ones: the draw of this number in a step.
+
+    See [Note: Counted numbers].
+    """
+    # Not by device=: what simulates devices has none that torch could make a tensor on.
+    count = torch.arange(math.prod(size), out=seed.new_empty(math.prod(size)))
+    key = _scrambled(_scrambled(seed + _GOLDEN) + number)
+    bits = _scrambled(count * _GOLDEN + key)
+    if mode == "rand":
+        return _shifted(bits, 40).to(torch.float32).mul_(2.0**-24).view(size)
+    # Box and Muller; the first in (0, 1], for its logarithm.
+    first = _shifted(bits, 32).add_(1).to(torch.float32).mul_(2.0**-32)
+    angle = (bits & 0xFFFFFFFF).to(torch.float32).mul_(2.0**-32 * math.tau)
+    return first.log_().mul_(-2.0).sqrt_().mul_(angle.cos_()).view(size)
+
+
+def _scrambled(values: Tensor) -> Tensor:
+    """Returns int64 values of which every bit depends on every bit of those given."""
+    values = (values ^ _shifted(values, 30)) * _FIRST
+    values = (values ^ _shifted(values, 27)) * _SECOND
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """Returns int64 values shifted to the right, with zeros from the left."""
+    return (values >> by) & ((1 << (64 - by)) - 1)
 
 
 def _drawn(size: Sequence[int], seed: Tensor, number: int, mode: str) -> Tensor:

@@ -31,12 +31,24 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
-def faked(mode: Any, tensor: Tensor, dynamic: Sequence[int] = ()) -> Tensor:
-    """Returns what stands for a tensor, whose dimensions ``dynamic`` may have any size."""
+def faked(
+    mode: Any,
+    tensor: Tensor,
+    dynamic: Sequence[int] = (),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Returns what stands for a tensor, whose dimensions ``dynamic`` may have any size.
+
+    Args:
+        device: where it will be; by default where it is.
+    """
     dims = [DimDynamic.DUCK if d in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
     with torch._C.DisableTorchFunction(), _disable_current_modes():  # it may be traced
         fake: Tensor = mode.from_tensor(tensor.detach(), symbolic_context=context)
+        if device is not None and fake.device != device:
+            with mode:
+                fake = fake.to(device)
     return fake
 
 

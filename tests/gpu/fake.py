@@ -11,6 +11,7 @@ is of torch.cuda is what mirror uses.
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,15 @@ class FakeGpus:
     def mode(self) -> Mode:
         """Returns what sees the operations of a thread that enters it."""
         return Mode(self.table, self.streams)
+
+    @contextmanager
+    def really(self):
+        """Has tensors of this thread be where they are: on the CPU."""
+        self._modes.is_real = True
+        try:
+            yield
+        finally:
+            self._modes.is_real = False
 
     def _of_cuda(self):
         streams, n = self.streams, self.streams.num_devices
@@ -160,6 +170,8 @@ class FakeGpus:
     # Methods of tensors
 
     def _device(self, tensor):
+        if getattr(self._modes, "is_real", False):
+            return _REAL_DEVICE.__get__(tensor)
         with self.streams.lock:
             return self.table.device(tensor) or _REAL_DEVICE.__get__(tensor)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from mirror.steps.inputs import Input, Kind
-from mirror.steps.torch_internals import decompositions, is_fake, traced
+from mirror.steps.torch_internals import decompositions, faked, is_fake, traced
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +64,7 @@ def follow(
             continue
         one = by_fake.get(id(value))
         if one is None:
-            fake = value if isinstance(value, is_fake) else mode.from_tensor(value.detach())
+            fake = value if isinstance(value, is_fake) else faked(mode, value)
             one = Input(Kind.SHARED, fake, value=value)
         found.append(one)
         with graph.graph.inserting_after(holders[-1]):

@@ -52,7 +52,9 @@ class StandIns:
         """Returns what stands for a tensor; the same for the same one."""
         known = self._by_place.get((kind, of, key))
         if known is None:
-            fake = faked(self.mode, tensor, [0] if batched and tensor.dim() else [])
+            # Rates, and counts of steps, which optimizers keep on the host, go to the device.
+            where = self.device if kind in (Kind.STATE, Kind.RATE) and not tensor.dim() else None
+            fake = faked(self.mode, tensor, [0] if batched and tensor.dim() else [], where)
             known = self._by_place[kind, of, key] = Input(kind, fake, of, key)
             self.inputs.append(known)
         return known.fake
@@ -60,6 +62,11 @@ class StandIns:
     def only(self, kind: Kind) -> Tensor:
         """Returns what stands for the only input of a kind."""
         return self._by_place[kind, None, None].fake
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trace takes place."""
+        return self.only(Kind.COUNT).device
 
     def entering(self, place: Place) -> Tensor | None:
         """Returns what stands for the gradient that a step before has left; ``None``: none."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from mirror.steps.pieces.parts import Piece
+from mirror.steps.pieces.placing import placed, placed_anew
 from mirror.steps.torch_internals import Program, inductor_compiled
 
 Taking = Callable[[Sequence[Any]], Sequence[Any]]
@@ -20,26 +21,30 @@ _DRAW = "mirror.draw.default"
 class Called:
     """A piece of a step that is ready to be called.
 
+    Args:
+        programs: by device, what takes the list of what the piece reads, and returns what it
+            gives.
+
     Attributes:
-        call: takes the list of what the piece reads, returns what it gives.
         take: picks what it reads out of a replica's values.
         gives: where what it gives belongs.
         is_raw: whether it writes without a new version of what it writes.
     """
 
-    __slots__ = ("call", "gives", "is_own", "is_raw", "take", "writes")
+    __slots__ = ("gives", "is_own", "is_raw", "programs", "reads", "take", "writes")
 
-    def __init__(self, piece: Piece, call: Program, *, is_raw: bool) -> None:
-        self.call = call
+    def __init__(
+        self, piece: Piece, programs: Mapping[torch.device, Program], *, is_raw: bool
+    ) -> None:
+        self.programs = dict(programs)
         self.is_own = piece.is_own
         self.take = taking(piece.reads)
-        self.gives = piece.gives
-        self.writes = piece.writes
+        self.reads, self.gives, self.writes = piece.reads, piece.gives, piece.writes
         self.is_raw = is_raw
 
-    def run(self, values: list[Any]) -> None:
+    def run(self, values: list[Any], device: torch.device) -> None:
         """Runs the piece on a replica's values, and keeps there what it gives."""
-        found = self.call(list(self.take(values)))
+        found = self.programs[device](list(self.take(values)))
         for slot, value in zip(self.gives, found, strict=True):
             values[slot] = value
 
@@ -51,28 +56,44 @@ def taking(slots: list[int]) -> Taking:
     return lambda values: [values[slot] for slot in slots]
 
 
-def interpreted(piece: Piece) -> Called:
+def interpreted(piece: Piece, traced_on: torch.device, devices: Sequence[torch.device]) -> Called:
     """Returns a piece that calls torch's kernels one by one, as the step itself does."""
-    forward: Any = piece.graph.forward
 
-    def call(inputs: list[Any]) -> Sequence[Any]:
-        found: Sequence[Any] = forward(*inputs)
-        return found
+    def program(device: torch.device) -> Program:
+        forward: Any = placed(piece.graph, traced_on, device).forward
 
-    return Called(piece, call, is_raw=False)
+        def call(inputs: list[Any]) -> Sequence[Any]:
+            found: Sequence[Any] = forward(*inputs)
+            return found
+
+        return call
+
+    return Called(piece, {device: program(device) for device in devices}, is_raw=False)
 
 
-def compiled(piece: Piece, mode: Any) -> Called:
-    """Returns a piece that is compiled: C++ on the CPU, Triton's kernels on GPUs."""
+def compiled(
+    piece: Piece, mode: Any, traced_on: torch.device, devices: Sequence[torch.device]
+) -> Called:
+    """Returns a piece that is compiled: C++ on the CPU, Triton's kernels on GPUs.
+
+    They name their device; those of the second one come from the compiler's cache.
+    """
     graph = fx.GraphModule(piece.graph, fx.Graph())
     copied = fx.Graph()
     result = copied.graph_copy(piece.graph.graph, {}, True)
     assert result is not None
     copied.output(result[0] if isinstance(result, tuple) else result)
     graph.graph = copied
-    _draw_by_kernel(graph)
-    fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    return Called(piece, inductor_compiled(graph, mode, fakes), is_raw=True)
+
+    def program(device: torch.device) -> Program:
+        own = placed_anew(graph, mode, traced_on, device)
+        _draw_by_kernel(own)
+        fakes = [node.meta["val"] for node in own.graph.nodes if node.op == "placeholder"]
+        return inductor_compiled(own, mode, fakes)
+
+    # The first one last: what it draws by kernels is changed in the graph itself.
+    programs = {device: program(device) for device in reversed(devices)}
+    return Called(piece, programs, is_raw=True)
 
 
 def _draw_by_kernel(graph: fx.GraphModule) -> None:

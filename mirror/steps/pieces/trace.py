@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from mirror.errors import CompileError
@@ -31,6 +32,7 @@ class Trace:
     """A step, traced.
 
     Attributes:
+        device: what in the graph names the device of whoever runs it.
         inputs: what it reads and writes; the first slots of ``pieces``.
         fakes: what stood for the tensors among the arguments' leaves.
         structure: what the step returns, with leaves in place of tensors.
@@ -40,6 +42,7 @@ class Trace:
     """
 
     pieces: Pieces
+    device: torch.device
     inputs: list[Input]
     written: list[Input]
     fakes: list[Tensor]
@@ -129,6 +132,7 @@ def trace(
     owns = [level.own.graph.graph.nodes for level in pieces.levels if level.own is not None]
     return Trace(
         pieces,
+        stand_ins.device,
         inputs,
         pure.writes,
         fakes,

@@ -36,7 +36,7 @@ class AtOnce:
     """
 
     def __init__(self, replicas: Replicas, trace: Trace) -> None:
-        self._names = replicas.names
+        self._names, self._devices = replicas.names, replicas.devices
         self._may = replicas.are_simulated and replicas.num_replicas > 1
         self._multiplications = trace.multiplications
         self._pool: ThreadPoolExecutor | None = None
@@ -57,16 +57,17 @@ class AtOnce:
             and self._multiplications >= MANY_MULTIPLICATIONS
         )
         if not at_once:
-            for values in own.values():
-                program.run(values)
+            for r, values in own.items():
+                program.run(values, self._devices[r])
             return
         each = max(1, num_threads // len(own))
         first, *others = own.values()
+        device = self._devices[0]
         pool = self._threads(len(self._names) - 1)
         begun: list[Future[None]] = []
         try:
-            begun += [pool.submit(_run, program, values, each) for values in others]
-            _run(program, first, each)
+            begun += [pool.submit(_run, program, values, device, each) for values in others]
+            _run(program, first, device, each)
         finally:
             torch.set_num_threads(num_threads)
             for future in begun:
@@ -81,11 +82,11 @@ class AtOnce:
         return self._pool
 
 
-def _run(program: Called, values: list[Any], num_threads: int) -> None:
+def _run(program: Called, values: list[Any], device: torch.device, num_threads: int) -> None:
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     with torch.no_grad():
-        program.run(values)
+        program.run(values, device)
 
 
 def _finish(future: Future[None]) -> None:

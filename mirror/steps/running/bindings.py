@@ -40,7 +40,6 @@ class Bindings:
         self._buffers = [(i, inputs[i].of) for i in slots[Kind.BUFFER]]
         self._records = [place.record for _, place in self._buffers]
         self._left = [(i, inputs[i].of) for i in slots[Kind.GRADIENT]]
-        (self._seed,) = slots[Kind.SEED]
         self._rates = [
             (i, trace.leases[inputs[i].of].optimizer, inputs[i].key[0]) for i in slots[Kind.RATE]
         ]
@@ -57,6 +56,7 @@ class Bindings:
                 Kind.PLACE: torch.arange(n, device=device) == r,
                 Kind.COUNT: one.to(device, copy=True),
                 Kind.WEIGHT: one.to(device, copy=True),
+                Kind.SEED: torch.zeros((), dtype=torch.int64, device=device),
             }
             for r, device in enumerate(replicas.devices)
         ]
@@ -127,10 +127,12 @@ class Bindings:
     ) -> dict[int, list[Any]]:
         """Returns the values that a call begins with, of each replica that takes part."""
         self._fill(tuple(parts), weights)
-        draws = self._trace.draws
-        seeds = torch.empty(len(parts), dtype=torch.int64).random_(0, 2**62) if draws else None
+        if self._trace.draws:
+            seeds = torch.empty(len(parts), dtype=torch.int64).random_(0, 2**62)
+            for r, seed in zip(parts, seeds.tolist(), strict=True):
+                self._own[r][Kind.SEED].fill_(seed)
         records, values = self._records, {}
-        for number, (r, tensors) in enumerate(parts.items()):
+        for r, tensors in parts.items():
             mine = self._templates[r].copy()
             for slot, tensor in zip(self._arguments, tensors, strict=True):
                 mine[slot] = tensor
@@ -140,8 +142,6 @@ class Bindings:
                     mine[slot] = copy
             for slot, place in self._left:
                 mine[slot] = _grad(place, self._home_of[r])
-            if seeds is not None:
-                mine[self._seed] = seeds[number].to(self._replicas.devices[r])
             values[r] = mine
         return values
 

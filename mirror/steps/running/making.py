@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mirror.accelerator.graphs import CudaGraph, has_graphs
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.copies.registry import Registry
@@ -17,12 +18,13 @@ from mirror.steps.inputs import Kind
 from mirror.steps.lines import first_line
 from mirror.steps.pieces.parts import Piece
 from mirror.steps.pieces.programs import Called, compiled, interpreted
-from mirror.steps.pieces.trace import trace
+from mirror.steps.pieces.trace import Trace, trace
 from mirror.steps.places import places_of
 from mirror.steps.running.arguments import Arguments
 from mirror.steps.running.assumptions import Assumptions
 from mirror.steps.running.at_once import AtOnce
 from mirror.steps.running.bindings import Bindings
+from mirror.steps.running.captures import Captures
 from mirror.steps.running.coherence import Coherence
 from mirror.steps.running.reductions import Reductions
 from mirror.steps.running.step_program import StepProgram
@@ -65,7 +67,7 @@ class Maker:
             self._coherence.gradients(places),
         )
         levels = [
-            (self._ready(level.shared, traced.mode), self._ready(level.own, traced.mode))
+            (self._ready(level.shared, traced), self._ready(level.own, traced))
             for level in traced.pieces.levels
         ]
         used = [one.of for one in traced.inputs if one.kind is Kind.PARAMETER]
@@ -77,17 +79,18 @@ class Maker:
             Bindings(self._replicas, traced),
             self._reductions,
             self._coherence,
-            AtOnce(self._replicas, traced),
+            self._launcher(traced),
         )
         return guards, program
 
-    def _ready(self, piece: Piece | None, mode: Any) -> Called | None:
+    def _ready(self, piece: Piece | None, trace: Trace) -> Called | None:
         if piece is None:
             return None
+        devices = tuple(dict.fromkeys(self._replicas.devices))
         if self._mode == "trace" or (self._mode == "auto" and not _has_compiler(piece)):
-            return interpreted(piece)
+            return interpreted(piece, trace.device, devices)
         try:
-            return compiled(piece, mode)
+            return compiled(piece, trace.mode, trace.device, devices)
         except Exception as error:
             if self._mode == "inductor":
                 raise
@@ -96,7 +99,15 @@ class Maker:
                 type(error).__name__,
                 first_line(error),
             )
-            return interpreted(piece)
+            return interpreted(piece, trace.device, devices)
+
+    def _launcher(self, trace: Trace) -> AtOnce | Captures:
+        """Returns what runs the programs: as graphs where there are any, and they are wanted."""
+        devices = self._replicas.devices
+        if self._mode == "trace" or not has_graphs(devices[0]):
+            return AtOnce(self._replicas, trace)
+        stay = [i for i, one in enumerate(trace.inputs) if one.stays]
+        return Captures(devices, stay, CudaGraph)
 
     def state(self) -> list[tuple[nn.Module, dict[str, Any]]]:
         """Returns what a trace that fails must leave as it was."""

@@ -54,7 +54,11 @@ class HeldStates:
         self._places = []
         for place, name in self._wanted:
             key = place.owner if self._mirror is None else place.of(self._replica_id)
-            self._places.append((by_id[id(key)], name))
+            entry, device = by_id[id(key)], place.of(self._replica_id).device
+            # Programs of GPUs count there: what the host counts, a CUDA graph would not see.
+            if not entry[name].dim() and entry[name].device != device:
+                entry[name] = entry[name].to(device)
+            self._places.append((entry, name))
 
     def are_as_before(self) -> bool:
         """Whether the tensors are the same, or alike ones in their place; keeps those."""

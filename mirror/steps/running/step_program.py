@@ -16,6 +16,7 @@ from mirror.steps.pieces.programs import Called, Taking, taking
 from mirror.steps.pieces.trace import Trace, layout
 from mirror.steps.running.at_once import AtOnce
 from mirror.steps.running.bindings import Bindings
+from mirror.steps.running.captures import Captures
 from mirror.steps.running.coherence import Changes, Coherence
 from mirror.steps.running.reductions import Reductions
 from mirror.steps.torch_internals import sizes_fit
@@ -29,7 +30,7 @@ class StepProgram:
         levels: of each level the programs that are run, shared and own.
         bindings: finds the tensors that the trace's inputs are.
         reductions: reduces local gradients.
-        at_once: runs programs of all replicas.
+        launcher: runs programs of all replicas.
     """
 
     def __init__(
@@ -40,19 +41,20 @@ class StepProgram:
         bindings: Bindings,
         reductions: Reductions,
         coherence: Coherence,
-        at_once: AtOnce,
+        launcher: AtOnce | Captures,
     ) -> None:
         self._replicas, self.trace = replicas, trace
-        self._coherence = coherence
+        self._coherence, self._launcher = coherence, launcher
         self._levels = [
             (*called, [(n, taking(slots), gotten) for n, slots, gotten in level.meetings])
             for called, level in zip(levels, trace.pieces.levels, strict=True)
         ]
         self._bindings, self._reductions = bindings, reductions
-        self._at_once = at_once
         self._results = taking(trace.pieces.results)
         self._changes = _changes(trace)
-        self._is_raw = any(one.is_raw for called in levels for one in called if one is not None)
+        self._is_raw = isinstance(launcher, Captures) or any(
+            one.is_raw for called in levels for one in called if one is not None
+        )
 
     def fits(self, part: Sequence[Any]) -> bool:
         """Whether the trace holds for these leaves of a replica's arguments."""
@@ -88,11 +90,11 @@ class StepProgram:
         shares = self._reductions.shares(active, weights)
         for shared_program, own_program, meetings in self._levels:
             if shared_program is not None:
+                self._launcher.run(shared_program, shared)
                 for home, values in shared.items():
-                    shared_program.run(values)
                     bindings.hand_on(home, values, own, shared_program.gives)
             if own_program is not None:
-                self._at_once.run(own_program, own)
+                self._launcher.run(own_program, own)
             for number, brought, gotten in meetings:
                 self._meet(number, brought, gotten, own, shared, shares)
         if self._is_raw:
@@ -103,8 +105,11 @@ class StepProgram:
             place: None if at is None else at_home[slots[at]]
             for place, at in self.trace.grads.items()
         }
+        results = {r: self._results(values) for r, values in own.items()}
+        if isinstance(self._launcher, Captures):
+            results, grads = self._launcher.left(results, grads)
         self._coherence.stepped(self._changes, grads, active)
-        return {r: self._results(values) for r, values in own.items()}
+        return results
 
     def _meet(
         self,

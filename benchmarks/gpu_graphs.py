@@ -1,0 +1,177 @@
+"""Checks of compiled steps on a GPU, for gpu_check.py: captured, exact, and how fast.
+
+Each returns what is worth telling, or raises AssertionError with what is wrong. A ratio that
+misses its target is told, not raised: the first machine says what targets are worth.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from checking import settle
+from models import mlp
+from timing import interleaved
+from torch import nn
+
+import mirror
+from mirror.steps.running.captures import Captures
+
+Check = Callable[[], str]
+Devices = tuple[torch.device, ...]
+TARGET = 0.35
+_ROUNDS, _STEPS = 15, 20
+
+
+def graph_checks(
+    device: torch.device, everything: Devices
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields names and checks."""
+    for n in (1, 2, 4):
+        yield f"compiled step, {n} on one device", partial(is_captured, (device,) * n)
+    yield "compiled step, draws", partial(draws, device)
+    yield "compiled step, another stream", partial(on_another_stream, device)
+    for n in (1, 4):
+        yield f"compiled step, {n} on one, speed", partial(is_fast, (device,) * n)
+    if len(everything) > 1:
+        yield "compiled step, all GPUs", partial(is_captured, everything)
+        yield "compiled step, all GPUs, speed", partial(is_fast, everything)
+
+
+class _Training:
+    """A small MLP, trained on a batch that stays: plain, or by a strategy."""
+
+    def __init__(self, devices: Devices, mode: str | None, dropout: float = 0.0) -> None:
+        self.devices, n = devices, len(devices)
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(mlp(8, 64), nn.Dropout(dropout))
+        x, y = torch.randn(16 * n, 64), torch.randint(0, 10, (16 * n,))
+        if mode is None:
+            self.model = model.to(devices[0])
+            self.batch: tuple[object, ...] = (x.to(devices[0]), y.to(devices[0]))
+        else:
+            self.strategy = mirror.MirroredStrategy(devices)
+            self.model = self.strategy.mirror(model)
+            self.batch = tuple(
+                mirror.PerReplica(
+                    [p.to(d) for p, d in zip(t.tensor_split(n), devices, strict=True)]
+                )
+                for t in (x, y)
+            )
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        self.step: Callable[..., Any] = step
+        if mode == "eager":
+            self.step = lambda *batch: self.strategy.run(step, batch)
+        elif mode is not None:
+            self.step = self.strategy.compile(step, mode=mode)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step(*self.batch)
+        settle(self.devices)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+
+def is_captured(devices: Devices) -> str:
+    """A compiled step is captured without a warning, and leaves what the plain loop leaves."""
+    told, counts = _Told(), [0]
+    capture = Captures._capture
+
+    def counted(*args: object) -> object:
+        counts[0] += 1
+        return capture(*args)  # type: ignore[arg-type]
+
+    logging.getLogger("mirror.steps").addHandler(told)
+    Captures._capture = counted  # type: ignore[method-assign, assignment]
+    try:
+        plain, compiled = _Training(devices, None), _Training(devices, "auto")
+        for one in (plain, compiled):
+            one.train(10)
+    finally:
+        Captures._capture = capture  # type: ignore[method-assign]
+        logging.getLogger("mirror.steps").removeHandler(told)
+    if told.texts:
+        raise AssertionError("; ".join(told.texts))
+    wanted = (1 if len(devices) == 1 else 2) * len(set(devices))
+    if devices[0].type == "cuda" and counts[0] != wanted:
+        raise AssertionError(f"{counts[0]} captures where {wanted} were to be")
+    torch.testing.assert_close(compiled.parameters(), plain.parameters(), rtol=1e-4, atol=1e-5)
+    return f"{counts[0]} graphs"
+
+
+def draws(device: torch.device) -> str:
+    """Replays draw anew, by seeds: the same ones after the same seed."""
+    seen = []
+    for _ in range(2):
+        training = _Training((device,), "auto", dropout=0.5)
+        training.train(3)
+        torch.manual_seed(1)
+        losses = [
+            training.strategy.local_results(training.step(*training.batch)) for _ in range(4)
+        ]  # type: ignore[arg-type]
+        seen.append([loss.item() for (loss,) in losses])
+    if len(set(seen[0])) < 4:
+        raise AssertionError(f"replays drew the same numbers: losses {seen[0]}")
+    return f"losses {', '.join(f'{loss:.3f}' for loss in seen[0])}"
+
+
+def on_another_stream(device: torch.device) -> str:
+    """A graph that was captured under one current stream is launched on another one, in order."""
+    plain, compiled = _Training((device,), None), _Training((device,), "auto")
+    plain.train(12)
+    compiled.train(6)
+    if device.type == "cuda":
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            compiled.train(6)
+    else:
+        compiled.train(6)
+    torch.testing.assert_close(compiled.parameters(), plain.parameters(), rtol=1e-4, atol=1e-5)
+    return "6 steps on each"
+
+
+def is_fast(devices: Devices) -> str:
+    """The step as graphs beside the eager one: plain on one device, mirror's on several."""
+    eager = _Training(devices, None if len(devices) == 1 else "eager")
+    compiled = _Training(devices, "auto")
+    for one in (eager, compiled):
+        one.train(6)
+    samples = interleaved(
+        {"eager": partial(eager.train, _STEPS), "graph": partial(compiled.train, _STEPS)},
+        rounds=_ROUNDS,
+    )
+    ratio = samples["graph"].over(samples["eager"])
+    state = "met" if ratio.median <= TARGET else "MISSED"
+    each = samples["graph"].per(_STEPS).median
+    return (
+        f"graph / eager {ratio.median:.2f} (target {TARGET}: {state}), {1e6 * each:.0f} us a step"
+    )
+
+
+class _Told(logging.Handler):
+    """Keeps warnings.
+
+    Attributes:
+        texts: what they say.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
