@@ -104,6 +104,7 @@ def decompositions() -> Mapping[Any, Any]:
     """Returns what inductor wants operations taken apart into."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import torch._inductor.lowering  # noqa: F401  which some decompositions ask
         from torch._inductor.decomposition import select_decomp_table
 
     table: Mapping[Any, Any] = select_decomp_table()
