@@ -54,6 +54,11 @@ def is_users(path: str) -> bool:
     return not path.startswith((*_LIBRARIES, "<frozen"))
 
 
+def is_torchs(path: str) -> bool:
+    """Whether a file is torch's."""
+    return path.startswith(_OURS_AND_TORCHS[1])
+
+
 def _line(places: list[tuple[str, int]]) -> str:
     """Returns the first place that is no library's; else the first that is not torch's or ours."""
     for libraries in (_LIBRARIES, _OURS_AND_TORCHS):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -69,7 +70,9 @@ def sizes_fit(mode: Any, fakes: Sequence[Tensor], tensors: Sequence[Tensor]) -> 
                     return False
             elif int(expression) != size:
                 return False
-    return all(bool(guard.expr.xreplace(found)) for guard in env.guards)
+    # What a guard has fixed to a number is that number in the shapes, too.
+    known_sizes = {**env.replacements, **found}
+    return all(bool(guard.expr.xreplace(known_sizes)) for guard in env.guards)
 
 
 def constant_of(tensor: Tensor) -> Tensor | None:
@@ -84,8 +87,20 @@ def traced(
     decompositions: Mapping[Any, Any] | None = None,
 ) -> fx.GraphModule:
     """Returns the graph of what ``function(*inputs)`` calls, backward passes too."""
-    with mode:
+    # Layers of torch that are one kernel on the CPU, as LSTM, are taken apart: their kernels want
+    # sizes that are numbers. mkldnn's keep what a backward pass needs where no trace sees it.
+    with mode, enable_python_dispatcher(), _without_mkldnn():
         return make_fx(function, decomposition_table=decompositions, tracing_mode="real")(*inputs)
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextlib.contextmanager

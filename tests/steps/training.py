@@ -11,6 +11,10 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+def linear():
+    return nn.Sequential(nn.Linear(6, 3))
+
+
 def batches(sizes, features=6, classes=3):
     generator = torch.Generator().manual_seed(1)
     return [

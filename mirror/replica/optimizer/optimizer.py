@@ -88,6 +88,11 @@ class OptimizerMirror:
         self.holds: dict[int, Hold] = {}
         optimizers.add(self)
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, while it lives."""
+        return self._optimizer()
+
     # Steps inside run
 
     def step_here(self, step: FrameType, context: Replica, has_closure: bool) -> None:

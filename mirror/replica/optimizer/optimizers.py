@@ -24,6 +24,10 @@ optimizers_of = _known.of
 class Mirrored(Protocol):
     """What is asked of one optimizer over mirrored parameters."""
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, while it lives."""
+
     def bring_along(self, source: int, others: Sequence[int]) -> None:
         """Gives one replica's state to others."""
 
@@ -62,6 +66,11 @@ class Optimizers:
     def add(self, optimizer: Mirrored) -> None:
         """Notes an optimizer, for as long as it lives."""
         self._all.add(optimizer)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns all there are."""
+        found = [mirrored.optimizer for mirrored in tuple(self._all)]
+        return [optimizer for optimizer in found if optimizer is not None]
 
     def check(self, look: Look) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from mirror.errors import CompileError
+from mirror.replica.copies.hooks import through_hooks
 from mirror.replica.gradients.arrivals import local_grad, set_local_grad
 from mirror.steps.places import Place
+from mirror.torch_private import queue_callback
 
 Refusal = Callable[..., CompileError]
 Meet = Callable[[Sequence[Place], list[Tensor]], list[Tensor]]
@@ -46,7 +48,25 @@ class TracedGradients:
         self._refusal = refusal
         self.left: dict[Place, Tensor | None] = {}
         self.looked_at: dict[Place, bool] = {}
+        for place, leaf in leaves.items():
+            self._take_hooks(place, leaf)
         self._is_settling = False  # then torch's functions see the slots themselves
+
+    def _take_hooks(self, place: Place, leaf: Tensor) -> None:
+        """Has a parameter's hooks called as in any backward pass. See [Note: Gradient hooks]."""
+        if place.record is not None:
+            if place.record.hooks and leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda _: queue_callback(self.settle))
+            return
+        if getattr(place.owner, "_post_accumulate_grad_hooks", None):
+            raise self._refusal(
+                f"a post-accumulate hook of {place.name!r}",
+                "is Python that is called in every backward pass",
+                "change gradients between backward and the optimizer's step",
+            )
+        if leaf.requires_grad:
+            for hook in (getattr(place.owner, "_backward_hooks", None) or {}).values():
+                leaf.register_hook(hook)
 
     # Of leaves, as torch's functions see them
 
@@ -86,6 +106,8 @@ class TracedGradients:
         if arrived:
             with torch.no_grad():
                 for place, grad in zip(arrived, self._meet(arrived, local), strict=True):
+                    if place.record is not None:
+                        grad = through_hooks(place.record.hooks, grad)
                     before = self._now(place)
                     self.left[place] = grad if before is None else before + grad
 

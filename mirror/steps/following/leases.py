@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.errors import CompileError
+from mirror.steps.following.options import is_as_before, options_changed
 from mirror.steps.following.stand_ins import StandIns
 from mirror.steps.inputs import Kind
 
-_PLAIN = (bool, int, float, str, type(None))
+
+class StateMissing(Exception):
+    """A step makes optimizer state that was not there; what is there when it runs uncompiled."""
 
 
 class Lease:
@@ -23,6 +26,7 @@ class Lease:
     Attributes:
         groups, state: its own.
         lent, lent_state: what it has of both in the trace.
+        were_lent, were_state: what it had of both before the step.
     """
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
@@ -31,6 +35,8 @@ class Lease:
         self.state: Any = optimizer.state
         self.lent: list[dict[str, Any]] = []
         self.lent_state: Any = None
+        self.were_lent: list[dict[str, Any]] = []
+        self.were_state: dict[Any, dict[str, Any]] = {}
         self.is_lent = False
 
 
@@ -39,14 +45,23 @@ class Leases:
 
     Args:
         refusal: makes the error for what cannot be followed.
+        constant: whether learning rates are the numbers that they are, and no inputs.
 
     Attributes:
         all: by ``id`` of the optimizer.
     """
 
-    def __init__(self, stand_ins: StandIns, refusal: Callable[..., CompileError]) -> None:
+    def __init__(
+        self, stand_ins: StandIns, refusal: Callable[..., CompileError], *, constant: bool
+    ) -> None:
         self._stand_ins, self._refusal = stand_ins, refusal
+        self.constant = constant
         self.all: dict[int, Lease] = {}
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether an optimizer is making its step."""
+        return any(lease.is_lent for lease in self.all.values())
 
     def begin(self, optimizer: Optimizer) -> None:
         """Puts stand-ins into an optimizer's groups and state, before its step."""
@@ -72,6 +87,8 @@ class Leases:
                     for name, value in entry.items()
                 }
             lease.lent_state = lease_state
+            lease.were_lent = [dict(group) for group in lease.lent]
+            lease.were_state = {key: dict(entry) for key, entry in lease_state.items()}
         lease.is_lent = True
         optimizer.param_groups = lease.lent
         optimizer.state = lease.lent_state
@@ -89,8 +106,10 @@ class Leases:
                     "make its module in strategy.scope()",
                 )
             params.append(self._stand_ins.standing_for(place))
-        rate = group.get("lr")
-        if isinstance(rate, (float, int)) and not isinstance(rate, bool):
+        rate = lent.get("lr")
+        if self.constant:
+            pass
+        elif isinstance(rate, (float, int)) and not isinstance(rate, bool):
             value = torch.tensor(float(rate), dtype=torch.float32)
             lent["lr"] = self._stand_ins.add(Kind.RATE, value, lease.number, (i, "lr"))
         elif isinstance(rate, Tensor):
@@ -100,8 +119,8 @@ class Leases:
             lent["capturable"] = True
         if lent.get("fused"):
             lent["fused"] = False
-        if "foreach" in lent and lent.get("foreach") is None:
-            lent["foreach"] = True
+        if "foreach" in lent and not lent.get("differentiable"):
+            lent["foreach"] = not self.constant
         return lent
 
     def give_back(self, optimizer: Optimizer) -> None:
@@ -113,10 +132,48 @@ class Leases:
         optimizer.param_groups = lease.groups
         optimizer.state = lease.state
 
+    def check(self) -> None:
+        """Looks at what the steps have left of state and options.
+
+        Raises:
+            StateMissing: they have made state.
+            CompileError: they have changed what is no tensor.
+        """
+        for lease in self.all.values():
+            kind = type(lease.optimizer).__name__
+            for before, after in zip(lease.were_lent, lease.lent, strict=True):
+                for name, value in after.items():
+                    if name != "params" and not is_as_before(before.get(name, lease), value):
+                        raise options_changed(kind, f"option {name!r}")
+            for key, entry in lease.lent_state.items():
+                known = lease.were_state.get(key, {})
+                if isinstance(entry, dict):
+                    _check_entry(kind, known, entry)
+
     def end(self) -> None:
         """Gives all back, after an error too."""
         for lease in self.all.values():
             self.give_back(lease.optimizer)
+
+
+def _check_entry(kind: str, known: dict[str, Any], entry: dict[str, Any]) -> None:
+    for name, value in entry.items():
+        before = known.get(name)
+        if value is before:
+            continue
+        if isinstance(value, Tensor) and isinstance(before, Tensor):
+            if value.shape != before.shape or value.dtype != before.dtype:
+                raise StateMissing
+            with torch.no_grad():
+                before.copy_(value)  # state that is made anew in every step
+        elif name not in known or isinstance(value, Tensor) or before is None:
+            raise StateMissing
+        elif not is_as_before(before, value):
+            raise CompileError(
+                f"the step cannot be compiled: {kind} keeps {name!r} of its state as a number of "
+                "Python, which would be the same in every call; keep it in a tensor, or pass "
+                "fallback='eager'"
+            )
 
 
 def raw_state(state: Any) -> dict[Any, Any]:

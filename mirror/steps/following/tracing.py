@@ -76,6 +76,7 @@ class Tracer:
     Args:
         replicas: whose step it is.
         stand_ins: what stands for everything outside of the step.
+        constant_rates: whether learning rates are the numbers that they are, and no inputs.
 
     Attributes:
         meetings: where the replicas meet, in the order of the step.
@@ -84,18 +85,22 @@ class Tracer:
         leases: the optimizers it has stepped.
         draws: how often it draws.
         captured: the tensors it found, by ``id``.
+        failed_in_optimizer: whether what could not be followed was an optimizer's.
     """
 
-    def __init__(self, replicas: Replicas, stand_ins: StandIns) -> None:
+    def __init__(
+        self, replicas: Replicas, stand_ins: StandIns, *, constant_rates: bool = False
+    ) -> None:
         define()
         self._replicas = replicas
         self._stand_ins = stand_ins
         self.meetings: list[Meeting] = []
         self.modules: dict[int, nn.Module] = {}
-        self.leases = Leases(stand_ins, refusal)
+        self.leases = Leases(stand_ins, refusal, constant=constant_rates)
         self.gradients: TracedGradients | None = None
         self.draws = Draws(stand_ins.only(Kind.SEED), refusal)
         self.captured: dict[int, Tensor] = {}
+        self.failed_in_optimizer = False
 
     def follow(self, call: Callable[[], Any]) -> Any:
         """Calls the step; returns what it returns.
@@ -126,12 +131,14 @@ class Tracer:
             ):
                 stack.callback(hook.remove)
             stack.callback(self.leases.end)
+            stack.callback(self._note_stepping)
             stack.enter_context(operations)
             stack.enter_context(functions)
             try:
                 enter(self._replicas.strategy, replica)
                 result = call()
                 self.gradients.settle()
+                self.leases.check()
             finally:
                 current.replica, current.strategy, current.below = before
         self.captured = operations.captured
@@ -199,6 +206,9 @@ class Tracer:
             return False
         self.gradients.clear([place for place in places if place is not None])
         return True
+
+    def _note_stepping(self) -> None:
+        self.failed_in_optimizer = self.leases.is_stepping
 
     # What torch tells
 

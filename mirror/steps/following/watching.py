@@ -77,7 +77,9 @@ class Operations(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ASKS and not _is_constant(args[0]):
-            raise refusal(f"{func.overloadpacket.__name__.strip('_')} of a tensor", _BY_VALUE)
+            name = func.overloadpacket.__name__.strip("_")
+            asked = "a number asked of a tensor" if "scalar" in name else f"{name} of a tensor"
+            raise refusal(asked, _BY_VALUE)
         if func in _SIZES:
             raise refusal(f"{func.overloadpacket.__name__.strip('_')}", _BY_SIZE)
         for tensor in _tensors((*args, *kwargs.values())):

@@ -196,6 +196,9 @@ class _Cutter:
                 self._use(value, self._level[node], True, set())
             for user in node.users:
                 self._slots.setdefault(user, len(self._slots))
+        for one, value in self._writes.items():
+            level, is_own = self._write_level[one], one.kind.is_own or self._alone
+            self._use(value, level, is_own, own[level] if is_own else shared[level])
         for value in self._results:
             self._use(value, self._num_levels, True, set())
 

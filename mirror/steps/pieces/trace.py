@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
@@ -24,7 +25,7 @@ from mirror.steps.pieces.packing import packed
 from mirror.steps.pieces.parts import Pieces
 from mirror.steps.pieces.work import multiplications
 from mirror.steps.places import Place
-from mirror.values import leaves_of, rebuild_structure
+from mirror.values import leaves_of, map_structure, rebuild_structure
 
 
 @dataclass(eq=False, slots=True)
@@ -36,9 +37,12 @@ class Trace:
         inputs: what it reads and writes; the first slots of ``pieces``.
         fakes: what stood for the tensors among the arguments' leaves.
         structure: what the step returns, with leaves in place of tensors.
+        leaves: those that are no tensors; of tensors that are to be numbers, their type.
         is_tensor: of each leaf, whether it comes from a slot.
         grads: what gradient each parameter is left with: a position in the results, or ``None``.
         draws: how many places draw random numbers.
+        modes: the modes that the step leaves modules with, where it changes them.
+        rates_read: the optimizers whose learning rates are those of the trace.
     """
 
     pieces: Pieces
@@ -59,6 +63,8 @@ class Trace:
     leases: list[Lease]
     draws: int
     multiplications: float
+    modes: list[tuple[nn.Module, bool]]
+    rates_read: list[Optimizer]
 
 
 def trace(
@@ -80,7 +86,37 @@ def trace(
 
     Raises:
         CompileError: it does what no trace can follow.
+        StateMissing: it makes optimizer state.
     """
+    around = step, call, leaves, own, replicas, places, grads
+    try:
+        return _traced(*around, constant_rates=False)
+    except _InOptimizer as error:  # which may want to know its learning rate
+        try:
+            return _traced(*around, constant_rates=True)
+        except _InOptimizer:
+            raise error.refused from None
+
+
+class _InOptimizer(Exception):
+    """An optimizer's step asked a tensor for its value."""
+
+    def __init__(self, refused: CompileError) -> None:
+        super().__init__()
+        self.refused = refused
+
+
+def _traced(
+    step: Callable[..., Any],
+    call: Callable[[Sequence[Any]], Any],
+    leaves: Sequence[Any],
+    own: Sequence[bool],
+    replicas: Replicas,
+    places: Sequence[Place],
+    grads: dict[Place, Tensor],
+    *,
+    constant_rates: bool,
+) -> Trace:
     stand_ins = StandIns(places, grads, replicas.num_replicas)
     fakes: list[Tensor] = []
     args: list[Any] = []
@@ -90,14 +126,18 @@ def trace(
             leaf = stand_ins.add(kind, leaf, i, batched=is_own)
             fakes.append(leaf)
         args.append(leaf)
-    tracer = Tracer(replicas, stand_ins)
+    tracer = Tracer(replicas, stand_ins, constant_rates=constant_rates)
+    unchanged = Unchanged(step, tracer, replicas)
     returned: list[Any] = []
+    numbers: list[Any] = []
     left: dict[Place, Tensor | None] = {}
     assigned: list[Place] = []
 
     def followed() -> Sequence[Tensor]:
-        with Unchanged(step, tracer):
+        with unchanged:
             result = tracer.follow(lambda: call(args))
+        numbers.extend(map(_number, leaves_of(result)))
+        result = map_structure(_as_tensor, result)
         returned.append(result)
         assert tracer.gradients is not None
         left.update(tracer.gradients.left)
@@ -111,7 +151,12 @@ def trace(
         return [stand_ins.by_id().get(id(t), t).detach() for t in tensors]
 
     before = _other_generators()
-    graph, inputs = follow(followed, stand_ins.mode, stand_ins.inputs)
+    try:
+        graph, inputs = follow(followed, stand_ins.mode, stand_ins.inputs)
+    except CompileError as error:
+        if tracer.failed_in_optimizer:
+            raise _InOptimizer(error) from error
+        raise
     if before != _other_generators():
         raise CompileError(
             "the step cannot be compiled: it draws from Python's or numpy's random numbers, which "
@@ -130,6 +175,7 @@ def trace(
             position += 1
     pieces = cut(pure, replicas.num_replicas)
     owns = [level.own.graph.graph.nodes for level in pieces.levels if level.own is not None]
+    stepped = [lease.optimizer for lease in tracer.leases.all.values()]
     return Trace(
         pieces,
         stand_ins.device,
@@ -140,7 +186,10 @@ def trace(
         [layout(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
         stand_ins.mode,
         rebuild_structure(result, [None] * len(is_tensor)),
-        [None if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(result)],
+        [
+            number if isinstance(leaf, Tensor) else leaf
+            for number, leaf in zip(numbers, leaves_of(result), strict=True)
+        ],
         is_tensor,
         positions,
         dict(tracer.gradients.looked_at) if tracer.gradients is not None else {},
@@ -149,7 +198,27 @@ def trace(
         list(tracer.leases.all.values()),
         tracer.draws.count,
         sum(map(multiplications, owns)),
+        unchanged.modes,
+        [*unchanged.rates_read, *(stepped if constant_rates else ())],
     )
+
+
+def _number(leaf: Any) -> type | None:
+    """Returns what a number that depends on sizes is outside of a trace."""
+    return (
+        int
+        if isinstance(leaf, torch.SymInt)
+        else float
+        if isinstance(leaf, torch.SymFloat)
+        else None
+    )
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if _number(leaf) is None:
+        return leaf
+    dtype = torch.int64 if _number(leaf) is int else torch.float64
+    return torch.scalar_tensor(leaf, dtype=dtype)
 
 
 def layout(tensor: Tensor) -> tuple[bool, bool]:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from mirror.steps.comparable import PLAIN, Same, comparable
 from mirror.steps.following.leases import Lease
@@ -83,6 +84,7 @@ class Assumptions:
         modules: those that it has called.
         places: the parameters that it uses.
         leases: the optimizers that it steps.
+        rates_read: the optimizers whose learning rates it has read as numbers.
     """
 
     def __init__(
@@ -91,12 +93,14 @@ class Assumptions:
         modules: Sequence[nn.Module],
         places: Sequence[Place],
         leases: Sequence[Lease],
+        rates_read: Sequence[Optimizer],
     ) -> None:
         self._watched = [
             thread_state(),
             *_of_modules(modules),
             *_of_parameters(places),
             *[_of_optimizer(lease) for lease in leases],
+            *[_of_rates(optimizer) for optimizer in rates_read],
             *_around(step),
         ]
 
@@ -177,7 +181,17 @@ def _of_parameters(places: Sequence[Place]) -> list[Watched]:
     names = [place.name for place in places]
     pointer = operator.methodcaller("data_ptr")
     requires_grad = operator.attrgetter("requires_grad")
+    mirrored = [p.record.hooks for p in places if p.record is not None]
+    own = [p.owner for p in places if p.record is None]
+    hooks_of = operator.attrgetter("_backward_hooks")
     return [
+        Watched(
+            [f"the hooks of {n!r}" for n in names],
+            lambda: [
+                *map(tuple, mirrored),
+                *[tuple(hooks or ()) for hooks in map(hooks_of, own)],
+            ],
+        ),
         Watched(
             [f"requires_grad of {n!r}" for n in names], lambda: [*map(requires_grad, tensors)]
         ),
@@ -203,6 +217,16 @@ def _of_optimizer(lease: Lease) -> Watched:
         return found
 
     return Watched([f"a parameter group of {kind}", f"an option of {kind}"] * 8, look)
+
+
+def _of_rates(optimizer: Optimizer) -> Watched:
+    """Watches learning rates that a step has read as numbers."""
+
+    def look() -> list[Any]:
+        return [comparable(group.get("lr")) for group in optimizer.param_groups]
+
+    name = f"a learning rate of {type(optimizer).__name__}, which the step reads as a number,"
+    return Watched([name] * 8, look)
 
 
 def _around(step: Callable[..., Any]) -> list[Watched]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from mirror.errors import CompileError
+from mirror.steps.following.leases import StateMissing
 from mirror.steps.lines import first_line, line_of
 from mirror.steps.running.arguments import Arguments
 from mirror.steps.running.coherence import Coherence
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 MODES = ("auto", "inductor", "trace")
 FALLBACKS = ("error", "eager")
 MAX_TRACES = 8
+_OFTEN = 4  # calls a trace
 _ODD_IN_A_ROW = 3
 
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -63,7 +66,9 @@ class CompiledStep:
         self._falls_back = fallback == "eager"
         self._has_run = self._is_eager = False
         self._programs: list[tuple[Any, Program, dict[Any, bool]]] = []
-        self._odd_in_a_row = 0
+        self._odd_in_a_row = self._waits = self._num_calls = 0
+        self._fixes_sizes = False  # whether the step is another one for every size of a batch
+        self._traced_at: deque[int] = deque(maxlen=MAX_TRACES)
         self.num_traces = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +90,7 @@ class CompiledStep:
         self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
     ) -> tuple[Any] | None:
         """Makes the step; returns the result in a tuple, ``None`` if it is not to be compiled."""
+        self._num_calls += 1
         self._coherence.prepare()
         arguments = Arguments(args, kwargs, active)
         program = self._program_for(arguments)
@@ -118,7 +124,8 @@ class CompiledStep:
         To a trace, a size of one is another program. A batch that is the last of its epoch is not
         worth one; where such batches come one after the other, and all parts are alike, it is.
         """
-        if len(set(arguments.signatures)) > 1 and arguments.is_odd():
+        are_mixed = len(set(arguments.signatures)) > 1
+        if are_mixed and (self._fixes_sizes or arguments.is_odd()):
             return True
         if not self._programs or not arguments.is_odd():
             return False
@@ -126,7 +133,7 @@ class CompiledStep:
         return self._odd_in_a_row < _ODD_IN_A_ROW
 
     def _made(self, arguments: Arguments) -> Program | None:
-        """Traces the step; returns ``None`` if it is to run uncompiled from now on."""
+        """Traces the step; returns ``None`` if this call is to run uncompiled."""
         if self._programs:
             why = self._programs[0][0].changed() or "the arguments have other sizes or values"
             logger.info("the compiled step %s is traced anew: %s", _name(self._step), why)
@@ -136,6 +143,11 @@ class CompiledStep:
         try:
             program: Program
             assumptions, program = self._maker.make(self._step, arguments)
+        except StateMissing:
+            self._waits += 1
+            if self._waits > MAX_TRACES:
+                raise _state_missing() from None
+            return None
         except Exception as error:
             self._maker.put_back(before)
             refused = error if isinstance(error, CompileError) else _not_followed(error)
@@ -147,16 +159,24 @@ class CompiledStep:
                 raise
             raise refused from error
         self.num_traces += 1
-        self._programs.insert(0, (assumptions, program, {}))
-        if len(self._programs) > MAX_TRACES:
-            del self._programs[MAX_TRACES:]
-            if self.num_traces % MAX_TRACES == 1:
-                logger.warning(
-                    "the step %s has been traced %d times, which takes longer than to run it "
-                    "uncompiled; pass values that change in every call as tensors",
-                    _name(self._step),
-                    self.num_traces,
-                )
+        self._waits = 0
+        fits = {s: program.fits(arguments.leaves(s)) for s in set(arguments.signatures)}
+        self._programs.insert(0, (assumptions, program, fits))
+        del self._programs[MAX_TRACES:]
+        self._traced_at.append(self._num_calls)
+        is_often = self._num_calls - self._traced_at[0] < _OFTEN * MAX_TRACES
+        if len(self._traced_at) == MAX_TRACES and is_often:
+            self._is_eager = True
+            logger.warning(
+                "the step %s was traced %d times in %d calls, which takes longer than to run it "
+                "uncompiled, as it is from now on; pass what changes from call to call as tensors",
+                _name(self._step),
+                MAX_TRACES,
+                self._num_calls - self._traced_at[0] + 1,
+            )
+        if not all(fits.values()):
+            self._fixes_sizes = True
+            return None
         return program
 
     def _joined(self, program: Any, results: dict[int, Sequence[Any]], weights: Any) -> Any:
@@ -169,6 +189,8 @@ class CompiledStep:
         for is_tensor, leaf in zip(trace.is_tensor, trace.leaves, strict=True):
             if is_tensor or is_number(leaf):
                 values = next(by_position) if is_tensor else [leaf] * len(results)
+                if isinstance(leaf, type):  # a number that depends on sizes
+                    values = [leaf(value.item()) for value in values]
                 parts: list[Any] = [ABSENT] * n
                 for r, value in zip(results, values, strict=True):
                     parts[r] = value
@@ -179,6 +201,13 @@ class CompiledStep:
 
 def _name(step: Any) -> str:
     return getattr(step, "__qualname__", type(step).__qualname__)
+
+
+def _state_missing() -> CompileError:
+    return CompileError(
+        "the step cannot be compiled: its optimizer makes state of another kind or shape in every "
+        "call; pass fallback='eager'"
+    )
 
 
 def _not_followed(error: Exception) -> CompileError:

@@ -71,7 +71,7 @@ class Maker:
             for level in traced.pieces.levels
         ]
         used = [one.of for one in traced.inputs if one.kind is Kind.PARAMETER]
-        guards = Assumptions(step, traced.modules, used, traced.leases)
+        guards = Assumptions(step, traced.modules, used, traced.leases, traced.rates_read)
         program = StepProgram(
             self._replicas,
             traced,

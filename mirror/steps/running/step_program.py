@@ -99,6 +99,8 @@ class StepProgram:
                 self._meet(number, brought, gotten, own, shared, shares)
         if self._is_raw:
             increment_version(bindings.written(active))
+        for module, mode in self.trace.modes:
+            module.training = mode
         slots = self.trace.pieces.results
         at_home = shared[bindings.homes[0]]
         grads = {
