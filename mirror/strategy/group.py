@@ -109,8 +109,9 @@ class Group:
         runner.keep(parts if replicas.num_replicas > 1 else parts[:1])
         # Compiled steps use the first copies as they are: see [Note: Compiled steps and copies].
         of_copies = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
-        beside = [part for part in parts if part.name not in of_copies]
-        self.beside_copies = Parts(replicas.num_replicas, beside if len(beside) > 1 else parts[:1])
+        told = parts if replicas.num_replicas > 1 else parts[:1]
+        beside = [part for part in told if part.name not in of_copies]
+        self.beside_copies = Parts(replicas.num_replicas, beside)
         self._simulates = replicas.num_replicas > 1 and is_simulated(replicas.devices)
         if guards.replicas_every and replicas.num_replicas > 1:
             Every(guards.replicas_every, runner, self.comparison.check_sums)

@@ -57,7 +57,7 @@ class Access:
 
     def leave(self, grads: dict[Variable, Tensor | None]) -> None:
         """Takes gradients as what all replicas have; they get them when somebody looks."""
-        self._left = grads
+        self._left = self._left | grads
 
     def take_left(self) -> None:
         """Gives the replicas the gradients that were left."""

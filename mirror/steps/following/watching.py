@@ -101,7 +101,8 @@ class Operations(TorchDispatchMode):
         self.captured[id(tensor)] = tensor
 
     def _check_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and any(id(t) in self.captured for t in _tensors([value])):
                 raise refusal(

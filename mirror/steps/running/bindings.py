@@ -50,7 +50,7 @@ class Bindings:
             held = [HeldStates(lease.optimizer, wanted, home) for home in self.homes]
             self._state_slots.append((of_it, held))
         n = replicas.num_replicas
-        one = torch.ones((), dtype=torch.float64)
+        one = torch.ones((), dtype=torch.float64, device="cpu")
         self._own = [
             {
                 Kind.PLACE: torch.arange(n, device=device) == r,
@@ -128,7 +128,7 @@ class Bindings:
         """Returns the values that a call begins with, of each replica that takes part."""
         self._fill(tuple(parts), weights)
         if self._trace.draws:
-            seeds = torch.empty(len(parts), dtype=torch.int64).random_(0, 2**62)
+            seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
             for r, seed in zip(parts, seeds.tolist(), strict=True):
                 self._own[r][Kind.SEED].fill_(seed)
         records, values = self._records, {}

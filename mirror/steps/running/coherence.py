@@ -68,6 +68,14 @@ class Coherence:
         """Calls ``call`` while no run is going on, and none can begin."""
         return self._runner.alone(call, "a compiled step")
 
+    def begin(self) -> None:
+        """Notes that replicas may differ: what does not end is put right at the next use."""
+        self._runner.unfinished = True
+
+    def end(self) -> None:
+        """Notes that a step has ended well."""
+        self._runner.unfinished = False
+
     def wants_eager(self) -> bool:
         """Whether what is going on around a call is nothing for a compiled one."""
         return torch.is_inference_mode_enabled() or self._access.unreduced.deferring

@@ -100,7 +100,9 @@ class CompiledStep:
             program = self._made(arguments)
             if program is None:
                 return None
+        self._coherence.begin()
         results = program.run(arguments.tensors, weights)
+        self._coherence.end()
         return (self._joined(program, results, weights),)
 
     def _program_for(self, arguments: Arguments) -> Program | None:

@@ -98,3 +98,35 @@ def test_inductors_programs_equal_the_plain_loop():
     beside = Beside(2, make_model=model, mode="inductor")
     beside.train(batches([8, 8, 7, 3, 8]))
     assert beside.compiled.num_traces == 1
+
+
+def test_two_compiled_steps_of_one_model_leave_all_gradients():
+    beside = Beside(2)
+    first, second = beside.strategy.compile(beside.step, mode="trace"), beside.compiled
+    data = batches([8] * 4)
+    for i, (batch, own) in enumerate(
+        zip(data * 2, [*beside.strategy.distribute_dataset(data)] * 2, strict=True)
+    ):
+        beside.plain_step(*batch)
+        (first if i % 2 else second)(*own)
+    beside.compare()
+
+
+def test_a_step_that_is_interrupted_leaves_equal_replicas(monkeypatch):
+    beside = Beside(2)
+    data = batches([8] * 5)
+    loader = [*beside.strategy.distribute_dataset(data)]
+    for own in loader[:3]:
+        beside.compiled(*own)
+    coherence = beside.compiled._coherence
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coherence, "stepped", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        beside.compiled(*loader[3])
+    monkeypatch.undo()
+    beside.strategy.check_replicas()
+    beside.strategy.run(beside.step, loader[4])
+    beside.strategy.check_replicas()
