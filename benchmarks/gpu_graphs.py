@@ -46,6 +46,8 @@ class _Training:
 
     def __init__(self, devices: Devices, mode: str | None, dropout: float = 0.0) -> None:
         self.devices, n = devices, len(devices)
+        self.mode = mode
+        self.on_gpus = devices[0].type == "cuda"
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(mlp(8, 64), nn.Dropout(dropout))
         x, y = torch.randn(16 * n, 64), torch.randint(0, 10, (16 * n,))
@@ -74,7 +76,7 @@ class _Training:
         if mode == "eager":
             self.step = lambda *batch: self.strategy.run(step, batch)
         elif mode is not None:
-            self.step = self.strategy.compile(step, mode=mode)
+            self.step = self.strategy.compile(step, mode=mode if self.on_gpus else "trace")
 
     def train(self, steps: int) -> None:
         for _ in range(steps):

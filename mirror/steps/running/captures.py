@@ -156,6 +156,8 @@ class Captures:
             captured = self._capture(program, device, replicas, fixed, fed)
             if captured is None:
                 return False
+            known[sizes] = captured
+            self._note_owned()
         known[sizes] = captured  # the last one used is the last in order
         captured.launch(fed)
         for r, given in zip(replicas, captured.given, strict=True):
@@ -211,9 +213,6 @@ class Captures:
                 first_line(error),
             )
             return None
-        self._captured[program, device][_PENDING] = captured
-        self._note_owned()
-        del self._captured[program, device][_PENDING]
         return captured
 
     def _check(self, program: Called, device: torch.device, tensors: Sequence[Tensor]) -> None:
@@ -227,16 +226,10 @@ class Captures:
             raise ValueError("it writes to an argument of the step")
 
     def _note_owned(self) -> None:
-        """Notes the memory that belongs to graphs."""
-        self._owned = {
-            _storage(tensor)
-            for known in self._captured.values()
-            for captured in known.values()
-            if captured is not None
-            for given in captured.given
-            for tensor in given
-            if isinstance(tensor, Tensor)
-        } - {0}
+        """Notes the memory that launches write: what is given, and what that may be views of."""
+        graphs = [c for known in self._captured.values() for c in known.values() if c is not None]
+        written = [t for one in graphs for given in (one.fed, *one.given) for t in given]
+        self._owned = {_storage(t) for t in written if isinstance(t, Tensor)} - {0}
 
 
 class _Last(TorchDispatchMode):
@@ -258,7 +251,6 @@ class _Last(TorchDispatchMode):
 
 
 _FIRST: Any = object()
-_PENDING = object()
 
 
 def _storage(tensor: Tensor) -> int:

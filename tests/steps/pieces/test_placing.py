@@ -4,6 +4,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mirror.steps.operations import define
 from mirror.steps.pieces.placing import placed, placed_anew
 
 FIRST, SECOND, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
@@ -62,3 +63,16 @@ def test_a_compiler_finds_every_value_where_it_will_be():
     holders = [n.meta["val"].device for n in own.graph.nodes if n.op == "placeholder"]
     assert holders == [SECOND, SECOND]
     assert [str(n.target) for n in own.graph.nodes].count("aten.copy_.default") == 1
+
+
+def test_what_a_step_draws_is_left_to_the_compiler():
+    define()
+    mode, graph = FakeTensorMode(), fx.Graph()
+    seed = graph.placeholder("seed")
+    with mode:
+        seed.meta["val"] = torch.zeros((), dtype=torch.int64).to(FIRST)
+    drawn = graph.call_function(torch.ops.mirror.draw.default, ([4], seed, 0, "rand"))
+    graph.output([drawn])
+    own = placed_anew(fx.GraphModule({}, graph), mode, FIRST, SECOND)
+    (node,) = [n for n in own.graph.nodes if str(n.target) == "mirror.draw.default"]
+    assert node.meta["val"].device == SECOND

@@ -182,10 +182,11 @@ def test_what_cannot_be_captured_is_named_and_called(caplog):
         return [flat, loss + torch.ops.aten.nonzero(x > -100).shape[0]]
 
     with caplog.at_level(logging.WARNING), capturing(names(2), own=asking) as steps:
-        left = steps.train([8] * 4)
+        left = steps.train([8] * 5)
         events = [e for e in steps.graphs.events if e[0] == "launch"]
-    assert all(tensor.isfinite().all() for tensor in left)
-    assert len(events) == 6  # what is shared is captured
+    # What is left are views of what was copied into the graphs of the piece that is captured.
+    torch.testing.assert_close(left, Steps([CPU] * 2, own=asking).train([8] * 5))
+    assert len(events) == 8
     (record,) = caplog.records
     assert "aten.nonzero.default cannot be captured" in record.getMessage()
 
