@@ -110,8 +110,12 @@ def test_gradients_with_a_graph_keep_it(make_bucketed):
     for part in batch.tensor_split(2):
         (penalized(plain, part) / 2).backward()
     assert_same_grads(strategy, model, plain)
-    with pytest.warns(UserWarning, match="create_graph"):
-        in_run(strategy, lambda x: loss_of(model, x).backward(create_graph=True), batch)
+    torch.set_warn_always(True)  # else of a kind there is one in a process
+    try:
+        with pytest.warns(UserWarning, match="create_graph"):
+            in_run(strategy, lambda x: loss_of(model, x).backward(create_graph=True), batch)
+    finally:
+        torch.set_warn_always(False)
     loss_of(plain, batch).backward()
     assert_same_grads(strategy, model, plain)
 
