@@ -19,6 +19,7 @@ WAYS = {
     "step": "3, step in run",
 }
 SCHEDULES = ("lockstep", "staggered")
+COMPILED = "compiled"  # a way, too: the whole step by strategy.compile
 PEERS = ("DDP", "DataParallel")
 HERE = Path(__file__).parent
 
@@ -28,7 +29,8 @@ class Contestant:
     """One way to train on ``n`` devices.
 
     Attributes:
-        kind: "plain", "mirrored", "DDP", "DataParallel" or "TensorFlow".
+        kind: "plain", "mirrored", "DDP", "DataParallel", "TensorFlow", or with torch.compile
+            "plain+compile" and "DDP+compile".
         workers: what each of its processes is told.
         beside_plain: whether its process can run the plain loop, too.
     """
@@ -69,6 +71,7 @@ class Field:
         threads: of all processes of a contestant together.
         tensorflow: an interpreter that has TensorFlow, or "".
         read_loss: whether a step ends with ``loss.item()``.
+        compiled: whether compiled steps take part: mirror's, and those of torch.compile.
     """
 
     devices: Sequence[str]
@@ -79,14 +82,19 @@ class Field:
     threads: int
     tensorflow: str = ""
     read_loss: bool = False
+    compiled: bool = False
 
     def contestants(self) -> Iterator[Contestant]:
         """Yields the plain loop, then everybody else by the number of replicas."""
         yield self._one_process("plain", 1)
+        if self.compiled:
+            yield self._one_process("plain+compile", 1)
         for n in self.replicas:
             for way in self.ways:
                 for schedule in self.schedules:
                     yield self._one_process("mirrored", n, way, schedule)
+            if self.compiled:
+                yield self._one_process("mirrored", n, COMPILED)
             if n > 1:
                 yield from self._beside(n)
 
@@ -106,7 +114,9 @@ class Field:
 
     def _beside(self, n: int) -> Iterator[Contestant]:
         if "DDP" in self.peers and self._distinct(n):
-            yield self._processes(n)
+            yield self._processes("DDP", n)
+            if self.compiled:
+                yield self._processes("DDP+compile", n)
         if "DataParallel" in self.peers and self._on_gpus and self._distinct(n):
             yield self._one_process("DataParallel", n)
         if self.tensorflow and not self._on_gpus:
@@ -135,11 +145,11 @@ class Field:
             worker |= {"way": way, "schedule": schedule, "beside_plain": n == 1}
         return Contestant(kind, n, (worker,), way, schedule)
 
-    def _processes(self, n: int) -> Contestant:
+    def _processes(self, kind: str, n: int) -> Contestant:
         threads = max(1, self.threads // n)
         workers = tuple(
             {
-                "kind": "DDP",
+                "kind": kind,
                 "devices": [place],
                 "threads": threads,
                 "read_loss": self.read_loss,
@@ -148,7 +158,7 @@ class Field:
             }
             for rank, place in enumerate(self.places(n))
         )
-        return Contestant("DDP", n, workers)
+        return Contestant(kind, n, workers)
 
 
 def started(stack: ExitStack, contestants: Sequence[Contestant]) -> dict[str, Residents]:

@@ -31,6 +31,7 @@ import peak_memory
 import torch
 from arguments import ROUNDS, at_least, new_file, new_picture
 from cases import CASES, FOR_GPUS, Case
+from compiled_targets import cost_targets, step_targets
 from contestants import PEERS, SCHEDULES, WAYS, Contestant, Field, started
 from resident import Residents
 from timing import Elsewhere, interleaved
@@ -44,10 +45,17 @@ from train_report import (
     targets_of,
 )
 
-PARTS = ("steps", "host", "memory")
+PARTS = ("steps", "host", "memory", "costs")
 TURN_SECONDS = 0.05
 SAME_LOSS = 1e-3
 BUSY_LOAD = 0.5
+USUAL = ("steps", "host", "memory")
+COMPILED = {
+    "cases": ["small-mlp", "cnn", "wide-mlp", "transformer"],
+    "replicas": [1, 2, 4],
+    "ways": ["step"],
+    "parts": ["steps", "costs"],
+}
 QUICK = {
     "cases": ["small-mlp"],
     "replicas": [1, 2],
@@ -72,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.threads,
         arguments.tensorflow,
         arguments.read_loss,
+        arguments.compiled,
     )
     environment = _environment(arguments)
     print("\n".join(f"{name}: {value}" for name, value in environment.items()))
@@ -80,7 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     left_out = list(field.left_out())
     print("".join(f"left out: {reason}\n" for reason in left_out), flush=True)
     rows = _steps(field, arguments) if "steps" in arguments.parts else []
-    targets = targets_of(rows)
+    targets = step_targets(rows) if arguments.compiled else targets_of(rows)
+    costs: dict[str, Any] | None = None
+    if "costs" in arguments.parts:
+        costs = _costs()
+        targets += cost_targets(costs)
     host: dict[str, Any] | None = None
     memory: list[dict[str, object]] | None = None
     if "host" in arguments.parts and arguments.ways:
@@ -104,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": [row.as_json() for row in rows],
             "host": host,
             "memory": memory,
+            "costs": costs,
             "targets": [target.as_json() for target in targets],
         }
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
@@ -135,6 +149,13 @@ def _host_time(arguments: argparse.Namespace) -> dict[str, Any]:
         program += ["--rounds", rounds, "--json", str(found)]
         subprocess.run(program, check=True)
         return json.loads(found.read_text())
+
+
+def _costs() -> dict[str, Any]:
+    """Returns what ``compiled_costs.py`` finds: of compiling, and of an added replica."""
+    program = [sys.executable, str(Path(__file__).with_name("compiled_costs.py"))]
+    found: dict[str, Any] = json.loads(subprocess.check_output(program, text=True))
+    return found
 
 
 def _measure(
@@ -231,7 +252,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--read-loss", action="store_true", help="loss.item() in every step")
     parser.add_argument("--rounds", type=ROUNDS, default=21)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=USUAL)
+    parser.add_argument(
+        "--compiled", action="store_true", help="compiled steps, judged by ratios of their own"
+    )
     parser.add_argument(
         "--host-replicas", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16], metavar="N"
     )
@@ -244,7 +268,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--plot", type=new_picture, metavar="FILE", help="for a picture of the step times"
     )
-    if "--quick" in (sys.argv[1:] if argv is None else argv):
+    given = sys.argv[1:] if argv is None else argv
+    if "--compiled" in given:
+        parser.set_defaults(**COMPILED)
+    if "--quick" in given:
         parser.set_defaults(**QUICK)
     arguments = parser.parse_args(argv)
     if arguments.devices == ["all"]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from cases import CASES, LEARNING_RATE, MOMENTUM
+from contestants import COMPILED
 from models import batch_of, build, loss_of
 from resident import serve
 from timing import seconds_of
@@ -60,8 +61,10 @@ class Contestant:
         case = CASES[name]
         makers = {
             "plain": self._plain,
+            "plain+compile": self._plain,
             "mirrored": self._mirrored,
             "DDP": self._distributed,
+            "DDP+compile": self._distributed,
             "DataParallel": self._data_parallel,
         }
         model, batch = build(case), batch_of(case)
@@ -116,13 +119,14 @@ class Contestant:
 
     def _loop(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Step:
         x, y = batch
-        step = loop(model, x.to(self._devices[0]), y.to(self._devices[0]))
+        compiled = self._options["kind"].endswith("+compile")
+        step = loop(model, x.to(self._devices[0]), y.to(self._devices[0]), compiled=compiled)
         return lambda: self._seen(step())
 
     def _mirrored(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Step:
         import mirror
 
-        schedule = self._options["schedule"]
+        schedule = self._options["schedule"] or "auto"
         strategy = mirror.MirroredStrategy(self._devices, schedule=schedule)
         self._stack.enter_context(strategy)
         step = mirrored_step(strategy, self._options["way"], model, batch)
@@ -134,15 +138,22 @@ class Contestant:
         return loss
 
 
-def loop(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    """The loop everybody writes: on one device, and with way 1 on several."""
+def loop(model: nn.Module, x: Tensor, y: Tensor, *, compiled: bool = False) -> Step:
+    """The loop everybody writes: on one device, and with way 1 on several.
+
+    Args:
+        compiled: whether torch.compile gets what it takes of it: the model, and the update.
+    """
     optimizer = sgd(model)
+    update: Callable[[], object] = optimizer.step
+    if compiled:
+        model, update = torch.compile(model), torch.compile(update)  # type: ignore[assignment]
 
     def step() -> Tensor:
         loss = loss_of(model(x), y)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        update()
         return loss.detach()
 
     return step
@@ -151,7 +162,7 @@ def loop(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 def mirrored_step(
     strategy: MirroredStrategy, way: str, model: nn.Module, batch: tuple[Tensor, ...]
 ) -> Step:
-    """Returns a step in one of the three ways; mirrors the model."""
+    """Returns a step in one of the three ways, or compiled; mirrors the model."""
     strategy.mirror(model)
     if way == "transparent":
         x, y = (tensor.to(strategy.devices[0]) for tensor in batch)
@@ -180,7 +191,12 @@ def mirrored_step(
     def step_in_run() -> Tensor:
         return strategy.reduce("mean", strategy.run(train, args=(parts,)))
 
-    return {"forward": forward_in_run, "step": step_in_run}[way]
+    compiled = strategy.compile(train)
+
+    def compiled_step() -> Tensor:
+        return strategy.reduce("mean", compiled(parts))
+
+    return {"forward": forward_in_run, "step": step_in_run, COMPILED: compiled_step}[way]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
