@@ -33,7 +33,14 @@ INPUT = "waiting for input"
 REDUCTION = "reduction"
 WAITING = "waiting for other replicas"
 EXPOSED = "waiting for a reduction"  # that was to be done beside the backward pass
-KINDS = (FORWARD, BACKWARD, OPTIMIZER, INPUT, REDUCTION, WAITING, EXPOSED)
+PROGRAMS = "programs of replicas"  # of compiled steps, which have these four kinds
+SHARED_PROGRAMS = "programs of devices"
+COMPILED = "compiled step"  # what the host does around the programs
+COMPILING = "tracing and compiling"
+KINDS = (
+    *(FORWARD, BACKWARD, OPTIMIZER, INPUT, REDUCTION, WAITING, EXPOSED),
+    *(PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING),
+)
 
 CROSS, BESIDE = -2, -1  # lanes, besides those of the replicas
 _STEPS_KEPT = 1000
@@ -61,11 +68,27 @@ class _Span:
     inner_seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class Compiled:
+    """What compiled steps have done so far.
+
+    Attributes:
+        calls: of their programs.
+        traces: made of them.
+        seconds: that tracing and compiling took.
+    """
+
+    calls: int = 0
+    traces: int = 0
+    seconds: float = 0.0
+
+
 class Timeline:
     """The time of one strategy.
 
     Attributes:
         steps: of the last steps, the whole and each kind's own seconds by lane.
+        compiled: what compiled steps have done.
         at_step_ends: called when a step has ended.
     """
 
@@ -73,6 +96,7 @@ class Timeline:
         self.num_replicas = len(names)
         self.names = (*names, "cross-replica context", "reductions beside backward")
         self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
+        self.compiled = Compiled()
         self.at_step_ends: list[Callable[[], None]] = []
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._sums: list[dict[str, float]] = []
@@ -120,6 +144,18 @@ class Timeline:
 
     def _of_replicas(self, kind: str) -> float:
         return sum(sums[kind] for sums in self._sums[: self.num_replicas])
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Counts what happens inside as tracing and compiling a step."""
+        began = perf_counter()
+        self.begin(CROSS, COMPILING)
+        try:
+            yield
+        finally:
+            self.end(CROSS, COMPILING)
+            self.compiled.traces += 1
+            self.compiled.seconds += perf_counter() - began
 
     def end_step(self) -> None:
         """Ends a step of training, and begins the next one. See [Note: Ends of steps]."""

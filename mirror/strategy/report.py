@@ -9,12 +9,16 @@ from statistics import median
 from mirror.timeline import (
     BACKWARD,
     BESIDE,
+    COMPILED,
+    COMPILING,
     CROSS,
     EXPOSED,
     FORWARD,
     INPUT,
     OPTIMIZER,
+    PROGRAMS,
     REDUCTION,
+    SHARED_PROGRAMS,
     Timeline,
 )
 
@@ -39,6 +43,13 @@ _ADVICE = {
         "between them (logging, metrics, .item()), or in turns of the replicas, which larger "
         "batches make matter less."
     ),
+    "compiled host": (
+        "Much of a compiled step is the host's work around its programs, which is the same for "
+        "every batch: use larger batches."
+    ),
+    "programs": (
+        "The compiled programs take the step, as they should: a faster dtype makes it faster."
+    ),
     "computation": (
         "Forward and backward take the step, as they should: what makes them faster on one device "
         "(a faster dtype, torch.compile, channels_last) makes the whole faster."
@@ -48,12 +59,52 @@ _ADVICE = {
 
 
 @dataclass(frozen=True)
+class CompiledTimes:
+    """What compiled steps spend: medians over those of the last steps, in seconds.
+
+    Attributes:
+        num_steps: how many of the last steps were compiled ones.
+        own_programs: every replica's own: forward and backward.
+        shared_programs: those run once on each device: the optimizer.
+        reductions: of gradients, and of what else the replicas have in common.
+        host: the rest of a call, which is Python's: comparing what the trace took for granted,
+            finding tensors, joining results.
+        num_calls: of compiled programs, since the strategy was made.
+        num_traces: how often a step was traced and compiled.
+        compile_seconds: what that took altogether.
+    """
+
+    num_steps: int
+    own_programs: float
+    shared_programs: float
+    reductions: float
+    host: float
+    num_calls: int
+    num_traces: int
+    compile_seconds: float
+
+    def __str__(self) -> str:
+        parts = {
+            "programs of replicas": self.own_programs,
+            "programs of devices": self.shared_programs,
+            "reductions": self.reductions,
+            "host": self.host,
+        }
+        times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in parts.items())
+        return (
+            f"a compiled step, median of {self.num_steps}: {times}\n"
+            f"{self.num_calls} compiled calls; traced and compiled {self.num_traces} times, in "
+            f"{self.compile_seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """Medians over the last steps, in seconds; ``str(report)`` is a table.
 
-    A step ends with the end of a ``run`` in which an optimizer stepped, or with an optimizer step
-    outside ``run``. Times are the host's: on GPUs they are the time it takes to launch the work,
-    and to wait where the program waits.
+    A step ends with the end of a ``run`` in which an optimizer stepped, with an optimizer step
+    outside ``run``, or with a compiled step. Times are the host's: on GPUs they are the time it
+    takes to launch the work, and to wait where the program waits.
 
     Attributes:
         num_steps: over how many steps the medians are.
@@ -65,11 +116,13 @@ class Report:
         waiting_for_reduction: reductions that nothing hid, and waiting for those beside a backward
             pass.
         optimizer: optimizer steps.
+        programs: compiled steps, without their reductions: see ``compiled``.
         other: everything else: code between runs, and turns.
         hidden_share: the share of the reductions' time that backward passes hid, 0 to 1; ``None``
             where nothing was reduced.
         host_seconds: per replica, what it kept the host for: its forward, backward and optimizer.
         advice: what limits the step, and what to try.
+        compiled: what compiled steps spend; ``None`` where there is none.
     """
 
     num_steps: int
@@ -80,10 +133,12 @@ class Report:
     backward: float
     waiting_for_reduction: float
     optimizer: float
+    programs: float
     other: float
     hidden_share: float | None
     host_seconds: tuple[float, ...]
     advice: str
+    compiled: CompiledTimes | None
 
     def to_dict(self) -> dict[str, object]:
         """Returns the attributes as plain values."""
@@ -105,6 +160,9 @@ class Report:
             row("optimizer", self.optimizer),
             row("other", self.other),
         ]
+        if self.compiled is not None:
+            lines.insert(-1, row("compiled steps", self.programs))
+            lines += str(self.compiled).splitlines()
         if self.hidden_share is not None:
             lines.append(f"{self.hidden_share:.0%} of the reductions' time was hidden")
         return "\n".join([*lines, f"host time per replica: {host} ms", self.advice])
@@ -134,10 +192,34 @@ def report_of(timeline: Timeline, *, takes_turns: bool) -> Report:
         backward=middle["backward"],
         waiting_for_reduction=middle["reduction"],
         optimizer=middle["optimizer"],
+        programs=middle["programs"],
         other=middle["other"],
         hidden_share=hidden / reduced if reduced else None,
         host_seconds=tuple(middle[f"host {r}"] for r in range(num_replicas)),
         advice=_ADVICE[_limit(middle) if timeline.steps else "nothing"],
+        compiled=_compiled(timeline),
+    )
+
+
+def _compiled(timeline: Timeline) -> CompiledTimes | None:
+    counted = timeline.compiled
+    crosses = [lanes[CROSS] for _, lanes in timeline.steps]
+    found = [lane for lane in crosses if lane[PROGRAMS] + lane[SHARED_PROGRAMS]]
+    if not found:
+        return None
+
+    def spent(kind: str) -> float:
+        return median(lane[kind] for lane in found)
+
+    return CompiledTimes(
+        num_steps=len(found),
+        own_programs=spent(PROGRAMS),
+        shared_programs=spent(SHARED_PROGRAMS),
+        reductions=spent(REDUCTION),
+        host=spent(COMPILED),
+        num_calls=counted.calls,
+        num_traces=counted.traces,
+        compile_seconds=counted.seconds,
     )
 
 
@@ -156,6 +238,7 @@ def _row(
         "backward": spent(BACKWARD),
         "reduction": spent(REDUCTION) + exposed,
         "optimizer": spent(OPTIMIZER),
+        "programs": sum(map(spent, (PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING))),
     }
     hidden = max(0.0, beside[REDUCTION] - exposed)
     host = {
@@ -165,6 +248,7 @@ def _row(
     return {
         **times,
         **host,
+        "compiled host": spent(COMPILED),
         "step": step,
         "other": max(0.0, step - sum(times.values())),
         "hidden": hidden,
@@ -178,6 +262,9 @@ def _limit(middle: Mapping[str, float]) -> str:
         "reduction": middle["reduction"],
         "optimizer": middle["optimizer"],
         "host": middle["other"],
+        "compiled host": middle["compiled host"],
     }
     name = max(limits, key=lambda key: limits[key])
-    return name if limits[name] > _MUCH * middle["step"] else "computation"
+    if limits[name] > _MUCH * middle["step"]:
+        return name
+    return "programs" if middle["programs"] else "computation"

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from mirror.execution.parts import Parts
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
+from mirror.execution.step_ends import step_ends
 from mirror.replica.copies.variable import settle
 from mirror.replica.copies.variables import Variables
 from mirror.replica.gradients.access import Access
@@ -47,6 +48,9 @@ class Coherence:
 
     Args:
         parts: those to be told before a compiled step: all but values and gradients.
+
+    Attributes:
+        timeline: where the time of the replicas' steps goes.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Coherence:
     ) -> None:
         self._replicas, self._runner = replicas, runner
         self._variables, self._access, self._parts = variables, access, parts
-        self.num_replicas = replicas.num_replicas
+        self.timeline, self.num_replicas = replicas.timeline, replicas.num_replicas
         devices = list(replicas.devices)
         self._homes = {devices.index(device) for device in devices}
         self._others = [r for r in range(self.num_replicas) if r not in self._homes]
@@ -87,6 +91,10 @@ class Coherence:
         self._parts.prepare()
         if len(self._homes) > 1:
             self._variables.carry_changed()
+
+    def end_step(self) -> None:
+        """Tells whoever hears of the ends of steps that a compiled one has ended."""
+        step_ends.tell(self.timeline)
 
     def gradients(self, places: Sequence[Place]) -> dict[Place, Tensor]:
         """Returns the gradients that there are."""

@@ -13,6 +13,7 @@ from mirror.steps.following.leases import StateMissing
 from mirror.steps.lines import first_line, line_of
 from mirror.steps.running.arguments import Arguments
 from mirror.steps.running.coherence import Coherence
+from mirror.timeline import COMPILED, CROSS
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_structure
 
 logger = logging.getLogger(__name__)
@@ -84,12 +85,31 @@ class CompiledStep:
             return result
         active, weights = self._taking_part(self._coherence.num_replicas, args, kwargs)
         made = self._coherence.alone(partial(self._call, args, kwargs, active, weights))
-        return self._run(self._step, args, kwargs) if made is None else made[0]
+        if made is None:
+            return self._run(self._step, args, kwargs)
+        result, has_stepped = made
+        if has_stepped:
+            self._coherence.end_step()
+        return result
 
     def _call(
         self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
-    ) -> tuple[Any] | None:
-        """Makes the step; returns the result in a tuple, ``None`` if it is not to be compiled."""
+    ) -> tuple[Any, bool] | None:
+        """Makes the step; returns the result, and whether an optimizer has stepped.
+
+        Returns ``None`` if it is not to be compiled.
+        """
+        timeline = self._coherence.timeline
+        timeline.use()
+        timeline.begin(CROSS, COMPILED)
+        try:
+            return self._called(args, kwargs, active, weights)
+        finally:
+            timeline.end(CROSS, COMPILED)
+
+    def _called(
+        self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
+    ) -> tuple[Any, bool] | None:
         self._num_calls += 1
         self._coherence.prepare()
         arguments = Arguments(args, kwargs, active)
@@ -103,7 +123,7 @@ class CompiledStep:
         self._coherence.begin()
         results = program.run(arguments.tensors, weights)
         self._coherence.end()
-        return (self._joined(program, results, weights),)
+        return self._joined(program, results, weights), bool(program.trace.leases)
 
     def _program_for(self, arguments: Arguments) -> Program | None:
         signatures = set(arguments.signatures)
@@ -144,7 +164,8 @@ class CompiledStep:
         before = self._maker.state()
         try:
             program: Program
-            assumptions, program = self._maker.make(self._step, arguments)
+            with self._coherence.timeline.compiling():
+                assumptions, program = self._maker.make(self._step, arguments)
         except StateMissing:
             self._waits += 1
             if self._waits > MAX_TRACES:

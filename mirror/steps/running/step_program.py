@@ -20,6 +20,7 @@ from mirror.steps.running.captures import Captures
 from mirror.steps.running.coherence import Changes, Coherence
 from mirror.steps.running.reductions import Reductions
 from mirror.steps.torch_internals import sizes_fit
+from mirror.timeline import CROSS, PROGRAMS, REDUCTION, SHARED_PROGRAMS
 
 
 class StepProgram:
@@ -83,18 +84,23 @@ class StepProgram:
             parts: by replica that takes part, the tensors among its leaves.
             weights: by replica, what it counts for; ``None``: all the same.
         """
-        bindings = self._bindings
+        bindings, timeline = self._bindings, self._replicas.timeline
+        timeline.compiled.calls += 1
         own = bindings.values(parts, weights)
         active = tuple(own)
         shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.homes}
         shares = self._reductions.shares(active, weights)
         for shared_program, own_program, meetings in self._levels:
             if shared_program is not None:
+                timeline.begin(CROSS, SHARED_PROGRAMS)
                 self._launcher.run(shared_program, shared)
                 for home, values in shared.items():
                     bindings.hand_on(home, values, own, shared_program.gives)
+                timeline.end(CROSS, SHARED_PROGRAMS)
             if own_program is not None:
+                timeline.begin(CROSS, PROGRAMS)
                 self._launcher.run(own_program, own)
+                timeline.end(CROSS, PROGRAMS)
             for number, brought, gotten in meetings:
                 self._meet(number, brought, gotten, own, shared, shares)
         if self._is_raw:
@@ -126,7 +132,9 @@ class StepProgram:
         meeting = self.trace.meetings[number]
         payloads = {r: list(brought(values)) for r, values in own.items()}
         if meeting.op is None:
+            self._replicas.timeline.begin(CROSS, REDUCTION, "gradients")
             reduced = self._reductions.reduce(payloads, shares)
+            self._replicas.timeline.end(CROSS, REDUCTION)
         else:
             reduced = fused_all_reduce(self._replicas, meeting.op, payloads)
         first = next(iter(own))
