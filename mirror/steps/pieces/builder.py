@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -38,6 +39,7 @@ class Builder:
         given: Sequence[fx.Node],
         old: Sequence[fx.Node],
         writes: Mapping[fx.Node, fx.Node],
+        changing: Collection[fx.Node],
     ) -> fx.GraphModule:
         """Returns the program.
 
@@ -46,6 +48,8 @@ class Builder:
             given: what it returns of that.
             old: inputs of which it returns copies besides, as they are before its writes.
             writes: by input, what is written to it.
+            changing: inputs that some program writes to. A view of one is no value that may be
+                given to others.
         """
         inside = set(body)
         for node in body:
@@ -57,13 +61,32 @@ class Builder:
         made, aten = self._made, torch.ops.aten
         for node in body:
             made[node] = self._graph.node_copy(node, lambda n: made[n])
-        copies = []
-        for node in old:
+
+        def copy_of(node: fx.Node) -> fx.Node:
             copy = self._graph.call_function(aten.clone.default, (made[node],))
             copy.meta = dict(node.meta)
-            copies.append(copy)
+            return copy
+
+        copies = [copy_of(node) for node in old]
+        returned = [copy_of(n) if seen_through(n) in changing else made[n] for n in given]
+        # What is written to one input may be, or view, another one that is written before.
+        stable = {
+            node: copy_of(node) if len(writes) > 1 and seen_through(node) in writes else made[node]
+            for node in writes.values()
+        }
         for target, value in writes.items():
-            written = self._graph.call_function(aten.copy_.default, (made[target], made[value]))
+            written = self._graph.call_function(aten.copy_.default, (made[target], stable[value]))
             written.meta = dict(target.meta)
-        self._graph.output([*[made[node] for node in given], *copies])
+        self._graph.output([*returned, *copies])
         return fx.GraphModule(self._module, self._graph)
+
+
+def seen_through(node: fx.Node) -> fx.Node:
+    """Returns what a node is a view of, itself if it is none."""
+    while node.all_input_nodes:
+        schema = getattr(node.target, "_schema", None)
+        is_view = schema is not None and any(r.alias_info is not None for r in schema.returns)
+        if not is_view and node.target is not operator.getitem:
+            break
+        node = node.all_input_nodes[0]
+    return node

@@ -50,6 +50,7 @@ class _Cutter:
         values = list(output.args[0])
         self._results: list[Any] = values[: graph.num_results]
         self._writes = dict(zip(graph.writes, values[graph.num_results :], strict=True))
+        self._changing = {self._holder_of[id(one)] for one in self._writes}
         self._level: dict[fx.Node, int] = {}
         self._is_own: dict[fx.Node, bool] = {}
         self._slots: dict[Any, int] = {node: i for i, node in enumerate(self._holders)}
@@ -264,7 +265,7 @@ class _Cutter:
             if value not in nodes:
                 builder.read(value)
         targets = {self._holder_of[id(one)]: value for one, value in writes.items()}
-        graph = builder.build(body, given, old, targets)
+        graph = builder.build(body, given, old, targets, self._changing)
         gives = [*[self._slots[n] for n in given], *[self._slots["old", n] for n in old]]
         written = [self._slots[node] for node in targets]
         return Piece(is_own, graph, builder.reads, gives, written)

@@ -27,7 +27,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.steps.comparable import PLAIN, Same, comparable
@@ -143,6 +143,7 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
     children: list[Any] = []
     owners: list[str] = []
     hooks: list[dict[Any, Any]] = []
+    held: list[tuple[dict[str, Any], str]] = []
     for key, module in modules.items():
         attributes = module.__dict__
         names = [
@@ -156,6 +157,9 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
             children.append(module._modules)
             owners.append(f"the submodules of {paths[key]!r}")
         hooks += [attributes[name] for name in _HOOKS]
+        buffers = attributes["_buffers"]  # those of mirrored modules are inputs
+        for kept in (attributes, *([buffers] if type(buffers) is dict else [])):
+            held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
 
     def look() -> list[Any]:
         try:
@@ -166,6 +170,9 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
     def look_at_children() -> list[Any]:
         return [[*map(id, entries.values())] for entries in children]
 
+    def look_at_tensors() -> list[Any]:
+        return [Same(kept.get(name)) for kept, name in held]
+
     def count_hooks() -> list[Any]:
         return [*map(len, hooks)]
 
@@ -173,6 +180,7 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
         Watched(values, look),
         Watched(owners, look_at_children),
         Watched(["the number of hooks of modules"], count_hooks),
+        *([Watched([f"tensor {n!r}" for _, n in held], look_at_tensors)] if held else []),
     ]
 
 

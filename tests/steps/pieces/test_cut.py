@@ -1,9 +1,12 @@
 """Cutting: what a step is cut into, by what it does."""
 
+import pytest
+import torch
+from torch import nn
 from torch.nn import functional as F
 
 import mirror
-from tests.steps.training import Beside, batches
+from tests.steps.training import Beside, batches, linear
 
 
 def levels_of(beside):
@@ -26,6 +29,54 @@ def test_one_replica_has_one_program():
     assert only.own is not None
     assert only.shared is None
     assert not only.meetings
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_is_used_behind_a_write_is_what_it_was_before(num_replicas):
+    def make_step(model, optimizer):
+        def step(x, y):
+            optimizer.zero_grad()
+            context = mirror.get_replica_context()
+            count = context.all_reduce("sum", torch.tensor(float(len(x))))
+            mean = context.all_reduce("sum", x.sum(0)) / count
+            weight = model[0].weight.detach()
+            before = F.linear(x - mean, weight, model[0].bias.detach()).square().mean()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()  # does not wait for the mean
+            return loss, before
+
+        return step
+
+    beside = Beside(num_replicas, linear, make_step=make_step)
+    data = batches([8, 8, 7, 8])
+    for batch, own in zip(data, beside.strategy.distribute_dataset(data), strict=True):
+        expected = beside.plain_step(*batch)
+        found = beside.strategy.reduce("mean", beside.compiled(*own))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_buffers_may_change_places(num_replicas):
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+            for i, name in enumerate("abc"):
+                self.register_buffer(name, torch.full((3,), float(i)))
+
+        def forward(self, x):
+            old = self.a.clone()
+            self.a.copy_(self.b)
+            self.b.copy_(self.c)
+            self.c.copy_(old)
+            return self.linear(x) * self.b
+
+    beside = Beside(num_replicas, Turning)
+    beside.train(batches([8, 8, 7, 8]))
+    for name in "abc":
+        assert torch.equal(beside.model.get_buffer(name), beside.plain.get_buffer(name))
 
 
 def test_a_collective_in_the_forward_pass_is_a_cut_more():

@@ -39,6 +39,30 @@ def test_a_rate_that_changes_needs_no_trace():
     assert beside.compiled.num_traces == 1
 
 
+class Scaled(nn.Module):
+    """Has a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.scale = torch.ones(())
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_tensor_of_a_module_may_be_changed_and_replaced(num_replicas):
+    beside = Beside(num_replicas, Scaled)
+    beside.train(batches([8, 8]))
+    for model in (beside.model, beside.plain):
+        model.scale.fill_(0.5)
+    beside.train(batches([8, 8]))
+    for model in (beside.model, beside.plain):
+        model.scale = torch.tensor(2.0)
+    beside.train(batches([8, 8]))
+
+
 def test_steps_that_are_not_compiled_may_come_between():
     beside = Beside(2)
     data = batches([8] * 6)
