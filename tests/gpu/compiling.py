@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.steps.following import stand_ins
 from mirror.steps.running import making
 from tests.gpu.fake import FakeGpus
 
@@ -20,14 +19,14 @@ from tests.gpu.fake import FakeGpus
 def compiling_gpus(num_devices):
     """Gives simulated GPUs on which steps can be compiled, by torch's own kernels."""
     with FakeGpus(num_devices) as gpus:
-        real = stand_ins.faked
+        real = making.trace
 
-        def faked(*args):
+        def trace(*args):
             with gpus.really():
                 return real(*args)
 
         with (
-            mock.patch.object(stand_ins, "faked", faked),
+            mock.patch.object(making, "trace", trace),
             mock.patch.object(making, "_has_compiler", return_value=False),
         ):
             yield gpus

@@ -202,7 +202,10 @@ class FakeGpus:
         index = self.streams.index_of(device)
         return self._to(tensor, torch.device("cuda", index), non_blocking=non_blocking)
 
-    def _to(self, tensor, *args, non_blocking=False, copy=False, **kwargs):
+    def _to(self, tensor, *args, **kwargs):
+        if getattr(self._modes, "is_real", False):
+            return _REAL_TO(tensor, *args, **kwargs)
+        non_blocking, copy = kwargs.pop("non_blocking", False), kwargs.pop("copy", False)
         device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
         args = list(args)
         if args and isinstance(args[0], Tensor):
