@@ -94,9 +94,9 @@ class SetAttributes:
         known.now, known.line, known.is_torchs = value, line_here(), is_torchs(path)
 
     def _note_held(self, module: nn.Module, name: str, value: Any) -> None:
-        is_mirrored = getattr(module.__dict__["_buffers"].get(name), "_mirrored", None) is not None
-        if name in module.__dict__["_buffers"] and (is_mirrored or value is None):
-            return  # as a replica's: see StandIns.assigned
+        buffers = module.__dict__["_buffers"]
+        if name in buffers and type(buffers) is not dict:
+            return  # a mirrored one: see StandIns.assigned
         known = next(d[name] for d in map(module.__dict__.get, _HELD) if d and name in d)
         if value is not known:
             raise _refusal(f"{name!r} of {type(module).__name__} is replaced")

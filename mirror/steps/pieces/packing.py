@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from mirror.steps.following.tracing import Meeting
+from mirror.steps.pieces.builder import seen_through
 
 LARGE_BYTES = 2**20
 _MEET = "mirror.meet.default"
@@ -25,10 +26,26 @@ def packed(module: fx.GraphModule, meetings: Sequence[Meeting]) -> None:
     """Has the small gradients of every meeting of gradients joined, in a graph of values."""
     graph = module.graph
     for node in list(graph.nodes):
+        if str(node.target) == _MEET:
+            _bring_own(graph, node)
         if str(node.target) == _MEET and meetings[node.args[1]].op is None:
             _pack(graph, node)
     graph.eliminate_dead_code()
     module.recompile()
+
+
+def _bring_own(graph: fx.Graph, meet: fx.Node) -> None:
+    """Has a meeting, which may reduce in place, get tensors that are nobody else's."""
+    brought: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
+    known: set[fx.Node] = set()
+    for i, node in enumerate(brought):
+        base = seen_through(node)
+        if base in known or base.op == "placeholder":
+            with graph.inserting_before(meet):
+                brought[i] = graph.call_function(torch.ops.aten.clone.default, (node,))
+                brought[i].meta = dict(node.meta)
+        known.add(base)
+    meet.args = (brought, meet.args[1])
 
 
 def _pack(graph: fx.Graph, meet: fx.Node) -> None:

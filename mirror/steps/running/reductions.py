@@ -51,5 +51,12 @@ class Reductions:
                 local.get(r) or [torch.zeros_like(g, device=devices[r]) for g in any_of]
                 for r in range(n)
             ]
-        self._reducer.all_reduce(Moved(columns, [], range(len(any_of))), scale)
+        # In place, of complex ones too; communicators know real numbers.
+        moved = columns
+        if any(grad.is_complex() for grad in any_of):
+            moved = [
+                [torch.view_as_real(g) if g.is_complex() else g for g in column]
+                for column in columns
+            ]
+        self._reducer.all_reduce(Moved(moved, [], range(len(any_of))), scale)
         return dict(enumerate(columns))

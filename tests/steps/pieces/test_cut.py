@@ -95,3 +95,71 @@ def test_a_collective_in_the_forward_pass_is_a_cut_more():
 
     levels = levels_of(Beside(2, make_step=make_step))
     assert [len(level.meetings) for level in levels] == [1, 1, 0]
+
+
+class Given(torch.autograd.Function):
+    """Has the batch itself as a gradient."""
+
+    @staticmethod
+    def forward(ctx, weight, x):
+        ctx.save_for_backward(x)
+        return (weight * x).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0], None
+
+
+class Summed(nn.Module):
+    """Has parameters of equal gradients, which are one tensor; and complex ones."""
+
+    def __init__(self, size, dtype):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(size, dtype=dtype))
+        self.second = nn.Parameter(torch.ones(size, dtype=dtype))
+
+    def forward(self, x):
+        return (self.first + self.second).abs().sum() * x.mean()
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(600_000, torch.float32), (3, torch.float32), (3, torch.complex64)],
+)
+def test_gradients_that_are_one_tensor_are_reduced_once(size, dtype):
+    def make_step(model, optimizer):
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    def make(parameters):
+        return torch.optim.SGD(parameters, 0.01)
+
+    beside = Beside(2, lambda: Summed(size, dtype), make, make_step)
+    beside.train(batches([8] * 3), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_is_a_gradient_stays_what_it_is():
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+    with strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.ones(3))])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = Given.apply(model[0], x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = strategy.compile(step, mode="trace")
+    for _ in range(3):
+        parts = mirror.PerReplica([torch.ones(3), torch.full((3,), 2.0)])
+        compiled(parts)
+        assert [part.tolist() for part in parts.values] == [[1.0] * 3, [2.0] * 3]
+    strategy.check_replicas()
