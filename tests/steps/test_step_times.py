@@ -104,3 +104,15 @@ def test_guards_look_after_every_so_many_compiled_steps():
     Every(2, beside.strategy._group.runner, lambda: looks.append(1))
     train(beside, 5)
     assert len(looks) == 2
+
+
+def test_names_of_parameters_are_searched_for_when_something_has_changed(monkeypatch):
+    # A search goes through all objects there are: most of the time of a trace.
+    searched = []
+    monkeypatch.setattr("mirror.steps.places.path_of", lambda p, name: searched.append(1) or name)
+    beside = Beside(2)
+    train(beside, 3)
+    assert (beside.compiled.num_traces, searched) == (1, [])
+    next(beside.model.parameters()).requires_grad_(False)
+    train(beside, 1)
+    assert (beside.compiled.num_traces, searched) == (2, [1])

@@ -64,9 +64,9 @@ class Watched:
         now = self._look()
         if now == self._then:
             return None
-        for name, before, after in zip(self._names, self._then, now, strict=False):
-            if before != after:
-                return f"{name} was {_shown(before)} and is {_shown(after)}"
+        for i, (before, after) in enumerate(zip(self._then, now, strict=False)):
+            if before != after and i < len(self._names):
+                return f"{self._names[i]} was {_shown(before)} and is {_shown(after)}"
         return f"{self._names[0] if self._names else 'something'} and what is beside it"
 
 
@@ -74,6 +74,23 @@ def _shown(value: Any) -> str:
     if isinstance(value, Same):
         return "one object" if value.is_then else "another one"
     return f"{value!r:.80}"
+
+
+class _Named(Sequence[str]):
+    """What is watched of parameters; their names, for which all objects are searched, when asked.
+
+    Args:
+        what: is watched of each.
+    """
+
+    def __init__(self, what: str, places: Sequence[Place]) -> None:
+        self._what, self._places = what, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, i: Any) -> Any:
+        return f"{self._what} of {self._places[i].name!r}"
 
 
 class Assumptions:
@@ -186,7 +203,6 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
 
 def _of_parameters(places: Sequence[Place]) -> list[Watched]:
     tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
-    names = [place.name for place in places]
     pointer = operator.methodcaller("data_ptr")
     requires_grad = operator.attrgetter("requires_grad")
     mirrored = [p.record.hooks for p in places if p.record is not None]
@@ -194,16 +210,14 @@ def _of_parameters(places: Sequence[Place]) -> list[Watched]:
     hooks_of = operator.attrgetter("_backward_hooks")
     return [
         Watched(
-            [f"the hooks of {n!r}" for n in names],
+            _Named("the hooks", sorted(places, key=lambda place: place.record is None)),
             lambda: [
                 *map(tuple, mirrored),
                 *[tuple(hooks or ()) for hooks in map(hooks_of, own)],
             ],
         ),
-        Watched(
-            [f"requires_grad of {n!r}" for n in names], lambda: [*map(requires_grad, tensors)]
-        ),
-        Watched([f"the memory of {n!r}" for n in names], lambda: [*map(pointer, tensors)]),
+        Watched(_Named("requires_grad", places), lambda: [*map(requires_grad, tensors)]),
+        Watched(_Named("the memory", places), lambda: [*map(pointer, tensors)]),
     ]
 
 
