@@ -27,7 +27,7 @@ class Row:
 
     @property
     def is_plain(self) -> bool:
-        return self.name.startswith("plain")
+        return self.name.startswith("plain ")
 
     @property
     def milliseconds(self) -> tuple[float, float, float]:
