@@ -142,6 +142,8 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func is torch.ops.prims.device_put.default:  # what a trace makes of a copy
+            func, args, kwargs = aten._to_copy.default, args[:1], {"device": args[1]}
         wanted = kwargs.get("device")
         if wanted is not None and wanted.type == "cuda":
             wanted = torch.device("cuda", self._streams.index_of(wanted))

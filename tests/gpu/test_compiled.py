@@ -10,7 +10,6 @@ from tests.gpu.compiling import Training, compiling_gpus, model
 from tests.gpu.graphs import graphs_on
 
 # Cause not known yet: the simulated trace of nn.Dropout makes a tensor on a GPU.
-DROPOUT = pytest.mark.xfail(reason="nn.Dropout cannot be traced on simulated GPUs")
 SIZES = [16, 16, 15, 16]
 
 
@@ -63,10 +62,9 @@ def test_what_a_step_makes_and_draws_is_on_the_device_of_each_replica():
     [
         (["cuda:0"], {}),
         (["cuda:1", "cuda:0"], {"make_optimizer": lambda p: torch.optim.AdamW(p, 0.01)}),
-        pytest.param(
+        (
             ["cuda:0", "cuda:0", "cuda:1", "cuda:1"],
             {"make_model": lambda: model(0.5), "make_optimizer": without_momentum},
-            marks=DROPOUT,
         ),
     ],
 )
@@ -85,10 +83,9 @@ def adamw(parameters):
         (["cuda:0"], {"make_optimizer": adamw}),
         (["cuda:0", "cuda:1"], {"make_optimizer": adamw}),
         (["cuda:0", "cuda:0"], {"make_optimizer": adamw}),
-        pytest.param(
+        (
             ["cuda:0", "cuda:1"],
             {"make_model": lambda: model(0.5), "make_optimizer": without_momentum},
-            marks=DROPOUT,
         ),
     ],
 )
