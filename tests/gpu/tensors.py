@@ -42,6 +42,11 @@ _LOOKS_AT_NOTHING = {
     aten.as_strided_.default,
     aten.unsafe_split_with_sizes.default,
 }
+# What a trace makes of copies: written in Python, for the device that a tensor claims to be on.
+_COPIES = {
+    torch.ops.prims.device_put.default: "device",
+    torch.ops.prims.convert_element_type.default: "dtype",
+}
 _TAKES_CPU_INDICES = ("aten::index", "aten::_index", "aten::_unsafe_index")
 _HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
@@ -142,8 +147,8 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func is torch.ops.prims.device_put.default:  # what a trace makes of a copy
-            func, args, kwargs = aten._to_copy.default, args[:1], {"device": args[1]}
+        if func in _COPIES:
+            func, args, kwargs = aten._to_copy.default, args[:1], {_COPIES[func]: args[1]}
         wanted = kwargs.get("device")
         if wanted is not None and wanted.type == "cuda":
             wanted = torch.device("cuda", self._streams.index_of(wanted))
