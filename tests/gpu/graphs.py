@@ -175,9 +175,8 @@ def graphs_on(gpus):
         graph = graphs.under_way
         if graph is None:
             return real(mode, func, types, args, kwargs)
-        return graph.record(
-            func, args, dict(kwargs or {}), lambda: real(mode, func, types, args, kwargs)
-        )
+        func, args, kwargs = tensors.as_written(func, args, dict(kwargs or {}))
+        return graph.record(func, args, kwargs, lambda: real(mode, func, types, args, kwargs))
 
     def may_spoil(what):
         spoil(what)

@@ -52,6 +52,13 @@ _HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
 
 
+def as_written(func, args, kwargs):
+    """Returns an operation as a program calls it that is not a trace."""
+    if func in _COPIES:
+        return aten._to_copy.default, args[:1], {_COPIES[func]: args[1]}
+    return func, args, kwargs
+
+
 @dataclass(eq=False, slots=True)
 class Place:
     """What is known of one storage."""
@@ -147,8 +154,7 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func in _COPIES:
-            func, args, kwargs = aten._to_copy.default, args[:1], {_COPIES[func]: args[1]}
+        func, args, kwargs = as_written(func, args, kwargs)
         wanted = kwargs.get("device")
         if wanted is not None and wanted.type == "cuda":
             wanted = torch.device("cuda", self._streams.index_of(wanted))
