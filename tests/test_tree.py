@@ -79,7 +79,6 @@ TESTED_BY = {
     "steps/running/bindings.py": "steps/running/test_compiled_step.py",
     "steps/running/coherence.py": "steps/running/test_compiled_step.py",
     "steps/running/making.py": "steps/running/test_compiled_step.py",
-    "steps/running/reductions.py": "steps/running/test_compiled_step.py",
     "steps/running/step_program.py": "steps/running/test_compiled_step.py",
     "steps/torch_internals.py": "steps/running/test_compiled_step.py",
     "steps/running/at_once.py": "steps/running/test_compiled_step.py",

@@ -31,6 +31,6 @@ def compiled_step(
     def make() -> Any:
         from mirror.steps.running.making import Maker  # torch's compiler, which takes a second
 
-        return Maker(group.replicas, group.registry, group.reducer, coherence, mode)
+        return Maker(group.replicas, group.registry, group.reducer, coherence, group.finite, mode)
 
     return CompiledStep(step, run, taking_part, coherence, make, fallback=fallback)

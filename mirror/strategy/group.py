@@ -91,7 +91,7 @@ class Group:
         self.optimizers = Optimizers(replicas, runner, access)
         self.comparison = Comparison(runner, self.variables, self.optimizers)
         self.plain = PlainVariables(replicas, registry, recorded)
-        self.access, self.reducer = access, reducer
+        self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
         parts = (
             self.modules.part(),

@@ -52,11 +52,13 @@ class Meeting:
 
     Attributes:
         op: how tensors are reduced; ``None``: they are local gradients of ``places``.
+        lie: of each place, in which tensor that is brought, from where on, and the shape.
     """
 
     def __init__(self, op: str | None, places: Sequence[Place] = ()) -> None:
         self.op = op
         self.places = tuple(places)
+        self.lie: list[tuple[int, int, tuple[int, ...]]] = []
 
 
 class TracedRun(Run):
@@ -76,6 +78,7 @@ class Tracer:
     Args:
         replicas: whose step it is.
         stand_ins: what stands for everything outside of the step.
+        meets_alone: whether gradients are met where there is one replica, too.
         constant_rates: whether learning rates are the numbers that they are, and no inputs.
 
     Attributes:
@@ -89,11 +92,16 @@ class Tracer:
     """
 
     def __init__(
-        self, replicas: Replicas, stand_ins: StandIns, *, constant_rates: bool = False
+        self,
+        replicas: Replicas,
+        stand_ins: StandIns,
+        *,
+        meets_alone: bool,
+        constant_rates: bool = False,
     ) -> None:
         define()
         self._replicas = replicas
-        self._stand_ins = stand_ins
+        self._stand_ins, self._meets_alone = stand_ins, meets_alone
         self.meetings: list[Meeting] = []
         self.modules: dict[int, nn.Module] = {}
         self.leases = Leases(stand_ins, refusal, constant=constant_rates)
@@ -194,7 +202,7 @@ class Tracer:
         return self._stand_ins.only(Kind.COUNT)
 
     def _reduced(self, places: Sequence[Place], local: list[Tensor]) -> list[Tensor]:
-        if self._replicas.num_replicas == 1:
+        if self._replicas.num_replicas == 1 and not self._meets_alone:
             return local
         return self.meet(Meeting(None, places), local)
 

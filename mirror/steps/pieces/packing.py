@@ -29,7 +29,7 @@ def packed(module: fx.GraphModule, meetings: Sequence[Meeting]) -> None:
         if str(node.target) == _MEET:
             _bring_own(graph, node)
         if str(node.target) == _MEET and meetings[node.args[1]].op is None:
-            _pack(graph, node)
+            meetings[node.args[1]].lie = _pack(graph, node)
     graph.eliminate_dead_code()
     module.recompile()
 
@@ -48,7 +48,8 @@ def _bring_own(graph: fx.Graph, meet: fx.Node) -> None:
     meet.args = (brought, meet.args[1])
 
 
-def _pack(graph: fx.Graph, meet: fx.Node) -> None:
+def _pack(graph: fx.Graph, meet: fx.Node) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Joins the small gradients of a meeting; returns where each lies in what is brought."""
     aten = torch.ops.aten
     grads: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
     by_dtype: dict[torch.dtype, list[int]] = {}
@@ -57,8 +58,9 @@ def _pack(graph: fx.Graph, meet: fx.Node) -> None:
         if value.numel() * value.element_size() <= LARGE_BYTES:
             by_dtype.setdefault(value.dtype, []).append(i)
     groups = [positions for positions in by_dtype.values() if len(positions) > 1]
+    lie = {i: (i, 0, tuple(grad.meta["val"].shape)) for i, grad in enumerate(grads)}
     if not groups:
-        return
+        return [*lie.values()]
     joined = {i for positions in groups for i in positions}
     apart = [i for i in range(len(grads)) if i not in joined]
 
@@ -89,12 +91,14 @@ def _pack(graph: fx.Graph, meet: fx.Node) -> None:
         for i in positions:
             shape = list(grads[i].meta["val"].shape)
             size = math.prod(shape)
+            lie[i] = number, begin, tuple(shape)
             if i in users:
                 with graph.inserting_before(users[i]):
                     part = call(aten.slice.Tensor, flat, 0, begin, begin + size)
                     users[i].replace_all_uses_with(call(aten.view.default, part, shape))
             begin += size
     for number, i in enumerate(apart, len(groups)):
+        lie[i] = number, 0, lie[i][2]
         if i in users:
             with graph.inserting_before(users[i]):
                 one = graph.call_function(_getitem, (met, number))
@@ -103,3 +107,4 @@ def _pack(graph: fx.Graph, meet: fx.Node) -> None:
     for user in list(meet.users):
         graph.erase_node(user)
     graph.erase_node(meet)
+    return [*lie.values()]

@@ -75,6 +75,8 @@ def trace(
     replicas: Replicas,
     places: Sequence[Place],
     grads: dict[Place, Tensor],
+    *,
+    meets_alone: bool = False,
 ) -> Trace:
     """Traces a step.
 
@@ -83,6 +85,7 @@ def trace(
         leaves: one replica's; its tensors are what the trace is made for.
         own: of each leaf, whether every replica has one of its own.
         grads: those that parameters have.
+        meets_alone: whether gradients are met where there is one replica, too: to be looked at.
 
     Raises:
         CompileError: it does what no trace can follow.
@@ -90,10 +93,10 @@ def trace(
     """
     around = step, call, leaves, own, replicas, places, grads
     try:
-        return _traced(*around, constant_rates=False)
+        return _traced(*around, meets_alone=meets_alone, constant_rates=False)
     except _InOptimizer as error:  # which may want to know its learning rate
         try:
-            return _traced(*around, constant_rates=True)
+            return _traced(*around, meets_alone=meets_alone, constant_rates=True)
         except _InOptimizer:
             raise error.refused from None
 
@@ -115,6 +118,7 @@ def _traced(
     places: Sequence[Place],
     grads: dict[Place, Tensor],
     *,
+    meets_alone: bool,
     constant_rates: bool,
 ) -> Trace:
     stand_ins = StandIns(places, grads, replicas.num_replicas)
@@ -126,7 +130,7 @@ def _traced(
             leaf = stand_ins.add(kind, leaf, i, batched=is_own)
             fakes.append(leaf)
         args.append(leaf)
-    tracer = Tracer(replicas, stand_ins, constant_rates=constant_rates)
+    tracer = Tracer(replicas, stand_ins, meets_alone=meets_alone, constant_rates=constant_rates)
     unchanged = Unchanged(step, tracer, replicas)
     returned: list[Any] = []
     numbers: list[Any] = []

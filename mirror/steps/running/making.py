@@ -14,6 +14,7 @@ from mirror.accelerator.graphs import CudaGraph, has_graphs
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.copies.registry import Registry
+from mirror.replica.finite import Finite
 from mirror.steps.inputs import Kind
 from mirror.steps.lines import first_line
 from mirror.steps.pieces.parts import Piece
@@ -45,10 +46,12 @@ class Maker:
         registry: Registry,
         reducer: Reducer,
         coherence: Coherence,
+        finite: Finite | None,
         mode: str,
     ) -> None:
         self._replicas, self._registry = replicas, registry
-        self._reductions = Reductions(replicas, reducer)
+        self._reductions = Reductions(replicas, reducer, finite)
+        self._looks_at_gradients = finite is not None
         self._coherence = coherence
         self._mode = mode
 
@@ -65,6 +68,7 @@ class Maker:
             self._replicas,
             places,
             self._coherence.gradients(places),
+            meets_alone=self._looks_at_gradients,
         )
         levels = [
             (self._ready(level.shared, traced), self._ready(level.own, traced))

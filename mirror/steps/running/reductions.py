@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reducer import Moved, Reducer
+from mirror.replica.finite import Finite
+from mirror.steps.following.tracing import Meeting
+from mirror.steps.places import Place
 
 
 class Reductions:
@@ -16,10 +20,11 @@ class Reductions:
 
     Args:
         reducer: sums over the replicas.
+        finite: what looks whether gradients are, before they are reduced.
     """
 
-    def __init__(self, replicas: Replicas, reducer: Reducer) -> None:
-        self._replicas, self._reducer = replicas, reducer
+    def __init__(self, replicas: Replicas, reducer: Reducer, finite: Finite | None) -> None:
+        self._replicas, self._reducer, self._finite = replicas, reducer, finite
 
     def shares(self, active: Sequence[int], weights: Sequence[float] | None) -> dict[int, float]:
         """Returns what each replica's gradient counts for. See [Note: Shares]."""
@@ -33,9 +38,15 @@ class Reductions:
         return {r: weights[r] / total for r in active}
 
     def reduce(
-        self, local: dict[int, list[Tensor]], shares: dict[int, float]
+        self, local: dict[int, list[Tensor]], shares: dict[int, float], meeting: Meeting
     ) -> dict[int, list[Tensor]]:
-        """Returns the weighted sums, on each replica that takes part, and on every device."""
+        """Returns the weighted sums, on each replica that takes part, and on every device.
+
+        Raises:
+            GradientError: one is not finite, and that is looked at.
+        """
+        if self._finite is not None:
+            self._check(self._finite, local, shares, meeting)
         scale, n = 1.0, self._replicas.num_replicas
         counted = set(shares.values())
         if len(counted) == 1:
@@ -60,3 +71,34 @@ class Reductions:
             ]
         self._reducer.all_reduce(Moved(moved, [], range(len(any_of))), scale)
         return dict(enumerate(columns))
+
+    def _check(
+        self,
+        finite: Finite,
+        local: dict[int, list[Tensor]],
+        shares: dict[int, float],
+        meeting: Meeting,
+    ) -> None:
+        counted = [local[r] if shares.get(r) else [] for r in range(self._replicas.num_replicas)]
+        if not finite.are(counted):
+            columns = [
+                [
+                    brought[i].reshape(-1)[at : at + math.prod(shape)]
+                    for i, at, shape in meeting.lie
+                ]
+                if brought
+                else []
+                for brought in counted
+            ]
+            finite.refuse(columns, [_Named(place) for place in meeting.places])
+
+
+class _Named:
+    """A parameter, as errors name it."""
+
+    def __init__(self, place: Place) -> None:
+        self._tensor = place.owner
+        self.name = "?" if place.record is None else place.record.name
+
+    def owner(self) -> Tensor:
+        return self._tensor

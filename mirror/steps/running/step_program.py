@@ -133,7 +133,7 @@ class StepProgram:
         payloads = {r: list(brought(values)) for r, values in own.items()}
         if meeting.op is None:
             self._replicas.timeline.begin(CROSS, REDUCTION, "gradients")
-            reduced = self._reductions.reduce(payloads, shares)
+            reduced = self._reductions.reduce(payloads, shares, meeting)
             self._replicas.timeline.end(CROSS, REDUCTION)
         else:
             reduced = fused_all_reduce(self._replicas, meeting.op, payloads)
