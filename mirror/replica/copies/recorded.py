@@ -32,7 +32,8 @@ class Recorded:
 
     def add(self, module: nn.Module) -> bool:
         """Notes a module; returns whether it was not noted yet."""
-        is_new = id(module) not in self.modules
+        known = self.modules.get(id(module))
+        is_new = known is None or known() is not module  # another one's, that is gone
         if is_new:
             self.modules[id(module)] = weakref.ref(module)
         return is_new

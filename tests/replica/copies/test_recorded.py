@@ -120,3 +120,26 @@ def test_a_skipped_initialisation_is_mirrored(make_strategy):
         assert layer(torch.zeros(4, 3)).shape == (4, 3)
     assert mirror.is_mirrored(layer.weight)
     strategy.check_replicas()
+
+
+def test_a_module_in_the_place_of_one_that_is_gone_is_recorded():
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+    with strategy.scope():
+        seen = set()
+        for _ in range(1000):
+            model = nn.Linear(2, 2)
+            if id(model) in seen:
+                break
+            seen.add(id(model))
+            del model
+        else:
+            pytest.skip("no place was used again")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    assert strategy.check_replicas() == 2
