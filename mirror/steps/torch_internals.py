@@ -19,11 +19,29 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Program = Callable[[list[Any]], Sequence[Any]]
 
 is_fake = FakeTensor
+DispatchMode = TorchDispatchMode
+IS_PARAMETER = "_is_param"  # what isinstance(tensor, nn.Parameter) looks at
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_aten = torch.ops.aten
+ITEM = _aten._local_scalar_dense.default
+UNIQUE = _aten._unique2.default
+# Where attention has the probability of its dropout.
+ATTENTION_DROPOUTS: dict[Any, int] = {
+    _aten._scaled_dot_product_flash_attention.default: 3,
+    _aten._scaled_dot_product_efficient_attention.default: 5,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+}
+
+
+def schema_of(operation: Any) -> Any:
+    """Returns what an operation takes, returns and writes."""
+    return operation._schema
 
 
 def fake_mode() -> Any:

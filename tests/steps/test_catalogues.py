@@ -26,12 +26,16 @@ def options_of(info):
     return [given for given in found if not given.get("differentiable")]
 
 
+def name_of(info):
+    return info.optim_cls.__name__
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        pytest.param(info.optim_cls, options, id=f"{info.optim_cls.__name__}-{i}")
+        pytest.param(info.optim_cls, options, id=f"{name_of(info)}-{i}")
         for info in optim_db
-        if info.optim_cls.__name__ not in OTHERS
+        if name_of(info) not in OTHERS
         for i, options in enumerate(options_of(info))
     ],
 )

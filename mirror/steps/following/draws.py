@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mirror.errors import CompileError
+from mirror.steps.torch_internals import ATTENTION_DROPOUTS
 
 aten = torch.ops.aten
 
@@ -48,9 +49,8 @@ class Draws:
         draw = _DRAWS.get(func)
         if draw is not None:
             return draw(self, *args, **kwargs)
-        if func in _MAY_DRAW:
-            if not _MAY_DRAW[func](args, kwargs):
-                return func(*args, **kwargs)
+        if func in _MAY_DRAW and not any(args[_MAY_DRAW[func] :][:1]):
+            return func(*args, **kwargs)
         raise self._refusal(
             f"{func.overloadpacket.__name__}",
             "draws random numbers in a way that a compiled step has no seeds for",
@@ -179,14 +179,5 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
 }
 
-# Functions that draw in some calls only.
-_MAY_DRAW: dict[Any, Callable[[Any, Any], bool]] = {
-    aten._scaled_dot_product_flash_attention.default: lambda args, _: bool(args[3:] and args[3]),
-    aten._scaled_dot_product_efficient_attention.default: lambda args, _: bool(
-        args[5:] and args[5]
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda args, _: bool(
-        args[3:] and args[3]
-    ),
-    aten.rrelu_with_noise.default: lambda args, _: bool(args[4:] and args[4]),
-}
+# Where functions that draw in some calls only have what says so.
+_MAY_DRAW: dict[Any, int] = {**ATTENTION_DROPOUTS, aten.rrelu_with_noise.default: 4}

@@ -12,7 +12,7 @@ from mirror.errors import CompileError
 from mirror.replica.copies.hooks import through_hooks
 from mirror.replica.gradients.arrivals import local_grad, set_local_grad
 from mirror.steps.places import Place
-from mirror.torch_private import queue_callback
+from mirror.torch_private import has_post_accumulate_hooks, hooks_of, queue_callback
 
 Refusal = Callable[..., CompileError]
 Meet = Callable[[Sequence[Place], list[Tensor]], list[Tensor]]
@@ -58,14 +58,14 @@ class TracedGradients:
             if place.record.hooks and leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(lambda _: queue_callback(self.settle))
             return
-        if getattr(place.owner, "_post_accumulate_grad_hooks", None):
+        if has_post_accumulate_hooks(place.owner):
             raise self._refusal(
                 f"a post-accumulate hook of {place.name!r}",
                 "is Python that is called in every backward pass",
                 "change gradients between backward and the optimizer's step",
             )
         if leaf.requires_grad:
-            for hook in (getattr(place.owner, "_backward_hooks", None) or {}).values():
+            for hook in (hooks_of(place.owner) or {}).values():
                 leaf.register_hook(hook)
 
     # Of leaves, as torch's functions see them

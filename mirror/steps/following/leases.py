@@ -14,10 +14,7 @@ from mirror.errors import CompileError
 from mirror.steps.following.options import is_as_before, options_changed
 from mirror.steps.following.stand_ins import StandIns
 from mirror.steps.inputs import Kind
-
-
-class StateMissing(Exception):
-    """A step makes optimizer state that was not there; what is there when it runs uncompiled."""
+from mirror.steps.missing import StateMissing
 
 
 class Lease:

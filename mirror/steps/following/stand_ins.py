@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirror.steps.inputs import Input, Kind
 from mirror.steps.places import Place
-from mirror.steps.torch_internals import fake_mode, faked
+from mirror.steps.torch_internals import IS_PARAMETER, fake_mode, faked
 
 
 class StandIns:
@@ -81,7 +81,7 @@ class StandIns:
             if place.is_parameter:
                 leaf = self._by_place[Kind.PARAMETER, place, None].fake.detach()
                 leaf.requires_grad_(place.owner.requires_grad)
-                leaf._is_param = True
+                setattr(leaf, IS_PARAMETER, True)
                 self._leaves[place] = leaf
         return dict(self._leaves)
 

@@ -14,12 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirror.errors import CompileError
 from mirror.steps.following.draws import Draws
 from mirror.steps.lines import line_here
-from mirror.steps.torch_internals import constant_of, is_fake
+from mirror.steps.torch_internals import (
+    ITEM,
+    UNIQUE,
+    DispatchMode,
+    constant_of,
+    is_fake,
+    schema_of,
+)
 
 aten = torch.ops.aten
 
@@ -31,7 +37,7 @@ _LATER = (
 )
 
 _ASKS = {
-    aten._local_scalar_dense.default,
+    ITEM,
     aten.item.default,
     aten.is_nonzero.default,
     aten.equal.default,
@@ -40,7 +46,7 @@ _ASKS = {
 _SIZES = {
     aten.nonzero.default,
     aten.masked_select.default,
-    aten._unique2.default,
+    UNIQUE,
     aten.unique_dim.default,
     aten.unique_consecutive.default,
     aten.bincount.default,
@@ -60,7 +66,7 @@ def refusal(what: str, why: str, remedy: str = _LATER) -> CompileError:
     return CompileError(f"the step cannot be compiled: {line_here()}: {what} {why}; {remedy}")
 
 
-class Operations(TorchDispatchMode):
+class Operations(DispatchMode):
     """Sees the operations below autograd.
 
     Attributes:
@@ -85,7 +91,7 @@ class Operations(TorchDispatchMode):
         for tensor in _tensors((*args, *kwargs.values())):
             if not isinstance(tensor, is_fake):
                 self._capture(tensor)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             self._check_written(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draws.drawn(func, args, kwargs)
@@ -101,7 +107,7 @@ class Operations(TorchDispatchMode):
         self.captured[id(tensor)] = tensor
 
     def _check_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for i, argument in enumerate(func._schema.arguments):
+        for i, argument in enumerate(schema_of(func).arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and any(id(t) in self.captured for t in _tensors([value])):

@@ -34,8 +34,9 @@ from mirror.steps.comparable import PLAIN, Same, comparable
 from mirror.steps.following.leases import Lease
 from mirror.steps.lines import is_users
 from mirror.steps.places import Place
+from mirror.steps.torch_internals import MODULE_HOOKS
+from mirror.torch_private import hooks_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MAX_FUNCTIONS = 100
 
 Look = Callable[[], Any]
@@ -173,7 +174,7 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
         if module._modules:
             children.append(module._modules)
             owners.append(f"the submodules of {paths[key]!r}")
-        hooks += [attributes[name] for name in _HOOKS]
+        hooks += [attributes[name] for name in MODULE_HOOKS]
         buffers = attributes["_buffers"]  # those of mirrored modules are inputs
         for kept in (attributes, *([buffers] if type(buffers) is dict else [])):
             held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
@@ -207,7 +208,6 @@ def _of_parameters(places: Sequence[Place]) -> list[Watched]:
     requires_grad = operator.attrgetter("requires_grad")
     mirrored = [p.record.hooks for p in places if p.record is not None]
     own = [p.owner for p in places if p.record is None]
-    hooks_of = operator.attrgetter("_backward_hooks")
     return [
         Watched(
             _Named("the hooks", sorted(places, key=lambda place: place.record is None)),

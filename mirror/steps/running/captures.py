@@ -32,11 +32,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mirror.accelerator.graphs import Graph
 from mirror.steps.lines import first_line
 from mirror.steps.pieces.programs import Called
+from mirror.steps.torch_internals import DispatchMode
 from mirror.values import are_identical
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ class Captures:
         self._owned = {_storage(t) for t in written if isinstance(t, Tensor)} - {0}
 
 
-class _Last(TorchDispatchMode):
+class _Last(DispatchMode):
     """Knows the last operation of torch that was called.
 
     Attributes:

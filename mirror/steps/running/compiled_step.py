@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from mirror.errors import CompileError
-from mirror.steps.following.leases import StateMissing
 from mirror.steps.lines import first_line, line_of
+from mirror.steps.missing import StateMissing
 from mirror.steps.running.arguments import Arguments
 from mirror.steps.running.coherence import Coherence
 from mirror.timeline import COMPILED, CROSS
