@@ -21,9 +21,9 @@ def compiling_gpus(num_devices):
     with FakeGpus(num_devices) as gpus:
         real = making.trace
 
-        def trace(*args):
+        def trace(*args, **kwargs):
             with gpus.really():
-                return real(*args)
+                return real(*args, **kwargs)
 
         with (
             mock.patch.object(making, "trace", trace),
