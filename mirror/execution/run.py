@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -99,13 +99,7 @@ class Run:
 
     def shares(self) -> dict[int, float]:
         """Returns what each replica's gradient counts for. See [Note: Shares]."""
-        if not self.replicas.weighted:
-            return dict.fromkeys(self.active, 1.0)
-        weights = self.weights()
-        total = sum(weights.values())
-        if total == 0:  # one device: the mean over nothing
-            return dict.fromkeys(self.active, 1.0 / len(self.active))
-        return {r: weight / total for r, weight in weights.items()}
+        return shares_of(self.weights(), weighted=self.replicas.weighted)
 
     def weights(self) -> dict[int, float]:
         """Returns the active replicas' weights by replica id."""
@@ -207,6 +201,20 @@ class Run:
                     f"have set it alike: {called}; call train() and eval() outside strategy.run, "
                     "or on every replica"
                 )
+
+
+def shares_of(weights: Mapping[int, float], *, weighted: bool) -> dict[int, float]:
+    """Returns what the gradients of replicas with these weights count for. See [Note: Shares].
+
+    Args:
+        weighted: whether gradients are means, weighted so, or plain sums.
+    """
+    if not weighted:
+        return dict.fromkeys(weights, 1.0)
+    total = sum(weights.values())
+    if total == 0:  # one device: the mean over nothing
+        return dict.fromkeys(weights, 1.0 / len(weights))
+    return {r: weight / total for r, weight in weights.items()}
 
 
 def recomputing(replicas: Replicas, replica_id: int) -> Replica:

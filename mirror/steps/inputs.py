@@ -6,13 +6,11 @@ rest each replica has for itself: its part of the batch, its buffers, its weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 
 class Kind(Enum):
@@ -62,22 +60,3 @@ class Input:
     def stays(self) -> bool:
         """Whether it is the same tensor in every call, where nobody has replaced it."""
         return self.value is not None or self.kind not in _NEW
-
-
-@dataclass(eq=False, slots=True)
-class Held:
-    """One optimizer of a step, and what was found in it.
-
-    Attributes:
-        params: by group, its parameters.
-        options: by group, the rest.
-    """
-
-    optimizer: Optimizer
-    params: list[list[Tensor]]
-    options: list[dict[str, Any]]
-
-
-def inputs_of(inputs: Sequence[Input], kind: Kind) -> list[Input]:
-    """Returns the inputs of one kind, in order."""
-    return [one for one in inputs if one.kind is kind]

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# What a graph calls them.
+MEET, DRAW = "mirror.meet.default", "mirror.draw.default"
+
 # SplitMix64's, as int64 has them.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64

@@ -46,7 +46,7 @@ def schema_of(operation: Any) -> Any:
 
 def fake_mode() -> Any:
     """Returns a mode in which tensors have shapes, and no values."""
-    # Sizes of 0 and 1 mean what other sizes do, unless a program asks: see Guards.
+    # Open sizes are of 2 and more: to a trace, sizes of 0 and 1 are other programs.
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 

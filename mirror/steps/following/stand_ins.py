@@ -25,6 +25,7 @@ class StandIns:
     Attributes:
         mode: that of the fake tensors.
         inputs: all there are.
+        assigned: what buffers are at the end of the step, by ``id`` of the record.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class StandIns:
         self._grads = grads
         self._places = places
         self._leaves: dict[Place, Tensor] = {}
+        self._by_object = {key: place for place in places for key in place.ids()}
+        self.assigned: dict[int, Tensor] = {}
         self._by_place: dict[tuple[Kind, Any, Any], Input] = {}
         for place in places:
             kind = Kind.PARAMETER if place.is_parameter else Kind.BUFFER
@@ -83,6 +86,7 @@ class StandIns:
                 leaf.requires_grad_(place.owner.requires_grad)
                 setattr(leaf, IS_PARAMETER, True)
                 self._leaves[place] = leaf
+                self._by_object[id(leaf)] = place
         return dict(self._leaves)
 
     def standing_for(self, place: Place) -> Tensor:
@@ -97,9 +101,6 @@ class StandIns:
 
     def place_of(self, parameter: Tensor) -> Place | None:
         """Returns the place that an object stands for."""
-        if not hasattr(self, "_by_object"):
-            self._by_object = {key: place for place in self._places for key in place.ids()}
-            self._by_object |= {id(leaf): place for place, leaf in self._leaves.items()}
         return self._by_object.get(id(parameter))
 
     @contextmanager
@@ -127,10 +128,3 @@ class StandIns:
             for record, before in kept:
                 for name, value in before.items():
                     setattr(record, name, value)
-
-    @property
-    def assigned(self) -> dict[int, Tensor]:
-        """What buffers are at the end of the step, by ``id`` of the record."""
-        if not hasattr(self, "_assigned"):
-            self._assigned: dict[int, Tensor] = {}
-        return self._assigned

@@ -41,7 +41,7 @@ from mirror.steps.following.gradients import TracedGradients
 from mirror.steps.following.leases import Leases
 from mirror.steps.following.stand_ins import StandIns
 from mirror.steps.following.watching import Functions, Operations, refusal
-from mirror.steps.inputs import Input, Kind
+from mirror.steps.inputs import Kind
 from mirror.steps.operations import define
 from mirror.steps.places import Place
 from mirror.steps.torch_internals import compiling
@@ -87,7 +87,6 @@ class Tracer:
         gradients: what it does with them.
         leases: the optimizers it has stepped.
         draws: how often it draws.
-        captured: the tensors it found, by ``id``.
         failed_in_optimizer: whether what could not be followed was an optimizer's.
     """
 
@@ -107,7 +106,6 @@ class Tracer:
         self.leases = Leases(stand_ins, refusal, constant=constant_rates)
         self.gradients: TracedGradients | None = None
         self.draws = Draws(stand_ins.only(Kind.SEED), refusal)
-        self.captured: dict[int, Tensor] = {}
         self.failed_in_optimizer = False
 
     def follow(self, call: Callable[[], Any]) -> Any:
@@ -118,7 +116,6 @@ class Tracer:
         """
         leaves = self._stand_ins.make_leaves()
         self.gradients = TracedGradients(leaves, self._stand_ins.entering, self._reduced, refusal)
-        operations = Operations(self.draws)
         functions = Functions(
             self._stand_ins.by_id(), self.gradients.read_leaf, self.gradients.write_leaf
         )
@@ -140,7 +137,7 @@ class Tracer:
                 stack.callback(hook.remove)
             stack.callback(self.leases.end)
             stack.callback(self._note_stepping)
-            stack.enter_context(operations)
+            stack.enter_context(Operations(self.draws))
             stack.enter_context(functions)
             try:
                 enter(self._replicas.strategy, replica)
@@ -149,7 +146,6 @@ class Tracer:
                 self.leases.check()
             finally:
                 current.replica, current.strategy, current.below = before
-        self.captured = operations.captured
         return result
 
     # As a replica asks: see Tracing
@@ -255,6 +251,3 @@ class _AllReduce(torch.autograd.Function):
 
 def _floats(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-__all__ = ["Input", "Meeting", "TracedRun", "Tracer"]

@@ -24,10 +24,9 @@ from torch import fx
 from mirror.errors import CompileError
 from mirror.steps.following.graphs import Graph
 from mirror.steps.inputs import Input, Kind
+from mirror.steps.operations import MEET
 from mirror.steps.pieces.builder import Builder
 from mirror.steps.pieces.parts import Level, Piece, Pieces
-
-_MEET = "mirror.meet.default"
 
 
 def cut(graph: Graph, num_replicas: int) -> Pieces:
@@ -69,7 +68,8 @@ class _Cutter:
                     [self._meeting(node) for node in self._meets if self._level[node] == level],
                 )
             )
-        results = [self._slots[self._located(node, last=True)] for node in self._results]
+        after_all = self._num_levels, True
+        results = [self._slots[self._now(node, *after_all)] for node in self._results]
         return Pieces(levels, len(self._slots), results)
 
     # Where what belongs
@@ -113,7 +113,7 @@ class _Cutter:
         return (
             not self._is_own[node]
             and self._level[node] in self._updates
-            and node.op != ("placeholder")
+            and node.op != "placeholder"
             and not _is_meet(node)
         )
 
@@ -177,15 +177,6 @@ class _Cutter:
         """Gives a slot to what one program computes and another one, or the caller, uses."""
         self._by: dict[tuple[int, bool], set[fx.Node]] = {}
         self._old: dict[tuple[int, bool], set[fx.Node]] = {}
-        self._given: dict[fx.Node, tuple[int, bool]] = {}
-        made: dict[fx.Node, tuple[int, bool]] = {}
-        for level in range(self._num_levels):
-            for is_own, nodes in ((False, shared[level]), (True, own[level])):
-                for node in nodes:
-                    # What both compute, each needs for itself.
-                    if node not in made or not is_own:
-                        made.setdefault(node, (level, is_own))
-        self._made = made
         self._own_nodes, self._shared_nodes = own, shared
         for level in range(self._num_levels):
             for is_own, nodes in ((False, shared[level]), (True, own[level])):
@@ -198,7 +189,7 @@ class _Cutter:
             for user in node.users:
                 self._slots.setdefault(user, len(self._slots))
         for one, value in self._writes.items():
-            level, is_own = self._write_level[one], one.kind.is_own or self._alone
+            level, is_own = self._writer(one)
             self._use(value, level, is_own, own[level] if is_own else shared[level])
         for value in self._results:
             self._use(value, self._num_levels, True, set())
@@ -208,14 +199,9 @@ class _Cutter:
         if value in here or _is_result(value):
             return
         if value.op == "placeholder":
-            one = self._inputs[value]
-            if one in self._writes:
-                at = self._write_level[one]
-                writer = one.kind.is_own or self._alone
-                # Overwritten by then: shared programs of a level run before own ones.
-                if (at, writer) < (level, is_own):
-                    self._old.setdefault((at, writer), set()).add(value)
-                    self._slots.setdefault(("old", value), len(self._slots))
+            if self._is_overwritten(value, level, is_own):
+                self._old.setdefault(self._writer(self._inputs[value]), set()).add(value)
+                self._slots.setdefault(("old", value), len(self._slots))
             return
         self._by.setdefault(self._maker(value, is_own), set()).add(value)
         self._slots.setdefault(value, len(self._slots))
@@ -228,14 +214,6 @@ class _Cutter:
             if value in self._shared_nodes[at]:
                 return at, False
         return level, True
-
-    def _located(self, value: fx.Node, *, last: bool = False) -> Any:
-        """Returns the key of a value's slot."""
-        if value.op == "placeholder" and last:
-            one = self._inputs[value]
-            if one in self._writes:
-                return "old", value
-        return value
 
     def _meeting(self, node: fx.Node) -> tuple[int, list[int], list[int]]:
         number: Any = node.args[1]
@@ -251,7 +229,7 @@ class _Cutter:
         writes = {
             one: value
             for one, value in self._writes.items()
-            if self._write_level[one] == level and (one.kind.is_own or self._alone) == is_own
+            if self._writer(one) == (level, is_own)
         }
         if not nodes and not writes:
             return None
@@ -272,15 +250,21 @@ class _Cutter:
 
     def _now(self, node: fx.Node, level: int, is_own: bool) -> Any:
         """Returns the key of the slot in which a program finds a value."""
-        if node.op == "placeholder" and self._inputs[node] in self._writes:
-            one = self._inputs[node]
-            if (self._write_level[one], one.kind.is_own or self._alone) < (level, is_own):
-                return "old", node
-        return node
+        return ("old", node) if self._is_overwritten(node, level, is_own) else node
+
+    def _writer(self, one: Input) -> tuple[int, bool]:
+        """Returns the level of the program that writes an input, and whether it is an own one."""
+        return self._write_level[one], one.kind.is_own or self._alone
+
+    def _is_overwritten(self, node: fx.Node, level: int, is_own: bool) -> bool:
+        """Whether a program that uses a value finds another one in its place."""
+        one = self._inputs.get(node)
+        # Shared programs of a level run before own ones.
+        return one in self._writes and self._writer(one) < (level, is_own)
 
 
 def _is_meet(node: fx.Node) -> bool:
-    return str(node.target) == _MEET
+    return str(node.target) == MEET
 
 
 def _brought(meet: fx.Node) -> list[fx.Node]:

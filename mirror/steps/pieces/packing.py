@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from mirror.steps.following.tracing import Meeting
+from mirror.steps.operations import MEET
 from mirror.steps.pieces.builder import seen_through
 
 LARGE_BYTES = 2**20
-_MEET = "mirror.meet.default"
 _getitem = operator.getitem
 
 
@@ -26,9 +26,9 @@ def packed(module: fx.GraphModule, meetings: Sequence[Meeting]) -> None:
     """Has the small gradients of every meeting of gradients joined, in a graph of values."""
     graph = module.graph
     for node in list(graph.nodes):
-        if str(node.target) == _MEET:
+        if str(node.target) == MEET:
             _bring_own(graph, node)
-        if str(node.target) == _MEET and meetings[node.args[1]].op is None:
+        if str(node.target) == MEET and meetings[node.args[1]].op is None:
             meetings[node.args[1]].lie = _pack(graph, node)
     graph.eliminate_dead_code()
     module.recompile()

@@ -46,7 +46,6 @@ class Pieces:
     Attributes:
         num_slots: how many values there are; the first ones are the inputs.
         results: slots of what the graph returned.
-        own_slots: those that differ between replicas.
     """
 
     levels: list[Level]

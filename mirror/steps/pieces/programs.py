@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from mirror.steps.operations import DRAW
 from mirror.steps.pieces.parts import Piece
 from mirror.steps.pieces.placing import placed, placed_anew
 from mirror.steps.torch_internals import Program, inductor_compiled
 
 Taking = Callable[[Sequence[Any]], Sequence[Any]]
-
-_DRAW = "mirror.draw.default"
 
 
 class Called:
@@ -100,7 +99,7 @@ def _draw_by_kernel(graph: fx.GraphModule) -> None:
     """Has what the step draws drawn by inductor, whose kernels fuse it with what uses it."""
     prims = torch.ops.prims
     for node in list(graph.graph.nodes):
-        if str(node.target) != _DRAW:
+        if str(node.target) != DRAW:
             continue
         size, seed, number, mode = node.args
         with graph.graph.inserting_before(node):

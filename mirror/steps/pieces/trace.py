@@ -67,6 +67,10 @@ class Trace:
     rates_read: list[Optimizer]
 
 
+class _InOptimizerError(Exception):
+    """An optimizer's step has asked for another value than its learning rate."""
+
+
 def trace(
     step: Callable[..., Any],
     call: Callable[[Sequence[Any]], Any],
@@ -77,6 +81,7 @@ def trace(
     grads: dict[Place, Tensor],
     *,
     meets_alone: bool = False,
+    constant_rates: bool = False,
 ) -> Trace:
     """Traces a step.
 
@@ -86,41 +91,13 @@ def trace(
         own: of each leaf, whether every replica has one of its own.
         grads: those that parameters have.
         meets_alone: whether gradients are met where there is one replica, too: to be looked at.
+        constant_rates: whether learning rates are the numbers that they are, and no inputs; it is
+            tried where an optimizer's step asks for a value.
 
     Raises:
         CompileError: it does what no trace can follow.
         StateMissing: it makes optimizer state.
     """
-    around = step, call, leaves, own, replicas, places, grads
-    try:
-        return _traced(*around, meets_alone=meets_alone, constant_rates=False)
-    except _InOptimizer as error:  # which may want to know its learning rate
-        try:
-            return _traced(*around, meets_alone=meets_alone, constant_rates=True)
-        except _InOptimizer:
-            raise error.refused from None
-
-
-class _InOptimizer(Exception):
-    """An optimizer's step asked a tensor for its value."""
-
-    def __init__(self, refused: CompileError) -> None:
-        super().__init__()
-        self.refused = refused
-
-
-def _traced(
-    step: Callable[..., Any],
-    call: Callable[[Sequence[Any]], Any],
-    leaves: Sequence[Any],
-    own: Sequence[bool],
-    replicas: Replicas,
-    places: Sequence[Place],
-    grads: dict[Place, Tensor],
-    *,
-    meets_alone: bool,
-    constant_rates: bool,
-) -> Trace:
     stand_ins = StandIns(places, grads, replicas.num_replicas)
     fakes: list[Tensor] = []
     args: list[Any] = []
@@ -135,7 +112,6 @@ def _traced(
     returned: list[Any] = []
     numbers: list[Any] = []
     left: dict[Place, Tensor | None] = {}
-    assigned: list[Place] = []
 
     def followed() -> Sequence[Tensor]:
         with unchanged:
@@ -148,7 +124,6 @@ def _traced(
         for place in places:
             after = stand_ins.assigned.get(id(place.record))
             if after is not None and after is not stand_ins.standing_for(place):
-                assigned.append(place)
                 stand_ins.standing_for(place).copy_(after)
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         tensors += [grad for grad in left.values() if grad is not None]
@@ -158,9 +133,24 @@ def _traced(
     try:
         graph, inputs = follow(followed, stand_ins.mode, stand_ins.inputs)
     except CompileError as error:
-        if tracer.failed_in_optimizer:
-            raise _InOptimizer(error) from error
-        raise
+        if not tracer.failed_in_optimizer:
+            raise
+        if constant_rates:
+            raise _InOptimizerError from error
+        try:  # it may have wanted to know its learning rate
+            return trace(
+                step,
+                call,
+                leaves,
+                own,
+                replicas,
+                places,
+                grads,
+                meets_alone=meets_alone,
+                constant_rates=True,
+            )
+        except _InOptimizerError:
+            raise error from None
     if before != _other_generators():
         raise CompileError(
             "the step cannot be compiled: it draws from Python's or numpy's random numbers, which "

@@ -10,7 +10,7 @@ depends on is compared before every call, as a few lists in the interpreter's C:
     optimizers  groups: their parameters and options, but for learning rates, which are inputs
     around      plain values of globals, closure cells, defaults and ``self`` of the step's
                 function, and of the user's functions that it names; which objects there are
-    arguments   sizes, dtypes, plain values: see StepPrograms
+    arguments   sizes, dtypes, plain values: see ``StepProgram.fits``
 
 What a change of another kind does (an entry of a dict, a field of an object three hops away) a
 program does not see: pass such values as arguments.

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mirror.accelerator.forks import renew_in_forks
 from mirror.execution.replicas import Replicas
@@ -33,7 +35,12 @@ class AtOnce:
     Args:
         replicas: who they are; on GPUs one thread launches all programs.
         trace: of the step; says how much there is to do.
+
+    Attributes:
+        is_raw: whether it writes, whatever it runs, without a new version of what it writes.
     """
+
+    is_raw = False
 
     def __init__(self, replicas: Replicas, trace: Trace) -> None:
         self._names, self._devices = replicas.names, replicas.devices
@@ -74,6 +81,12 @@ class AtOnce:
                 _finish(future)  # what they write must be theirs until they are done
         for future in begun:
             future.result()
+
+    def left(
+        self, results: dict[int, Sequence[Tensor]], grads: dict[Any, Tensor | None]
+    ) -> tuple[dict[int, Sequence[Tensor]], dict[Any, Tensor | None]]:
+        """Returns what a step gives and leaves: nobody writes to it again."""
+        return results, grads
 
     def _threads(self, num: int) -> ThreadPoolExecutor:
         if self._pool is None:

@@ -118,10 +118,6 @@ class Bindings:
             self._bind()
         return True
 
-    def rebind(self) -> None:
-        """Finds parameters and buffers anew, whose memory is another."""
-        self._bind()
-
     def values(
         self, parts: dict[int, list[Any]], weights: Sequence[float] | None
     ) -> dict[int, list[Any]]:

@@ -83,7 +83,12 @@ class Captures:
         devices: one per replica.
         fixed: the slots of what stays where it is from call to call.
         make_graph: makes a graph of a device.
+
+    Attributes:
+        is_raw: whether it writes, whatever it runs, without a new version of what it writes.
     """
+
+    is_raw = True
 
     def __init__(
         self,

@@ -161,7 +161,6 @@ class CompiledStep:
             logger.info("the compiled step %s is traced anew: %s", _name(self._step), why)
         if self._maker is None:
             self._maker = self._make_maker()
-        before = self._maker.state()
         try:
             program: Program
             with self._coherence.timeline.compiling():
@@ -172,7 +171,6 @@ class CompiledStep:
                 raise _state_missing() from None
             return None
         except Exception as error:
-            self._maker.put_back(before)
             refused = error if isinstance(error, CompileError) else _not_followed(error)
             if self._falls_back:
                 logger.warning("%s; it runs uncompiled", refused)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from mirror.accelerator.graphs import CudaGraph, has_graphs
 from mirror.execution.replicas import Replicas
@@ -75,7 +74,7 @@ class Maker:
             for level in traced.pieces.levels
         ]
         used = [one.of for one in traced.inputs if one.kind is Kind.PARAMETER]
-        guards = Assumptions(step, traced.modules, used, traced.leases, traced.rates_read)
+        assumptions = Assumptions(step, traced.modules, used, traced.leases, traced.rates_read)
         program = StepProgram(
             self._replicas,
             traced,
@@ -85,13 +84,13 @@ class Maker:
             self._coherence,
             self._launcher(traced),
         )
-        return guards, program
+        return assumptions, program
 
     def _ready(self, piece: Piece | None, trace: Trace) -> Called | None:
         if piece is None:
             return None
         devices = tuple(dict.fromkeys(self._replicas.devices))
-        if self._mode == "trace" or (self._mode == "auto" and not _has_compiler(piece)):
+        if self._mode == "trace" or (self._mode == "auto" and not _has_compiler()):
             return interpreted(piece, trace.device, devices)
         try:
             return compiled(piece, trace.mode, trace.device, devices)
@@ -113,13 +112,6 @@ class Maker:
         stay = [i for i, one in enumerate(trace.inputs) if one.stays]
         return Captures(devices, stay, CudaGraph)
 
-    def state(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """Returns what a trace that fails must leave as it was."""
-        return []
 
-    def put_back(self, state: Any) -> None:
-        """Puts back what ``state`` has returned."""
-
-
-def _has_compiler(piece: Piece) -> bool:
+def _has_compiler() -> bool:
     return shutil.which("g++") is not None or torch.accelerator.is_available()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.execution.replicas import Replicas
+from mirror.execution.run import shares_of
 from mirror.replica.collectives.reducer import Moved, Reducer
 from mirror.replica.finite import Finite
 from mirror.steps.following.tracing import Meeting
@@ -28,14 +29,8 @@ class Reductions:
 
     def shares(self, active: Sequence[int], weights: Sequence[float] | None) -> dict[int, float]:
         """Returns what each replica's gradient counts for. See [Note: Shares]."""
-        if not self._replicas.weighted:
-            return dict.fromkeys(active, 1.0)
-        if weights is None:
-            return dict.fromkeys(active, 1.0 / len(active))
-        total = sum(weights[r] for r in active)
-        if total == 0:
-            return dict.fromkeys(active, 1.0 / len(active))
-        return {r: weights[r] / total for r in active}
+        counting = {r: 1.0 if weights is None else weights[r] for r in active}
+        return shares_of(counting, weighted=self._replicas.weighted)
 
     def reduce(
         self, local: dict[int, list[Tensor]], shares: dict[int, float], meeting: Meeting

@@ -53,7 +53,7 @@ class StepProgram:
         self._bindings, self._reductions = bindings, reductions
         self._results = taking(trace.pieces.results)
         self._changes = _changes(trace)
-        self._is_raw = isinstance(launcher, Captures) or any(
+        self._is_raw = launcher.is_raw or any(
             one.is_raw for called in levels for one in called if one is not None
         )
 
@@ -114,8 +114,7 @@ class StepProgram:
             for place, at in self.trace.grads.items()
         }
         results = {r: self._results(values) for r, values in own.items()}
-        if isinstance(self._launcher, Captures):
-            results, grads = self._launcher.left(results, grads)
+        results, grads = self._launcher.left(results, grads)
         self._coherence.stepped(self._changes, grads, active)
         return results
 
