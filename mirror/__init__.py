@@ -19,6 +19,7 @@ from mirror.errors import (
     ShapeError,
     StrategyError,
     StructureError,
+    WorkerLostError,
 )
 from mirror.replica.collectives.reduction import ReduceOp
 from mirror.signposts import names_of
@@ -29,6 +30,7 @@ from mirror.strategy.current import (
     in_cross_replica_context,
 )
 from mirror.strategy.inspection import is_mirrored, set_aggregation
+from mirror.strategy.kinds.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions, Guards
 from mirror.strategy.replica_context import ReplicaContext
@@ -56,6 +58,7 @@ __all__ = [
     "InputOptions",
     "MirrorError",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "PerReplica",
     "PreemptionCheckpointHandler",
     "ReduceOp",
@@ -64,6 +67,7 @@ __all__ = [
     "ShapeError",
     "StrategyError",
     "StructureError",
+    "WorkerLostError",
     "amp",
     "cluster",
     "comm",

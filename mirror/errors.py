@@ -16,6 +16,7 @@ MirrorError
     GradientError(ArithmeticError)        a gradient is NaN or infinite
     CheckpointError(RuntimeError)         a checkpoint is missing, damaged or foreign
     RecordError(ValueError)               a record is damaged, or does not hold what it should
+    WorkerLostError(RuntimeError)         a worker, another process of the training, is gone
     ClusterError(ValueError, RuntimeError)  what is said of the cluster is wrong, or missing
         ClusterTypeError(TypeError)       or of another type
 """
@@ -45,6 +46,7 @@ __all__ = [
     "ShapeError",
     "StrategyError",
     "StructureError",
+    "WorkerLostError",
 ]
 
 _MAX_LENGTH = 60
@@ -102,6 +104,10 @@ class ReplicaMismatchError(MirrorError, RuntimeError):
 
 class CheckpointError(MirrorError, RuntimeError):
     """A checkpoint is missing, damaged, or was written for something else."""
+
+
+class WorkerLostError(MirrorError, RuntimeError):
+    """Another process of the training is gone, or has not moved for the timeout."""
 
 
 class ClusterError(MirrorError, ValueError, RuntimeError):

@@ -80,6 +80,23 @@ def make_strategy():
         strategy.close()
 
 
+@pytest.fixture(scope="session")
+def crew():
+    """Gives ``crew(2)``: processes that run a test's function as workers. See tests/crew.py."""
+    from tests.crew import Crew
+
+    known = {}
+
+    def of_size(size):
+        if size not in known:
+            known[size] = Crew(size)
+        return known[size]
+
+    yield of_size
+    for one in known.values():
+        one.close()
+
+
 @pytest.fixture(scope="module")
 def objects():
     """One of each place that has attributes."""

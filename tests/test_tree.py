@@ -15,6 +15,8 @@ TESTED_BY = {
     "comm/host/host_library.py": "comm/host/test_host.py",
     "comm/kernels/ring.py": "comm/kernels/test_two_bytes.py",
     "comm/kernels/simulator.py": "comm/kernels/test_kernels.py",
+    "comm/workers/alone.py": "comm/workers/test_workers.py",
+    "comm/workers/envelope.py": "comm/workers/test_workers.py",
     "comm/nccl/communicators.py": "comm/nccl/test_clique.py",
     "comm/nccl/failures.py": "comm/nccl/test_errors.py",
     "comm/topology.py": "comm/kernels/test_hierarchical.py",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.base import Communicator
+from mirror.comm.workers.alone import Alone
 from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.merge_point import MergePoint
 from mirror.concurrency.no_merges import NoMerges
@@ -27,8 +28,12 @@ class Replicas:
     An index is never inferred from a device. The identity of this object says whose a variable or
     a replica is.
 
+    Those of other processes, where there are any, are known by their number alone: ``workers``.
+
     Attributes:
         communicator: how they move bytes to each other.
+        workers: the processes whose replicas train together; this one is alone in most programs.
+        mirrors: whether there is more than one replica, here or elsewhere.
         names: what messages call them, ``"replica 2 of 4 (cuda:2)"``.
         strategy: the strategy that runs them; strong, as a model outlives the variable that held
             its strategy.
@@ -47,11 +52,13 @@ class Replicas:
         "devices",
         "is_nested",
         "is_one_device",
+        "mirrors",
         "names",
         "num_replicas",
         "strategy",
         "timeline",
         "weighted",
+        "workers",
     )
 
     def __init__(
@@ -62,12 +69,16 @@ class Replicas:
         strategy: Any,
         weighted: bool,
         is_nested: bool = False,
+        workers: Alone | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self.communicator = communicator
         self.num_replicas = len(self.devices)
+        self.workers = workers = Alone(self.num_replicas) if workers is None else workers
+        self.mirrors = workers.num_replicas > 1
+        whose = f"worker {workers.rank}, " if workers.are_several else ""
         self.names = tuple(
-            f"replica {r} of {self.num_replicas} ({device})"
+            f"replica {workers.first + r} of {workers.num_replicas} ({whose}{device})"
             for r, device in enumerate(self.devices)
         )
         self.strategy = strategy

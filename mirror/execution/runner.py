@@ -15,16 +15,13 @@ from mirror.accelerator.streams import CopyStreams
 from mirror.concurrency.schedules.manners import Schedule
 from mirror.concurrency.threads import Claim
 from mirror.concurrency.turns import Tasks
-from mirror.devices import (
-    generators_of,
-    separate_streams,
-)
+from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
 from mirror.execution.current import current, is_inside, refuse_within_another, replica_of
 from mirror.execution.locksteps import Locksteps
 from mirror.execution.part import GoesAlone, Part
 from mirror.execution.parts import Parts
-from mirror.execution.random_streams import RandomStreams, Streams
+from mirror.execution.random_streams import RandomStreams, Streams, of_worker
 from mirror.execution.replicas import OfReplicas, Replica, Replicas
 from mirror.execution.run import Run
 from mirror.execution.step_ends import step_ends
@@ -53,6 +50,7 @@ class Runner:
             again. With nothing going on, an interrupt has left it: [Note: Interrupts].
         locksteps: the replicas' threads, by depth of runs inside runs.
         stopwatches: one per replica once somebody measures.
+        at_ends: of one of several workers, what hears that an outermost run has ended well.
         copies: by what arguments travel from the host to GPUs; ``None`` on simulated devices.
     """
 
@@ -69,13 +67,13 @@ class Runner:
             replicas.timeline.at_step_ends.append(self.schedule.step_ended)
         self.locksteps = Locksteps(replicas, self.schedule.of_turns, timeout_seconds)
         self.stopwatches: tuple[Stopwatch, ...] = ()
+        self.at_ends: list[Callable[[], None]] = []
         self.keep(())
         self._claim = Claim()
         self._generators = generators_of(replicas.devices)
         self._streams = Streams(self.schedule.keeps_order and not self._generators)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.devices)
-        self.is_closed = False
-        self._is_forked = False
+        self.is_closed = self._is_forked = False
         _runners.put(replicas, self)
         renew_in_forks(self)
 
@@ -129,12 +127,12 @@ class Runner:
             StrategyError: called from one of the replicas, by two threads at once, or after
                 ``close``.
         """
+        call = self._run_of_worker if self.replicas.workers.are_several else self._run
+        begin = partial(call, fn, tuple(active), weights)
         belongs = self.running is not None and is_inside(self.replicas)
-        if belongs or self.parallel_pass is not None:
-            # Of a replica, in a merge, or in a parallel pass, where it waits for the others.
-            run = self._run(fn, tuple(active), weights)
-        else:
-            run = self._claim.call(partial(self._run, fn, tuple(active), weights))
+        # Of a replica, in a merge, or in a parallel pass, where it waits for the others.
+        is_within = belongs or self.parallel_pass is not None
+        run = begin() if is_within else self._claim.call(begin)
         if run.has_stepped:
             step_ends.run_ended(run)
         return run
@@ -154,6 +152,18 @@ class Runner:
         if current.replica is not None:
             refuse_within_another(self.replicas, what)
         return self._claim.call(call)
+
+    def _run_of_worker(
+        self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None
+    ) -> Run:
+        if not self.is_between_runs:
+            return self._run(fn, active, weights)
+        with of_worker(self.replicas.workers):
+            run = self._run(fn, active, weights)
+        self.replicas.workers.weight = sum(run.weights().values())
+        for told in self.at_ends:
+            told()
+        return run
 
     def _run(
         self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None
@@ -293,8 +303,7 @@ class Runner:
     def measure(self) -> Callable[[], tuple[float, ...]]:
         """Begins to measure; returns what gives the seconds each replica has computed in runs.
 
-        Waiting for the other replicas at merge points does not count, nor does what the caller
-        does between runs. Without a call of this, runs measure nothing.
+        Waiting at merge points does not count, nor does what the caller does between runs.
         """
         if not self.stopwatches:
             self.stopwatches = tuple(map(Stopwatch, self.replicas.devices))
@@ -330,8 +339,7 @@ class Runner:
         self._is_forked = True
         if self.running is not None or self.parallel_pass is not None:
             self.unfinished = True
-        self.running = self.parallel_pass = None
-        self._claim = Claim()
+        self.running, self.parallel_pass, self._claim = None, None, Claim()
         self.locksteps.forsake()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mirror.comm.base import Communicator
+from mirror.comm.workers.alone import Alone
 from mirror.compiler import limits_for, opaque
 from mirror.data.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions, ValueContext
@@ -42,8 +43,7 @@ class Strategy(Uncopied):
 
     Args:
         devices: one per replica.
-        schedule: how replicas take turns, see [Note: Turns].
-        weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
+        schedule, weighted, workers: see ``Group``.
     """
 
     _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
@@ -57,6 +57,7 @@ class Strategy(Uncopied):
         *,
         schedule: str,
         weighted: bool,
+        workers: Alone | None = None,
     ) -> None:
         self._devices = tuple(devices)
         self._backend = communicator.name
@@ -68,6 +69,7 @@ class Strategy(Uncopied):
             weighted=weighted,
             options=options,
             guards=guards,
+            workers=workers,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         weakref.finalize(self, end_threads, self._group.runner.locksteps)
@@ -76,8 +78,8 @@ class Strategy(Uncopied):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
-        return len(self._devices)
+        """The number of replicas, of all workers."""
+        return self._group.replicas.workers.num_replicas
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -130,11 +132,11 @@ class Strategy(Uncopied):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls ``fn`` once per replica and returns the results regrouped.
+        """Calls ``fn`` once per replica of this process and returns the results regrouped.
 
-        Every PerReplica inside ``args`` and ``kwargs`` is replaced by the replica's part, anything
-        else is passed as it is. A replica for which a PerReplica has no part sits the step out.
-        Grad mode, inference mode, autocast, default dtype and default device hold in ``fn``.
+        A PerReplica inside ``args`` and ``kwargs`` is replaced by the replica's part, the rest is
+        passed as it is. A replica for which a PerReplica has no part sits the step out. Grad
+        mode, inference mode, autocast, default dtype and device hold in ``fn``.
 
         Returns:
             The structure that ``fn`` returns with PerReplica leaves: always for tensors and
@@ -205,7 +207,7 @@ class Strategy(Uncopied):
         return gather_values(self._group.runner, value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns one entry per replica that took part, in order.
+        """Returns one entry per local replica that took part, in order.
 
         A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
         """
@@ -251,13 +253,14 @@ class Strategy(Uncopied):
                 f"a function of an InputContext is needed, got a {type(fn).__name__}; a dataset "
                 "of global batches goes to strategy.distribute_dataset"
             )
-        return self._distribute(fn(InputContext(1, 0, len(self._devices))), options, joins=True)
+        workers = self._group.replicas.workers
+        input_context = InputContext(workers.size, workers.rank, workers.num_replicas)
+        return self._distribute(fn(input_context), options, joins=True)
 
     def _distribute(
         self, dataset: Iterable[Any], options: InputOptions | None, *, joins: bool
     ) -> DistributedDataset:
-        runner = self._group.runner
-        runner.check_usable()
+        (runner := self._group.runner).check_usable()
         distributed = DistributedDataset(
             dataset,
             self._devices,
@@ -280,17 +283,15 @@ class Strategy(Uncopied):
             StructureError: the replicas' values differ in structure.
         """
         self._group.runner.check_usable()
-        n = len(self._devices)
-        return joined(fn(ValueContext(r, n)) for r in range(n))
+        workers = self._group.replicas.workers
+        own = (workers.first + r for r in range(len(self._devices)))
+        return joined(fn(ValueContext(r, workers.num_replicas)) for r in own)
 
     # Keeping
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets gradients accumulate locally; the first reduction after it reduces their sum.
-
-        Every backward pass is weighted as it happens.
-        """
+        """Lets gradients accumulate locally, weighted; the next reduction reduces their sum."""
         self._check_cross("no_sync")
         with self._group.gradients.deferred_within():
             yield
@@ -310,14 +311,14 @@ class Strategy(Uncopied):
 
     def report(self) -> Report:
         """Returns where the time of the last steps went, up to 1000 of them; printed, a table."""
-        runner = self._group.runner
-        return report_of(runner.replicas.timeline, takes_turns=runner.schedule.keeps_order)
+        keeps_order = self._group.runner.schedule.keeps_order
+        return report_of(self._group.replicas.timeline, takes_turns=keeps_order)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Writes what happens inside to ``path``, for chrome://tracing or ui.perfetto.dev.
 
-        Forward and backward passes of every replica, where it waits, reductions, optimizer steps;
+        Passes of every replica, where it waits, reductions, optimizer steps;
         ``otherData.hidden_share_of_communication``: how much of the reductions was hidden.
 
         Raises:

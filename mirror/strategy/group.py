@@ -10,6 +10,7 @@ import torch
 import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
 from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_memory
 from mirror.comm.base import Communicator
+from mirror.comm.workers.alone import Alone
 from mirror.devices import is_simulated
 from mirror.execution.current import current
 from mirror.execution.every import Every
@@ -55,6 +56,7 @@ class Group:
         weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
         options: how the replicas communicate.
         guards: what is watched meanwhile.
+        workers: the processes whose replicas train together; ``None``: this one alone.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Group:
         weighted: bool,
         options: CommunicationOptions,
         guards: Guards,
+        workers: Alone | None = None,
     ) -> None:
         replicas = Replicas(
             devices,
@@ -74,6 +77,7 @@ class Group:
             strategy=strategy,
             weighted=weighted,
             is_nested=current.replica is not None,
+            workers=workers,
         )
         runner = Runner(replicas, schedule=schedule, timeout_seconds=options.timeout_seconds)
         registry, recorded = Registry(), Recorded()
@@ -106,19 +110,19 @@ class Group:
             buffers.part(),
         )
         # What one replica has, nobody has to agree with.
-        runner.keep(parts if replicas.num_replicas > 1 else parts[:1])
+        runner.keep(parts if replicas.mirrors else parts[:1])
         # Compiled steps use the first copies as they are: see [Note: Compiled steps and copies].
         of_copies = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
-        told = parts if replicas.num_replicas > 1 else parts[:1]
+        told = parts if replicas.mirrors else parts[:1]
         beside = [part for part in told if part.name not in of_copies]
         self.beside_copies = Parts(replicas.num_replicas, beside)
         self._simulates = replicas.num_replicas > 1 and is_simulated(replicas.devices)
-        if guards.replicas_every and replicas.num_replicas > 1:
+        if guards.replicas_every and replicas.mirrors:
             Every(guards.replicas_every, runner, self.comparison.check_sums)
-        if guards.finite_gradients and replicas.num_replicas == 1:
+        if guards.finite_gradients and not replicas.mirrors:
             watch_only_replica(registry)
         watch_passes()
-        watch_optimizer_steps(are_mirrored=replicas.num_replicas > 1)
+        watch_optimizer_steps(are_mirrored=replicas.mirrors)
         if schedule == "concurrent":
             watch_saved_draws()
         if self._simulates:
@@ -131,5 +135,6 @@ class Group:
         stop_watching(self.registry)
         self.gradients.buckets.close()
         self.replicas.communicator.close()
+        self.replicas.workers.close()
         if self._simulates:
             give_back_freed_memory()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mirror.comm.base import Communicator
+from mirror.comm.workers.alone import Alone
 from mirror.data.options import or_default
 from mirror.devices import is_simulated, resolve
 from mirror.signposts import signposted_call
@@ -86,4 +87,9 @@ class MirroredStrategy(Strategy):
             or_default(guards, Guards),
             schedule=schedule,
             weighted=gradient_reduction == "mean",
+            workers=self._meet(len(resolved), options),
         )
+
+    def _meet(self, num_local: int, options: CommunicationOptions) -> Alone | None:
+        """Returns the processes whose replicas train together; ``None``: this one alone."""
+        return None

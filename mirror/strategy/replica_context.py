@@ -27,7 +27,7 @@ class ReplicaContext(Uncopied):
     """What a function sees of its replica inside ``strategy.run``.
 
     Attributes:
-        replica_id_in_sync_group: this replica's index.
+        replica_id_in_sync_group: this replica's index, among those of all workers.
         num_replicas_in_sync: the number of replicas of the strategy.
         device: where this replica's variables are.
         strategy: the strategy that runs it.
@@ -55,12 +55,12 @@ class ReplicaContext(Uncopied):
                 "a replica's index, which differs between the replicas,",
                 "pass what depends on it: strategy.distribute_values_from_function(fn)",
             )
-        return self._replica.replica_id
+        return self._replica.replicas.workers.first + self._replica.replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas of the strategy."""
-        return self._replica.replicas.num_replicas
+        return self._replica.replicas.workers.num_replicas
 
     @property
     def device(self) -> torch.device:

@@ -70,7 +70,7 @@ class PlainVariables:
         if self._is_noted:
             return
         self._is_noted = True
-        if self.replicas.num_replicas > 1 and not self._registry.has_owned:
+        if self.replicas.mirrors and not self._registry.has_owned:
             _used.add(self)
 
     @property

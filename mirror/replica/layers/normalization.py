@@ -29,7 +29,7 @@ def watch_torchs_own() -> None:
 def _synchronizing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
         owner = owner_of(self)
-        if owner is None or owner.num_replicas == 1:
+        if owner is None or not owner.mirrors:
             return original(self, input)
         return _synchronized(self, input)
 
@@ -105,7 +105,7 @@ def _synchronized(layer: _BatchNorm, x: Tensor) -> Tensor:
     """Normalises with the whole batch inside ``run``, where statistics are of the batch."""
     replica = current.replica
     of_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
-    if replica is None or replica.replicas.num_replicas == 1 or not of_batch:
+    if replica is None or not replica.replicas.mirrors or not of_batch:
         return _BatchNorm.forward(layer, x)
     layer._check_input_dim(x)
     return _over_batch(layer, x, replica)

@@ -105,7 +105,7 @@ def own_values(module: nn.Module, name: str) -> tuple[OwnValues, Replica] | None
     call = route_of(module)
     if not isinstance(call, TransparentCall) or call.replicas is not replica.replicas:
         return None
-    if call.replicas.num_replicas == 1:
+    if not call.replicas.mirrors:
         return None
     # On the TransparentCall, because copies and pickles of a module leave that out.
     if name not in call.own:

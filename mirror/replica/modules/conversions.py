@@ -28,7 +28,7 @@ def watch_conversions() -> None:
 def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply_looked_at(self: Any, fn: Conversion, *args: Any, **kwargs: Any) -> Any:
         owner = owner_of(self)
-        if owner is None or owner.num_replicas == 1 or isinstance(fn, _Staying):
+        if owner is None or not owner.mirrors or isinstance(fn, _Staying):
             return original(self, fn, *args, **kwargs)
         return original(self, _Staying(fn, owner), *args, **kwargs)
 

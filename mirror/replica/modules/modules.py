@@ -78,7 +78,7 @@ class Modules:
         self.attributes = attributes
         self.swaps: list[ReplicaDict] = []
         # A single simulated device needs neither moving of arguments nor splitting.
-        self.routes_calls = replicas.num_replicas > 1 or not is_simulated(replicas.devices)
+        self.routes_calls = replicas.mirrors or not is_simulated(replicas.devices)
         self._registry = registry
         self._recorded = recorded
         self._variables = variables
@@ -111,7 +111,7 @@ class Modules:
         With one replica only moves it to the device.
         """
         self.replicas.timeline.use()  # one replica may never have a run
-        if self.replicas.num_replicas == 1:
+        if not self.replicas.mirrors:
             self._move(module)
             return
         watch_functions()
@@ -154,7 +154,7 @@ class Modules:
         with self._initializing, replica.run.drawing_for_all(replica.replica_id):
             if module.has_uninitialized_params():
                 getattr(module, INFER)(module, args, kwargs)
-                if self.replicas.num_replicas == 1:
+                if not self.replicas.mirrors:
                     self._move(module)
                 else:
                     self.mirror_own(module, type(module).__name__)

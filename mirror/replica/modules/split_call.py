@@ -76,7 +76,7 @@ def call_in_turn(
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
     modules.mirror_recorded()
     runner, replicas = modules.runner, modules.replicas
-    if replicas.num_replicas == 1:
+    if not replicas.mirrors:
         return _call_whole(runner, args, kwargs, lambda *a, **k: _held(hold, whole, a, k))
     sizes = _sizes(replicas.num_replicas, args, kwargs) if _splits(module) else None
     if sizes is None:

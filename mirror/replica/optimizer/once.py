@@ -80,7 +80,7 @@ def watched(
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         try:
-            if replica is None or replica.replicas.num_replicas == 1:
+            if replica is None or not replica.replicas.mirrors:
                 return method(self, *args, **kwargs)
             hold = let_go()
             try:

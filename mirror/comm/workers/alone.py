@@ -1,0 +1,107 @@
+"""Alone: the workers of a strategy in one process, of which there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Parcel(NamedTuple):
+    """What one worker says to the others.
+
+    Attributes:
+        tensors: on the CPU, of any shapes.
+        numbers: beside them.
+    """
+
+    tensors: list[Tensor]
+    numbers: tuple[float, ...]
+
+
+class Alone:
+    """Stands where other workers could be: whoever asks these has an answer at once.
+
+    A *worker* is a process with replicas of its own; all run one program. Replica r of this worker
+    is replica ``first + r`` of all.
+
+    Attributes:
+        rank: this worker's, from 0; worker 0 is the chief, who writes files.
+        size: the number of workers.
+        counts: how many replicas each worker has.
+        first: the index of this worker's first replica among all.
+        num_replicas: the number of replicas of all workers.
+        weight: what this worker's replicas counted for, together, in its last outermost run. A
+            backward pass outside ``run`` counts for that.
+        reference: the weights of all workers as they were agreed on last; ``None`` before.
+    """
+
+    rank = 0
+    size = 1
+
+    def __init__(self, num_local: int) -> None:
+        self._have(0, (num_local,))
+
+    def _have(self, rank: int, counts: Sequence[int]) -> None:
+        self.rank, self.size, self.counts = rank, len(counts), tuple(counts)
+        self.first, self.num_replicas = sum(counts[:rank]), sum(counts)
+        self.weight = float(counts[rank])
+        self.reference: float | None = None
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are others."""
+        return self.size > 1
+
+    def exchange(
+        self, what: str, signature: object = None, payload: Callable[[], bytes] = bytes
+    ) -> list[bytes]:
+        """Gives every worker what each has to say, in the order of their ranks.
+
+        Called where one thread acts for all local replicas, by all workers in the same order.
+
+        Args:
+            what: the operation, as messages name it.
+            signature: what must be equal on all workers, by its ``repr``.
+            payload: makes what is said.
+
+        Raises:
+            DivergenceError: another worker is at another operation, or with another signature.
+            WorkerLostError: a worker is gone, or none has moved for the timeout.
+        """
+        return [payload()]
+
+    def exchange_tensors(
+        self,
+        what: str,
+        signature: object,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[float] = (),
+    ) -> list[Parcel]:
+        """Gives every worker the tensors of each, of any shapes and dtypes, on the CPU.
+
+        Raises:
+            As ``exchange``.
+        """
+        return [Parcel([tensor.detach().cpu() for tensor in tensors], tuple(numbers))]
+
+    def broadcast(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """Writes worker 0's values to the tensors of all, whose shapes and dtypes are equal."""
+
+    def all_reduce(self, what: str, buffer: Tensor) -> Callable[[], None]:
+        """Begins to sum a flat buffer over the workers, in place; returns what waits for it.
+
+        The sums of one worker are begun in the order of those of every other.
+        """
+        return lambda: None
+
+    def close(self) -> None:
+        """Ends the connections; idempotent."""
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors as what can be sent: detached, dense, contiguous, on the CPU."""
+    with torch.no_grad():
+        return [tensor.detach().cpu().contiguous() for tensor in tensors]

@@ -1,0 +1,1 @@
+"""Strategies that are MirroredStrategy over something else than the devices of one process."""

@@ -1,0 +1,88 @@
+"""MultiWorkerMirroredStrategy: the devices of several processes train one model, as one would."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mirror.comm.base import Communicator
+from mirror.comm.workers.alone import Alone
+from mirror.concurrency.stack import user_line
+from mirror.signposts import signposted_call
+from mirror.strategy.mirrored import MirroredStrategy
+from mirror.strategy.options import CommunicationOptions, Guards
+
+if TYPE_CHECKING:
+    from mirror.cluster.resolver import ClusterResolver
+
+
+@signposted_call
+class MultiWorkerMirroredStrategy(MirroredStrategy):
+    """Mirrors a model's variables on the devices of several processes, the *workers*.
+
+    Every worker runs the same program::
+
+        strategy = mirror.MultiWorkerMirroredStrategy()   # started by torchrun, on each machine
+
+    ``num_replicas_in_sync`` and ``replica_id_in_sync_group`` count the replicas of all workers,
+    ``devices`` are this worker's. Outside ``run`` a worker is to the others what a replica is to
+    the others inside: its loss counts with its examples. Worker 0 is the chief, whose initial
+    values all get, and who writes files.
+
+    Args:
+        devices, backend, communication_options, guards, gradient_reduction, schedule: of this
+            worker, see ``MirroredStrategy``; workers may have unlike numbers of devices.
+        cluster_resolver: says who and where the workers are; ``None``: the one for the launcher
+            that has started this process (torchrun, TF_CONFIG, Slurm, Kubernetes).
+
+    Raises:
+        ClusterError: what was found of the cluster is wrong, or contradictory.
+        WorkerLostError: a worker has not come, or is gone.
+        As ``MirroredStrategy``.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device | str | int] | None = None,
+        backend: str | Communicator = "auto",
+        *,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        guards: Guards | None = None,
+        gradient_reduction: str = "mean",
+        schedule: str = "auto",
+    ) -> None:
+        self._resolver = cluster_resolver
+        super().__init__(
+            devices,
+            backend,
+            communication_options=communication_options,
+            guards=guards,
+            gradient_reduction=gradient_reduction,
+            schedule=schedule,
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What says who the workers are; ``None`` where nobody does, and this is the only one."""
+        return self._resolver
+
+    def _meet(self, num_local: int, options: CommunicationOptions) -> Alone | None:
+        # Both take their time to import, and most programs do without.
+        from mirror.cluster.launchers import launchers, resolver_of
+        from mirror.comm.workers.workers import Workers
+
+        if self._resolver is None:
+            found = launchers()
+            self._resolver = resolver_of(found[0]) if found else None
+        size = 1 if self._resolver is None else self._resolver.apply().world_size
+        if size == 1 and not torch.distributed.is_initialized():
+            return None
+
+        def where() -> str:
+            return user_line(sys._getframe(1))
+
+        return Workers(num_local, where, options.timeout_seconds)
