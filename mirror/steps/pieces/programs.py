@@ -12,6 +12,7 @@ from torch import fx
 from mirror.steps.operations import DRAW
 from mirror.steps.pieces.parts import Piece
 from mirror.steps.pieces.placing import placed, placed_anew
+from mirror.steps.pieces.work import work
 from mirror.steps.torch_internals import Program, inductor_compiled
 
 Taking = Callable[[Sequence[Any]], Sequence[Any]]
@@ -28,9 +29,10 @@ class Called:
         take: picks what it reads out of a replica's values.
         gives: where what it gives belongs.
         is_raw: whether it writes without a new version of what it writes.
+        work: about how much it has to do, in multiplications.
     """
 
-    __slots__ = ("gives", "is_own", "is_raw", "programs", "reads", "take", "writes")
+    __slots__ = ("gives", "is_own", "is_raw", "programs", "reads", "take", "work", "writes")
 
     def __init__(
         self, piece: Piece, programs: Mapping[torch.device, Program], *, is_raw: bool
@@ -40,6 +42,7 @@ class Called:
         self.take = taking(piece.reads)
         self.reads, self.gives, self.writes = piece.reads, piece.gives, piece.writes
         self.is_raw = is_raw
+        self.work = work(piece.graph.graph.nodes)
 
     def run(self, values: list[Any], device: torch.device) -> None:
         """Runs the piece on a replica's values, and keeps there what it gives."""

@@ -23,7 +23,6 @@ from mirror.steps.inputs import Input, Kind
 from mirror.steps.pieces.cut import cut
 from mirror.steps.pieces.packing import packed
 from mirror.steps.pieces.parts import Pieces
-from mirror.steps.pieces.work import multiplications
 from mirror.steps.places import Place
 from mirror.values import leaves_of, map_structure, rebuild_structure
 
@@ -62,7 +61,6 @@ class Trace:
     modules: list[nn.Module]
     leases: list[Lease]
     draws: int
-    multiplications: float
     modes: list[tuple[nn.Module, bool]]
     rates_read: list[Optimizer]
 
@@ -168,7 +166,6 @@ def trace(
             positions[place] = position
             position += 1
     pieces = cut(pure, replicas.num_replicas)
-    owns = [level.own.graph.graph.nodes for level in pieces.levels if level.own is not None]
     stepped = [lease.optimizer for lease in tracer.leases.all.values()]
     return Trace(
         pieces,
@@ -191,7 +188,6 @@ def trace(
         list(tracer.modules.values()),
         list(tracer.leases.all.values()),
         tracer.draws.count,
-        sum(map(multiplications, owns)),
         unchanged.modes,
         [*unchanged.rates_read, *(stepped if constant_rates else ())],
     )

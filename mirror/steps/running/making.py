@@ -108,7 +108,7 @@ class Maker:
         """Returns what runs the programs: as graphs where there are any, and they are wanted."""
         devices = self._replicas.devices
         if self._mode == "trace" or not has_graphs(devices[0]):
-            return AtOnce(self._replicas, trace)
+            return AtOnce(self._replicas)
         stay = [i for i, one in enumerate(trace.inputs) if one.stays]
         return Captures(devices, stay, CudaGraph)
 
