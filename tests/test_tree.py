@@ -83,7 +83,6 @@ TESTED_BY = {
     "steps/running/making.py": "steps/running/test_compiled_step.py",
     "steps/running/step_program.py": "steps/running/test_compiled_step.py",
     "steps/torch_internals.py": "steps/running/test_compiled_step.py",
-    "steps/running/at_once.py": "steps/running/test_compiled_step.py",
     "steps/running/states.py": "steps/running/test_compiled_step.py",
     "steps/pieces/work.py": "steps/pieces/test_cut.py",
     "steps/running/arguments.py": "steps/running/test_compiled_step.py",
