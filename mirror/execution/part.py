@@ -8,6 +8,8 @@ tells them, in one fixed order, what happens; a row is a part, from the first to
                                     finish
     modules      mirror what was    refuse swapped                                     drop
                  recorded           parameters                                         swaps
+    first        of several workers
+    values       take worker 0's
     attributes                      join what                                          drop
                                     replicas set
     assigned                        refuse unlike

@@ -145,5 +145,21 @@ def of_worker(workers: Alone) -> Iterator[None]:
         _generator.set_state(after)
 
 
+@contextmanager
+def alike(workers: Alone) -> Iterator[None]:
+    """Has what is drawn meanwhile, within a run, be what worker 0 draws: initial values."""
+    if not workers.are_several:
+        yield
+        return
+    seed = int(torch.randint(2**62, (), generator=_generator))
+    said = workers.exchange("the first values of a lazy module", None, lambda: b"%d" % seed)
+    before = _generator.get_state()
+    _generator.manual_seed(int(said[0]))
+    try:
+        yield
+    finally:
+        _generator.set_state(before)
+
+
 def _state() -> bytes:
     return _generator.get_state().numpy().tobytes()

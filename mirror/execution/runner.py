@@ -19,7 +19,7 @@ from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
 from mirror.execution.current import current, is_inside, refuse_within_another, replica_of
 from mirror.execution.locksteps import Locksteps
-from mirror.execution.part import GoesAlone, Part
+from mirror.execution.part import GoesAlone, Part, nothing
 from mirror.execution.parts import Parts
 from mirror.execution.random_streams import RandomStreams, Streams, of_worker
 from mirror.execution.replicas import OfReplicas, Replica, Replicas
@@ -50,7 +50,7 @@ class Runner:
             again. With nothing going on, an interrupt has left it: [Note: Interrupts].
         locksteps: the replicas' threads, by depth of runs inside runs.
         stopwatches: one per replica once somebody measures.
-        at_ends: of one of several workers, what hears that an outermost run has ended well.
+        at_end: of one of several workers, what hears that an outermost run has ended well.
         copies: by what arguments travel from the host to GPUs; ``None`` on simulated devices.
     """
 
@@ -67,7 +67,7 @@ class Runner:
             replicas.timeline.at_step_ends.append(self.schedule.step_ended)
         self.locksteps = Locksteps(replicas, self.schedule.of_turns, timeout_seconds)
         self.stopwatches: tuple[Stopwatch, ...] = ()
-        self.at_ends: list[Callable[[], None]] = []
+        self.at_end: Callable[[], None] = nothing
         self.keep(())
         self._claim = Claim()
         self._generators = generators_of(replicas.devices)
@@ -102,6 +102,7 @@ class Runner:
         self._parts.finish(run)
         self._parts.ran(run)
         self._parts.bring_along(run)
+        self.at_end()
         if run.streams is not None:
             run.streams.enter_first()
         try:
@@ -161,8 +162,7 @@ class Runner:
         with of_worker(self.replicas.workers):
             run = self._run(fn, active, weights)
         self.replicas.workers.weight = sum(run.weights().values())
-        for told in self.at_ends:
-            told()
+        self.at_end()
         return run
 
     def _run(

@@ -26,6 +26,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
+def bytes_of(tensor: Tensor) -> list[Any]:
+    """Returns the bytes of a tensor of any layout: of each of its parts, a uint8 array."""
+    if tensor.layout is not torch.strided:
+        return [raw for part in _parts(tensor) for raw in bytes_of(part)]
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return [host.reshape(-1).view(torch.uint8).numpy()]
+
+
 def sum_of_bits(tensor: Tensor) -> Tensor:
     """Returns a sum of a dense tensor's bits: int64, 0-d, on its device.
 

@@ -26,6 +26,13 @@ class Look(Protocol):
         """
 
 
+class See(Protocol):
+    """Sees a value, and what it is."""
+
+    def __call__(self, value: Any, what: Callable[[], str]) -> None:
+        """Is shown one value of the first replica."""
+
+
 class Variable(Protocol):
     """A parameter, whose copies are compared."""
 
@@ -42,6 +49,9 @@ class Optimizers(Protocol):
 
     def check(self, look: Look) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
+
+    def show_first(self, see: See) -> None:
+        """Shows what the first replica has to ``see``, in one order."""
 
 
 class Comparison:
@@ -83,6 +93,16 @@ class Comparison:
             sums = _Sums()
             self._show(sums)
             sums.compare()
+
+    def show_first(self, see: See) -> None:
+        """Shows every value of the first replica to ``see``."""
+        for variable in self._variables:
+
+            def what(variable: Variable = variable) -> str:
+                return f"parameter {path_of(variable.owner(), variable.name)!r}"
+
+            see(variable.targets[0], what)
+        self._optimizers.show_first(see)
 
     def _show(self, look: Look) -> None:
         names = self._replicas.names

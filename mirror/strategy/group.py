@@ -36,6 +36,9 @@ from mirror.replica.modules.modules import Modules
 from mirror.replica.modules.own_values import Attributes
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
 from mirror.replica.optimizer.optimizers import Optimizers
+from mirror.replica.workers.comparison import ComparisonOverWorkers
+from mirror.replica.workers.first_values import FirstValues
+from mirror.replica.workers.shared_buffers import SharedBuffers
 from mirror.strategy.options import CommunicationOptions, Guards
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -93,12 +96,16 @@ class Group:
             replicas, runner, registry, recorded, variables, buffers, attributes
         )
         self.optimizers = Optimizers(replicas, runner, access)
-        self.comparison = Comparison(runner, self.variables, self.optimizers)
+        several = replicas.workers.are_several
+        compares = ComparisonOverWorkers if several else Comparison
+        self.comparison = compares(runner, self.variables, self.optimizers)
         self.plain = PlainVariables(replicas, registry, recorded)
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
+        first_values = FirstValues(replicas, registry, variables, buffers)
         parts = (
             self.modules.part(),
+            *((first_values.part(),) if several else ()),
             attributes.part(),
             assigned_part(),
             self.plain.part(),
@@ -121,6 +128,8 @@ class Group:
             Every(guards.replicas_every, runner, self.comparison.check_sums)
         if guards.finite_gradients and not replicas.mirrors:
             watch_only_replica(registry)
+        if several:
+            runner.at_end = SharedBuffers(replicas.workers, buffers).share
         watch_passes()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
         if schedule == "concurrent":

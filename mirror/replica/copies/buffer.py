@@ -12,6 +12,9 @@ on which replica an example falls to.
     first         the first replica's                        x to all
     sum           the sum over all replicas, exactly         x to the first, zero to the rest
     none          an error                                   x to all
+
+Where there are several workers, they combine theirs when a run ends, so that reading concerns one
+alone: what is read is the value over all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from mirror.compiler import opaque
 from mirror.errors import StrategyError
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reduction import summed
+from mirror.replica.collectives.reduction import summed, weighted_mean
 from mirror.replica.copies.handles import Handles
 from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
 from mirror.torch_private import make_subclass
@@ -196,7 +199,30 @@ class Buffer:
         self._ran = ran
         self._stale = self._apart = True
 
-    def _truth(self) -> Tensor:
+    def must_be_shared(self) -> bool:
+        """Whether the replicas may have changed what the other workers are to know."""
+        return self._stale and self._aggregation != "none"
+
+    def own_part(self) -> tuple[Tensor, int]:
+        """Returns what this worker's replicas combine to, and how many they are."""
+        return self._aggregate().detach(), len(self._ran)
+
+    def share(self, parts: Sequence[tuple[Tensor, float]]) -> None:
+        """Takes for the combined value that of all workers' parts; wants ``no_grad``."""
+        home = self.copies[0].device
+        values = [part.to(home) for part, _ in parts]
+        if self._aggregation == "sum":
+            self._set_combined(summed(values, home))
+        elif self._aggregation == "first":
+            self._set_combined(values[0])
+        else:
+            self._set_combined(mean_of(values, [count for _, count in parts]))
+        self._copy_versions = self._versions()
+        self._stale = False
+
+    @property
+    def truth(self) -> Tensor:
+        """What the replicas are given: the combined value, if there is one."""
         return self.copies[0] if self._aggregation == "none" else self.combined
 
     def _versions(self) -> tuple[int, ...]:
@@ -210,15 +236,7 @@ class Buffer:
         values = [copy.to(home) for copy in self.copies]
         if self._aggregation == "sum":
             return summed(values, home)
-        values = [values[r] for r in ran]
-        # A mean of equal values is that value: 3 * (x / 3) may differ from x in the last bit.
-        if all(torch.equal(value, values[0]) for value in values[1:]):
-            return values[0]
-        if not values[0].is_floating_point() and not values[0].is_complex():
-            return values[0]
-        small = values[0].is_floating_point() and values[0].element_size() < 4
-        wide = [value.float() for value in values] if small else values  # half types overflow
-        return (summed(wide, home) / len(values)).to(values[0].dtype)
+        return mean_of([values[r] for r in ran], [1] * len(ran))
 
     def _set_combined(self, value: Tensor) -> None:
         if value.shape != self.combined.shape or value.dtype != self.combined.dtype:
@@ -231,9 +249,10 @@ class Buffer:
             self.combined.data.copy_(value)
 
     def _distribute(self) -> None:
-        value = self._truth().detach()
+        value = self.truth.detach()
         for r, copy in enumerate(self.copies):
-            mine = torch.zeros_like(value) if self._aggregation == "sum" and r else value
+            is_zero = self._aggregation == "sum" and (r or self.replicas.workers.rank)
+            mine = torch.zeros_like(value) if is_zero else value
             if copy is value:
                 continue
             if copy.shape != mine.shape or copy.dtype != mine.dtype or copy.is_inference():
@@ -244,9 +263,24 @@ class Buffer:
         self._settle()
 
     def _settle(self) -> None:
-        self._combined_version = self._truth()._version
+        self._combined_version = self.truth._version
         self._copy_versions = self._versions()
         self._stale = self._apart = False
+
+
+def mean_of(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
+    """Returns the mean of buffers; of integers the first value."""
+    first = values[0]
+    # A mean of equal values is that value: 3 * (x / 3) may differ from x in the last bit.
+    if all(torch.equal(value, first) for value in values[1:]):
+        return first
+    if not first.is_floating_point() and not first.is_complex():
+        return first
+    small = first.is_floating_point() and first.element_size() < 4
+    wide = [value.float() for value in values] if small else list(values)  # half types overflow
+    if len(set(counts)) == 1:
+        return (summed(wide, first.device) / len(values)).to(first.dtype)
+    return weighted_mean(wide, counts).to(first.dtype)
 
 
 class MirroredBuffer(MirroredTensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ class Buffers:
     def __init__(self, replicas: Replicas, registry: Registry) -> None:
         self._replicas, self._registry = replicas, registry
         self._by_id: dict[int, Buffer] = {}
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(tuple(self._by_id.values()))  # a garbage collection may take some away
 
     def part(self) -> Part:
         """Returns what gives replicas the combined values, and knows when these are stale."""

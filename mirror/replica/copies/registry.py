@@ -13,11 +13,13 @@ class Registry:
 
     Attributes:
         has_owned: whether there has been any.
+        num_owned: how many there have been.
     """
 
     def __init__(self) -> None:
         self._owned: dict[int, weakref.ref[Tensor]] = {}
         self.has_owned = False
+        self.num_owned = 0
 
     def own(self, tensor: Tensor, on_gone: Callable[[int], object] | None = None) -> None:
         """Registers a tensor.
@@ -28,6 +30,7 @@ class Registry:
         """
         key, owned = id(tensor), self._owned
         self.has_owned = True
+        self.num_owned += 1
 
         def disown(reference: object) -> None:
             if owned.get(key) is reference:

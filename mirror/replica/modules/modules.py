@@ -27,6 +27,7 @@ from mirror.compiler import is_compiled, refuse_unknown_compiler
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.part import Part
+from mirror.execution.random_streams import alike
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.copies.buffers import Buffers
@@ -151,7 +152,8 @@ class Modules:
 
     def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
         """Gives a lazy module its parameters, by the first replica to come by, and mirrors it."""
-        with self._initializing, replica.run.drawing_for_all(replica.replica_id):
+        drawing = replica.run.drawing_for_all(replica.replica_id)
+        with self._initializing, drawing, alike(self.replicas.workers):
             if module.has_uninitialized_params():
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:

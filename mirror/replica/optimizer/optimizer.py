@@ -40,7 +40,7 @@ from mirror.concurrency.stack import add_note
 from mirror.devices import using
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replica
-from mirror.replica.comparison import Look
+from mirror.replica.comparison import Look, See
 from mirror.replica.copies.variable import settle
 from mirror.replica.optimizer.global_hooks import has_hooks
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored
@@ -336,3 +336,8 @@ class OptimizerMirror:
         """Shows the state of every replica to ``look``, beside that of the first."""
         self.loan.refresh(only_first=True)
         self.states.check(self.loan.parameters.variables, look)
+
+    def show_first(self, see: See) -> None:
+        """Shows the first replica's state to ``see``."""
+        self.loan.refresh(only_first=True)
+        self.states.show_first(self.loan.parameters.variables, see)

@@ -12,7 +12,7 @@ from mirror.execution.part import Part
 from mirror.execution.replicas import Lent, OfReplicas, Replicas, Together
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
-from mirror.replica.comparison import Look
+from mirror.replica.comparison import Look, See
 from mirror.replica.copies.variable import Variable
 from mirror.replica.gradients.access import Access
 from mirror.replica.optimizer.groups import Parameters
@@ -37,6 +37,9 @@ class Mirrored(Protocol):
     def check(self, look: Look) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
 
+    def show_first(self, see: See) -> None:
+        """Shows the first replica's state to ``see``."""
+
 
 class Optimizers:
     """The optimizers over the mirrored parameters of one strategy.
@@ -50,7 +53,8 @@ class Optimizers:
         self.runner = runner
         self.lent: set[Lent] = set()
         self._gradients = gradients
-        self._all: weakref.WeakSet[Mirrored] = weakref.WeakSet()
+        # In the order in which they were made.
+        self._all: weakref.WeakKeyDictionary[Mirrored, None] = weakref.WeakKeyDictionary()
         _known.put(replicas, self)
 
     def part(self) -> Part:
@@ -65,7 +69,7 @@ class Optimizers:
 
     def add(self, optimizer: Mirrored) -> None:
         """Notes an optimizer, for as long as it lives."""
-        self._all.add(optimizer)
+        self._all[optimizer] = None
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns all there are."""
@@ -74,8 +78,13 @@ class Optimizers:
 
     def check(self, look: Look) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
-        for optimizer in self._all:
+        for optimizer in tuple(self._all):
             optimizer.check(look)
+
+    def show_first(self, see: See) -> None:
+        """Shows the first replica's state of all optimizers to ``see``."""
+        for optimizer in tuple(self._all):
+            optimizer.show_first(see)
 
     # Gradients, and the values with them
 
@@ -104,7 +113,7 @@ class Optimizers:
             self.runner.recover()  # a step in the cross-replica context has raised
 
     def _bring_along(self, source: int, idle: Sequence[int]) -> None:
-        for optimizer in self._all:
+        for optimizer in tuple(self._all):
             optimizer.bring_along(source, idle)
 
     def _recover(self) -> None:

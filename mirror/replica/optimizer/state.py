@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from mirror.accelerator.forks import renew_in_forks
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replicas
-from mirror.replica.comparison import Look
+from mirror.replica.comparison import Look, See
 from mirror.replica.copies.variable import Variable
 from mirror.replica.copies.variables import variable_of
 from mirror.replica.paths import path_of
@@ -203,11 +204,15 @@ class ReplicaStates:
                 for key in first.keys() | other.keys():
 
                     def what(key: Any = key, variable: Variable = variable, r: int = r) -> str:
-                        path = path_of(variable.owner(), variable.name)
-                        state = f"optimizer state {key!r} of parameter {path!r}"
-                        return f"{state} differs on {names[r]} from {names[0]}"
+                        return f"{_named(key, variable)} differs on {names[r]} from {names[0]}"
 
                     look(first.get(key), other.get(key), what)
+
+    def show_first(self, variables: Sequence[Variable], see: See) -> None:
+        """Shows what the first replica has to ``see``."""
+        for variable in variables:
+            for key, value in self._by_replica[0].get(variable.targets[0], {}).items():
+                see(value, partial(_named, key, variable))
 
     def find_here(self, key: Any) -> Here | None:
         """Returns where code inside ``run`` finds a state entry; ``None`` outside."""
@@ -253,3 +258,7 @@ def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
                 for name, value in list(vars(owner).items()):
                     if value is found:
                         vars(owner)[name] = shared
+
+
+def _named(key: Any, variable: Variable) -> str:
+    return f"optimizer state {key!r} of parameter {path_of(variable.owner(), variable.name)!r}"

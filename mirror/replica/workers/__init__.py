@@ -1,0 +1,1 @@
+"""What is equal on all workers: the values that they begin with, buffers; and whether it is."""
