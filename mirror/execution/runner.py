@@ -161,7 +161,7 @@ class Runner:
             return self._run(fn, active, weights)
         with of_worker(self.replicas.workers):
             run = self._run(fn, active, weights)
-        self.replicas.workers.weight = sum(run.weights().values())
+        self.replicas.workers.ran(sum(run.weights().values()))
         self.at_end()
         return run
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from mirror.errors import ShapeError, in_words
 from mirror.execution.runner import Runner
+from mirror.replica.collectives.all_parts import of_all_workers, on_device
 from mirror.replica.collectives.nodes import not_differentiable
 from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed, weighted_mean
 from mirror.replica.gradients.seams import sewn_values
 from mirror.strategy.arguments import check_parts
-from mirror.values import PerReplica, is_number, leaves_of, map_structure
+from mirror.values import PerReplica, leaves_of, map_structure
 
 _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": torch.amax,
@@ -25,35 +26,48 @@ _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
     """See ``MirroredStrategy.reduce``."""
-    name, num_replicas = reduce_op(op), runner.replicas.num_replicas
-    device = runner.replicas.devices[0]
-    check_parts(num_replicas, leaves_of(value))
+    name, replicas = reduce_op(op), runner.replicas
+    device = replicas.devices[0]
+    leaves = leaves_of(value)
+    check_parts(replicas.num_replicas, leaves)
+    if replicas.mirrors and name in ("sum", "prod"):
+        _refuse_undistributed(name, leaves)
     value = sewn_values(runner, value)
-    return map_structure(lambda leaf: _reduce(name, leaf, axis, device, num_replicas), value)
+    if not replicas.workers.are_several:
+        return map_structure(lambda leaf: _reduce(name, leaf, axis, device), value)
+    value, tie = of_all_workers(runner, f"reduce({name!r}, axis={axis})", value)
+    if name not in ("sum", "mean"):
+        return map_structure(lambda leaf: _reduce(name, leaf, axis, device), value)
+    return map_structure(lambda leaf: tie.tied(_reduce(name, leaf, axis, device)), value)
 
 
 def gather_values(runner: Runner, value: Any, axis: int) -> Any:
     """See ``MirroredStrategy.gather``."""
     check_parts(runner.replicas.num_replicas, leaves_of(value))
     value, device = sewn_values(runner, value), runner.replicas.devices[0]
-    return map_structure(lambda leaf: _gather(leaf, axis, device), value)
+    if not runner.replicas.workers.are_several:
+        return map_structure(lambda leaf: _gather(leaf, axis, device), value)
+    value, tie = of_all_workers(runner, f"gather(axis={axis})", value)
+    return map_structure(lambda leaf: tie.tied(_gather(leaf, axis, device)), value)
 
 
-def _reduce(
-    op: str, leaf: Any, axis: int | None, device: torch.device, num_replicas: int
-) -> Tensor:
-    if isinstance(leaf, PerReplica):
-        weights = leaf.weights
-        parts = [
-            (_tensor(v, device), 1.0 if weights is None else weights[i]) for i, v in leaf.parts()
-        ]
-    else:
-        if op in ("sum", "prod") and num_replicas > 1:
+def _refuse_undistributed(op: str, leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, PerReplica):
             raise ValueError(
                 f"reduce({op!r}) needs one value per replica, a PerReplica as run returns it; got "
                 f"{in_words(leaf)}, which is the same for all"
             )
-        parts = [(_tensor(leaf, device), 1.0)]
+
+
+def _reduce(op: str, leaf: Any, axis: int | None, device: torch.device) -> Tensor:
+    if isinstance(leaf, PerReplica):
+        weights = leaf.weights
+        parts = [
+            (on_device(v, device), 1.0 if weights is None else weights[i]) for i, v in leaf.parts()
+        ]
+    else:
+        parts = [(on_device(leaf, device), 1.0)]
     tensors = [tensor for tensor, _ in parts]
     if not tensors:
         raise ValueError(f"reduce({op!r}) of a PerReplica without parts")
@@ -103,7 +117,7 @@ def _combined(op: str, tensors: list[Tensor], device: torch.device) -> Tensor:
 
 def _gather(leaf: Any, axis: int, device: torch.device) -> Tensor:
     values = [v for _, v in leaf.parts()] if isinstance(leaf, PerReplica) else [leaf]
-    tensors = [_tensor(value, device) for value in values]
+    tensors = [on_device(value, device) for value in values]
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(
             "gather concatenates tensors of one dimension or more, got 0-d ones; combine them "
@@ -120,14 +134,6 @@ def _gather(leaf: Any, axis: int, device: torch.device) -> Tensor:
             f"gather: shapes may differ along axis {axis} only, got {_shapes(tensors)}"
         )
     return torch.cat(tensors, axis)
-
-
-def _tensor(value: Any, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if not is_number(value):
-        raise TypeError(f"expected tensors or numbers, got a {type(value).__name__}")
-    return torch.as_tensor(value, device=device)
 
 
 def _shapes(tensors: list[Tensor]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mirror.errors import CompileError
 from mirror.steps.running.coherence import Coherence
 from mirror.steps.running.compiled_step import FALLBACKS, MODES, CompiledStep
 from mirror.strategy.arguments import check_call, taking_part
@@ -18,12 +19,20 @@ def compiled_step(
     """Returns a step of this group's replicas that is compiled when it is called.
 
     Raises:
+        CompileError: there are other workers, and no ``fallback``.
         TypeError: ``step`` is no function that ``run`` takes.
         ValueError: an unknown ``fallback`` or ``mode``.
     """
     check_choice("fallback", fallback, FALLBACKS)
     check_choice("mode", mode, MODES)
     check_call(step, (), {})
+    has_others = group.replicas.workers.are_several
+    if has_others and fallback == "error":
+        raise CompileError(
+            "compiled steps are for the replicas of one process, and this strategy has several "
+            "workers; call strategy.run(step, ...), in which a model may be compiled by "
+            "torch.compile, or pass fallback='eager', which does so"
+        )
     coherence = Coherence(
         group.replicas, group.runner, group.variables, group.access, group.beside_copies
     )
@@ -33,4 +42,6 @@ def compiled_step(
 
         return Maker(group.replicas, group.registry, group.reducer, coherence, group.finite, mode)
 
-    return CompiledStep(step, run, taking_part, coherence, make, fallback=fallback)
+    return CompiledStep(
+        step, run, taking_part, coherence, make, fallback=fallback, is_eager=has_others
+    )

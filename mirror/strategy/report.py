@@ -108,7 +108,7 @@ class Report:
 
     Attributes:
         num_steps: over how many steps the medians are.
-        num_replicas: of the strategy.
+        num_replicas: of the strategy, in this process.
         step: a whole step, from the end of the one before.
         waiting_for_input: for the next batch of a distributed dataset.
         forward: the replicas' functions, without what follows.
@@ -123,6 +123,7 @@ class Report:
         host_seconds: per replica, what it kept the host for: its forward, backward and optimizer.
         advice: what limits the step, and what to try.
         compiled: what compiled steps spend; ``None`` where there is none.
+        worker: of several workers, whose report it is, ``"worker 1 of 2"``.
     """
 
     num_steps: int
@@ -139,6 +140,7 @@ class Report:
     host_seconds: tuple[float, ...]
     advice: str
     compiled: CompiledTimes | None
+    worker: str | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Returns the attributes as plain values."""
@@ -150,8 +152,9 @@ class Report:
             return f"{name:24}{seconds * 1e3:12.3f} ms{share}"
 
         host = ", ".join(f"{seconds * 1e3:.3f}" for seconds in self.host_seconds)
+        whose = f" of {self.worker}" if self.worker else ""
         lines = [
-            f"a step, median of {self.num_steps}, on {self.num_replicas} replicas",
+            f"a step, median of {self.num_steps}, on {self.num_replicas} replicas{whose}",
             row("whole step", self.step),
             row("waiting for input", self.waiting_for_input),
             row("forward", self.forward),

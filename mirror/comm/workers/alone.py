@@ -35,6 +35,8 @@ class Alone:
         num_replicas: the number of replicas of all workers.
         weight: what this worker's replicas counted for, together, in its last outermost run. A
             backward pass outside ``run`` counts for that.
+        num_runs: how many outermost runs have ended: the same on all workers.
+        agreed: after how many of them all workers' weights were added up last, and their sum.
         reference: the weights of all workers as they were agreed on last; ``None`` before.
     """
 
@@ -48,12 +50,18 @@ class Alone:
         self.rank, self.size, self.counts = rank, len(counts), tuple(counts)
         self.first, self.num_replicas = sum(counts[:rank]), sum(counts)
         self.weight = float(counts[rank])
+        self.num_runs = 0
+        self.agreed = (-1, 0.0)
         self.reference: float | None = None
 
     @property
     def are_several(self) -> bool:
         """Whether there are others."""
         return self.size > 1
+
+    def ran(self, weight: float) -> None:
+        """Notes that an outermost run has ended, and what this worker's counted for."""
+        self.weight, self.num_runs = weight, self.num_runs + 1
 
     def exchange(
         self, what: str, signature: object = None, payload: Callable[[], bytes] = bytes
@@ -96,6 +104,9 @@ class Alone:
         The sums of one worker are begun in the order of those of every other.
         """
         return lambda: None
+
+    def total(self, what: str, buffer: Tensor) -> None:
+        """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
 
     def close(self) -> None:
         """Ends the connections; idempotent."""

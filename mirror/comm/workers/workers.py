@@ -101,6 +101,10 @@ class Workers(Alone):
         work = dist.all_reduce(buffer, group=self._side, async_op=True)
         return lambda: self._wait(work, what)
 
+    def total(self, what: str, buffer: Tensor) -> None:
+        """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
+        self._wait(dist.all_reduce(buffer, group=self._main, async_op=True), what)
+
     def _gather(self, mine: bytearray, words: str) -> list[bytes]:
         """Returns every worker's bytes, of which there are as many on each."""
         own = torch.frombuffer(mine, dtype=torch.uint8)

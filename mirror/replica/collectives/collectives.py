@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from mirror.concurrency.merge_point import MergePoint
 from mirror.execution.replicas import Replica, Replicas
 from mirror.replica.collectives.nodes import Common, Joint, not_differentiable
+from mirror.replica.collectives.over_workers import Met, gathered_over, reduced_over
 from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed
 from mirror.replica.tensors import resolve
 from mirror.timeline import CROSS, REDUCTION
@@ -29,19 +30,27 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
         return rebuild_structure(value, replica.tracing.all_reduce(op, tensors))
     structure = describe_structure(value)
     shapes = tuple((t.dtype, t.shape) for t in tensors)
-    reduced, common, _ = _merge(
-        replica,
-        f"all_reduce({op})",
-        tensors,
-        (structure, shapes),
-        structure,
-        lambda payloads: fused_all_reduce(replica.replicas, op, payloads),
-    )
+    name, signature, replicas = f"all_reduce({op})", (structure, shapes), replica.replicas
+    detail = _detail(tensors, structure)
+
+    def reduce(payloads: Payloads, met: Met) -> tuple[Payloads, Met]:
+        if not replicas.workers.are_several:
+            return fused_all_reduce(replicas, op, payloads), met
+        ready = {r: [_mean_ready(t, op) for t in mine] for r, mine in payloads.items()}
+        sum_or_op = "sum" if op == "mean" else op
+        own = _first(fused_all_reduce(replicas, sum_or_op, ready))
+        what = f"{name} of {detail}"
+        whole, met = reduced_over(replicas.workers, sum_or_op, what, signature, own, met)
+        if op == "mean":
+            whole = [total / met.num_replicas for total in whole]
+        return _for_all(replicas, payloads, whole), met
+
+    reduced, common, _ = _merge(replica, name, detail, signature, tensors, reduce)
     if op in ("sum", "mean"):
-        scale = 1.0 / len(common.active) if op == "mean" else 1.0
+        scale = 1.0 / common.met.num_replicas if op == "mean" else 1.0
         joint = Joint(common, replica, weighted_sum, scale=scale)
         reduced = _connected(joint, tensors, reduced)
-    elif common.differentiable:
+    elif common.met.differentiable:
         name = f"all_reduce({op!r})"
         reduced = [not_differentiable(t, name) if _floats(t) else t for t in reduced]
     return rebuild_structure(value, reduced)
@@ -59,21 +68,29 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
     # Sizes along the axis may differ.
     structure = describe_structure(value)
     rest = [(t.dtype, t.shape[:a], t.shape[a + 1 :]) for t, a in zip(tensors, axes, strict=True)]
-    signature = (structure, axis, tuple(rest))
+    signature, workers = (structure, axis, tuple(rest)), replica.replicas.workers
 
-    def gather(payloads: Payloads) -> Payloads:
-        return {
+    def gather(payloads: Payloads, met: Met) -> tuple[Payloads, Met]:
+        gathered = {
             r: [
                 torch.cat([part[i].to(mine[i].device) for part in payloads.values()], a)
                 for i, a in enumerate(axes)
             ]
             for r, mine in payloads.items()
         }
+        if not workers.are_several:
+            return gathered, met
+        own = _first(gathered)
+        what = f"all_gather of {_detail(tensors, structure, axes)}"
+        whole, met = gathered_over(workers, axes, what, signature, own, met)
+        return _for_all(replica.replicas, payloads, whole), met
 
-    gathered, common, shapes = _merge(replica, "all_gather", tensors, signature, structure, gather)
+    detail = _detail(tensors, structure)
+    gathered, common, shapes = _merge(replica, "all_gather", detail, signature, tensors, gather)
     before = [r for r in common.active if r < replica.replica_id]
+    starts = common.met.starts or [0] * len(axes)
     parts = [
-        (a, sum(shapes[r][i][a] for r in before), tensors[i].shape[a])
+        (a, starts[i] + sum(shapes[r][i][a] for r in before), tensors[i].shape[a])
         for i, a in enumerate(axes)
         if _floats(tensors[i])
     ]
@@ -100,7 +117,7 @@ def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payload
     }
     for i, tensor in enumerate(outputs[ids[0]]):
         if tensor.is_sparse or tensor.is_complex():
-            total = summed([outputs[r][i] for r in ids], tensor.device)
+            total = summed([outputs[r][i] for r in ids], tensor.device, sum_or_op)
             for r in ids:
                 outputs[r][i] = total.to(outputs[r][i].device, copy=True)
     for dtype in dict.fromkeys(t.dtype for t in outputs[ids[0]]):
@@ -123,31 +140,53 @@ def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payload
     return outputs
 
 
+def _detail(tensors: Sequence[Tensor], structure: str, axes: Sequence[int] = ()) -> str:
+    """Returns what is combined, in words; without the sizes along ``axes``."""
+    shapes: list[list[Any]] = [list(tensor.shape) for tensor in tensors]
+    for shape, axis in zip(shapes, axes, strict=False):
+        shape[axis] = "..."
+    of = ", ".join(
+        f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+        for tensor, shape in zip(tensors, shapes, strict=True)
+    )
+    return of if structure == "*" else f"{structure} with {of}"
+
+
 def _merge(
     replica: Replica,
     name: str,
-    tensors: Sequence[Tensor],
+    detail: str,
     signature: Any,
-    structure: str,
-    action: Callable[[Payloads], Payloads],
+    tensors: Sequence[Tensor],
+    action: Callable[[Payloads, Met], tuple[Payloads, Met]],
 ) -> tuple[list[Tensor], Common, dict[int, list[torch.Size]]]:
     """Runs ``action`` once on all replicas' tensors; also returns everybody's shapes."""
 
     def act(payloads: dict[int, Any]) -> dict[int, Any]:
+        met = Met(len(payloads), any(wanted for _, wanted in payloads.values()))
         with torch.no_grad():
-            results = action({r: mine for r, (mine, _) in payloads.items()})
-        common = Common(tuple(payloads), any(wanted for _, wanted in payloads.values()))
+            results, met = action({r: mine for r, (mine, _) in payloads.items()}, met)
+        common = Common(tuple(payloads), met)
         shapes = {r: [tensor.shape for tensor in mine] for r, (mine, _) in payloads.items()}
         return {r: (result, common, shapes) for r, result in results.items()}
 
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     payload = ([tensor.detach() for tensor in tensors], wanted)
-    of = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-    detail = of if structure == "*" else f"{structure} with {of}"
     merged: tuple[list[Tensor], Common, dict[int, list[torch.Size]]] = replica.run.merge(
         replica.replica_id, MergePoint(name, signature, payload, act, detail)
     )
     return merged
+
+
+def _first(payloads: Payloads) -> list[Tensor]:
+    return next(iter(payloads.values()))
+
+
+def _for_all(replicas: Replicas, ids: Iterable[int], tensors: list[Tensor]) -> Payloads:
+    """Returns what all replicas have in common: the first one itself, the others copies."""
+    first, *rest = ids
+    copies = {r: [t.to(replicas.devices[r], copy=True) for t in tensors] for r in rest}
+    return {first: tensors, **copies}
 
 
 def _connected(joint: Joint, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:

@@ -17,6 +17,11 @@ engine takes ready nodes by descending sequence number, so Exchange_r gets one l
 other node's, and ascending from collective to collective. Then, when an Exchange runs, an Arrival
 that has not run is not part of this backward pass, and its gradient is zero: had it been, it would
 wait for a later collective's Exchange, which would have run first.
+
+Where there are other workers, each makes that pass from its own loss, as a replica does inside
+``run``: the first Exchange of a collective to run has the workers add up, weighted, what the
+replicas of each have noted, and those after it take that. Exchanges run in the same order on all
+workers, as their numbers are alike.
 """
 
 from __future__ import annotations
@@ -29,8 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirror.comm.workers.alone import Alone
+from mirror.errors import StrategyError
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replica
+from mirror.replica.collectives.over_workers import Met, weighted_over
 from mirror.replica.collectives.reduction import summed
 from mirror.replica.functions import without_replica
 from mirror.torch_private import current_graph_task_id, sequence_number, set_sequence_number
@@ -76,17 +84,42 @@ class Common:
     """What all replicas' nodes of one collective share.
 
     Attributes:
-        active: the replicas that take part.
-        differentiable: whether any replica's input requires a gradient.
+        active: the replicas that take part, of this worker.
+        met: what is known of those of all workers.
         number: the sequence number of its exchanges.
         arrived: the gradients noted in a backward pass, by graph task and replica.
     """
 
-    def __init__(self, active: Sequence[int], differentiable: bool) -> None:
+    def __init__(self, active: Sequence[int], met: Met) -> None:
         self.active = tuple(active)
-        self.differentiable = differentiable
-        self.number = order.enter(self) if differentiable else 0
+        self.met = met
+        self.number = order.enter(self) if met.differentiable else 0
         self.arrived: dict[int, dict[int, tuple[Tensor, ...]]] = {}
+        self._adding = threading.Lock()
+        self._added: tuple[int, list[Tensor]] | None = None
+
+    def totals(self, workers: Alone, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the sums of the gradients noted in a pass outside ``run``, like ``grads``."""
+        task = current_graph_task_id()
+        here = self.arrived[task]
+        columns = [here[r] for r in self.active if r in here]
+        if not workers.are_several:
+            return [
+                summed([column[i] for column in columns], grad.device)
+                for i, grad in enumerate(grads)
+            ]
+        if torch.is_grad_enabled():
+            raise StrategyError(
+                "a backward pass with create_graph=True went through a collective, outside run; "
+                "over several workers it cannot be differentiated again: call it inside run"
+            )
+        with self._adding:  # each GPU has a thread in a backward pass
+            if self._added is None or self._added[0] != task:
+                rows = zip(*columns, strict=True)
+                own = [summed(row, row[0].device) for row in rows]
+                self._added = task, weighted_over(workers, "the gradient of a collective", own)
+            _, totals = self._added
+        return [total.to(grad.device) for total, grad in zip(totals, grads, strict=True)]
 
 
 class Joint:
@@ -116,7 +149,7 @@ class Joint:
 
     def connect(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the outputs as functions of the inputs; floating tensors only."""
-        if not self.common.differentiable or not torch.is_grad_enabled() or not outputs:
+        if not self.common.met.differentiable or not torch.is_grad_enabled() or not outputs:
             return outputs
         order.lift_this_thread()
         # The anchor makes nodes also where no input of this replica requires a gradient: the
@@ -146,12 +179,7 @@ class Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         joint: Joint = ctx.joint
         if joint.current_replica() is None:
-            here = joint.common.arrived[current_graph_task_id()]
-            columns = [here[r] for r in joint.common.active if r in here]
-            grads = tuple(
-                summed([column[i] for column in columns], grad.device)
-                for i, grad in enumerate(grads)
-            )
+            grads = tuple(joint.common.totals(joint.replicas.workers, grads))
         if joint.scale != 1.0:
             grads = tuple(grad * joint.scale for grad in grads)
         if joint.parts is not None:

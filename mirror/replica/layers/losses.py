@@ -50,7 +50,8 @@ def compute_average_loss(
     if sample_weight is not None:
         losses = (losses * _fitted(sample_weight, losses)).to(dtype)
     if global_batch_size is None:
-        total = _total(num_examples)
+        _check_context("compute_average_loss without a global_batch_size")
+        total = _total("compute_average_loss", num_examples)
     else:
         total = _checked(global_batch_size)
     # An empty batch: no losses, and no examples to divide them by.
@@ -60,7 +61,8 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
     """Returns the sum of a loss that is the same on all replicas, over their number.
 
-    So that the sum over the replicas that take part is that loss once.
+    So that the sum over the replicas that take part is that loss once. Where there are several
+    workers, all replicas must call it.
 
     Raises:
         StrategyError: in the cross-replica context.
@@ -68,20 +70,24 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
     _check_context("scale_regularization_loss")
     replica = current.replica
     num_replicas = 1 if replica is None else len(replica.run.active)
+    if replica is not None and replica.replicas.workers.are_several:
+        num_replicas = _total("scale_regularization_loss", 1)  # others may sit out, elsewhere
     return torch.as_tensor(regularization_loss).sum() / num_replicas
 
 
-def _total(num_examples: int) -> int:
-    """Returns the sum over the replicas that take part."""
-    _check_context("compute_average_loss without a global_batch_size")
+def _total(what: str, number: int) -> int:
+    """Returns the sum over the replicas that take part, of all workers."""
     replica = current.replica
     if replica is None:
-        return num_examples
+        return number
+    workers = replica.replicas.workers
 
     def action(payloads: dict[int, int]) -> dict[int, int]:
-        return dict.fromkeys(payloads, sum(payloads.values()))
+        own = sum(payloads.values())
+        said = workers.exchange(what, None, lambda: b"%d" % own)
+        return dict.fromkeys(payloads, sum(map(int, said)))
 
-    point = MergePoint("compute_average_loss", (), num_examples, action)
+    point = MergePoint(what, (), number, action)
     total: int = replica.run.merge(replica.replica_id, point)
     return total
 

@@ -158,8 +158,9 @@ def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Ten
     if replica.tracing is not None:
         table = replica.tracing.own_row(row)
     else:
-        below = replica.replicas.num_replicas - 1 - replica.replica_id
-        table = F.pad(row, (0, 0, replica.replica_id, below))
+        workers = replica.replicas.workers
+        above = workers.first + replica.replica_id
+        table = F.pad(row, (0, 0, above, workers.num_replicas - 1 - above))
     table = all_reduce(replica, "sum", table)
     means, squares, counts = table.split([channels, channels, 1], dim=1)
     counts = counts.detach()

@@ -60,12 +60,13 @@ class CompiledStep:
         maker: Callable[[], Any],
         *,
         fallback: str,
+        is_eager: bool = False,
     ) -> None:
         self._step, self._run, self._taking_part = step, run, taking_part
         self._coherence, self._make_maker = coherence, maker
         self._maker: Any = None
         self._falls_back = fallback == "eager"
-        self._has_run = self._is_eager = False
+        self._has_run, self._is_eager = False, is_eager
         self._programs: list[tuple[Any, Program, dict[Any, bool]]] = []
         self._odd_in_a_row = self._waits = self._num_calls = 0
         self._fixes_sizes = False  # whether the step is another one for every size of a batch

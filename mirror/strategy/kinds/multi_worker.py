@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +18,7 @@ from mirror.concurrency.stack import user_line
 from mirror.signposts import signposted_call
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions, Guards
+from mirror.strategy.report import Report
 
 if TYPE_CHECKING:
     from mirror.cluster.resolver import ClusterResolver
@@ -69,6 +74,25 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     def cluster_resolver(self) -> ClusterResolver | None:
         """What says who the workers are; ``None`` where nobody does, and this is the only one."""
         return self._resolver
+
+    def report(self) -> Report:
+        """Returns where the time of this worker's last steps went; printed, a table."""
+        workers = self._group.replicas.workers
+        whose = f"worker {workers.rank} of {workers.size}" if workers.are_several else None
+        return replace(super().report(), worker=whose)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Writes what happens inside, each worker its own: ``name.worker1.json``.
+
+        Raises:
+            As ``MirroredStrategy.trace``.
+        """
+        workers, whole = self._group.replicas.workers, Path(path)
+        if workers.are_several:
+            path = whole.with_name(f"{whole.stem}.worker{workers.rank}{whole.suffix}")
+        with super().trace(path):
+            yield
 
     def _meet(self, num_local: int, options: CommunicationOptions) -> Alone | None:
         # Both take their time to import, and most programs do without.

@@ -1,8 +1,14 @@
 """MultiWorkerMirroredStrategy: what several processes train is what one device would."""
 
+import json
+from pathlib import Path
+
+import pytest
 import torch
 
 import mirror
+from mirror.errors import CompileError
+from tests.several import strategy_of
 
 
 def made():
@@ -42,3 +48,40 @@ def test_one_worker_is_a_mirrored_strategy(monkeypatch):
         assert strategy.num_replicas_in_sync == 2
         assert strategy.cluster_resolver is None
         assert strategy._group.replicas.names[1] == "replica 1 of 2 (cpu)"
+
+
+def compiled():
+    calls = []
+    with strategy_of((1, 1)) as strategy:
+        with pytest.raises(CompileError, match=r"strategy\.run.*fallback='eager'"):
+            strategy.compile(calls.append)
+        step = strategy.compile(lambda x: calls.append(x) or x * 2, fallback="eager")
+        for _ in range(3):
+            doubled = step(torch.ones(1))
+        return len(calls), strategy.local_results(doubled)[0].item(), step.num_traces
+
+
+def test_a_step_is_not_compiled_over_several_workers(crew):
+    assert crew(2).run(compiled) == [(3, 2.0, 0)] * 2
+
+
+def looked_at(folder):
+    with strategy_of((1, 2)) as strategy:
+        with strategy.trace(Path(folder) / "step.json"):
+            strategy.run(lambda: mirror.get_replica_context().all_reduce("sum", torch.ones(1)))
+        report = strategy.report()
+        return str(report).splitlines()[0], report.num_replicas
+
+
+def test_traces_and_reports_are_of_a_worker(crew, tmp_path):
+    (first, one), (second, two) = crew(2).run(looked_at, str(tmp_path))
+    assert (one, two) == (1, 2)
+    assert first.endswith("on 1 replicas of worker 0 of 2")
+    assert second.endswith("on 2 replicas of worker 1 of 2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step.worker0.json",
+        "step.worker1.json",
+    ]
+    trace = json.loads((tmp_path / "step.worker1.json").read_text())
+    lanes = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert "replica 2 of 3 (worker 1, cpu)" in lanes
