@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mirror import amp, comm, data, metrics, nn
-from mirror.data.distribute import DistributedDataset
+from mirror.data.distributed.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
 from mirror.errors import (
     BackendError,

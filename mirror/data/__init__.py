@@ -1,7 +1,7 @@
 """mirror.data: feeds batches to the replicas; knows no model."""
 
 from mirror.data.arrays import from_arrays
-from mirror.data.distribute import DistributedDataset
+from mirror.data.distributed.distribute import DistributedDataset
 from mirror.data.tfrecord.dataset import TFRecordDataset, TFRecordStream
 from mirror.data.tfrecord.example import parse_example, parse_sequence_example, serialize_example
 from mirror.data.tfrecord.features import FixedLenFeature, VarLenFeature

@@ -52,11 +52,11 @@ def from_arrays(
     generator = None if seed is None else torch.Generator().manual_seed(int(seed))
     indices = _Indices(num_examples, int(batch_size), shuffle, generator)
     return DataLoader(
-        _Arrays(arrays, num_examples), batch_size=None, sampler=indices, collate_fn=_as_it_is
+        Arrays(arrays, num_examples), batch_size=None, sampler=indices, collate_fn=_as_it_is
     )
 
 
-class _Arrays(Dataset[Any]):
+class Arrays(Dataset[Any]):
     """The examples, by a slice or a tensor of indices."""
 
     def __init__(self, arrays: Any, num_examples: int) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mirror.comm.workers.alone import Alone
+from mirror.data.options import InputOptions
 
 # Steps over which speeds are measured before the shares may change.
 STEPS = 10
@@ -62,3 +66,53 @@ class Balance:
         self._shares = tuple(
             share + STRIDE * (b - share) for share, b in zip(self._shares, best, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Shares that stay.
+
+    Attributes:
+        shares: the replicas' shares of a batch, ``None`` for equal ones.
+    """
+
+    shares: Sequence[float] | None = None
+
+
+def balance_of(
+    options: InputOptions,
+    workers: Alone,
+    num_local: int,
+    *,
+    joins: bool,
+    measure: Callable[[], Callable[[], Sequence[float]]] | None,
+) -> Balance | Fixed:
+    """Returns what gives the shares: of all workers' replicas, or, measured, of the local ones.
+
+    Raises:
+        ValueError: the weights do not go with the replicas, or with ``joins``.
+    """
+    weights = options.weights
+    if weights is None:
+        return Fixed()
+    if joins:
+        raise ValueError(
+            "weights split global batches; with distribute_dataset_from_function the batches are "
+            "the replicas' own: make them of unlike sizes instead"
+        )
+    if isinstance(weights, str):
+        if measure is None:
+            raise ValueError("weights='auto' needs a strategy that measures its replicas")
+        if workers.are_several and options.sharding != "off":
+            raise ValueError(
+                "weights='auto' follows what this worker measures, and all workers must split a "
+                "batch alike; give one number per replica of all workers, or batches of each "
+                "worker's own with sharding='off'"
+            )
+        return Balance(num_local, measure())
+    if len(weights) != workers.num_replicas:
+        raise ValueError(
+            f"weights must be one per replica, {workers.num_replicas} of them; got "
+            f"{len(weights)}: {weights}"
+        )
+    return Fixed(weights)

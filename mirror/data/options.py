@@ -12,6 +12,7 @@ from mirror.errors import in_words
 from mirror.signposts import signposted_call
 
 OptionsT = TypeVar("OptionsT")
+SHARDINGS = ("auto", "data", "file", "off")
 
 
 @signposted_call
@@ -30,17 +31,21 @@ class InputOptions:
         weight_of: gives a replica's weight in the gradient mean from its part of the batch, as it
             is on the host: ``lambda batch: batch["attention_mask"].sum()`` counts tokens. ``None``
             counts examples.
+        sharding: what each of several workers reads: ``"data"``, which ``"auto"`` means, its part
+            of global batches that are the same on all; ``"file"``, a shard of the records;
+            ``"off"``, batches of its own. See ``mirror.data.sharding.sharding_of``.
 
     Raises:
         ValueError: a negative or fractional ``prefetch``; a ``drop_remainder`` that is not a bool;
             ``weights`` that are not finite, are negative, or all zero; a ``weight_of`` that
-            cannot be called.
+            cannot be called; a ``sharding`` that is none of these.
     """
 
     prefetch: int = 2
     drop_remainder: bool = False
     weights: Sequence[float] | str | None = None
     weight_of: Callable[[Any], Any] | None = None
+    sharding: str = "auto"
 
     def __post_init__(self) -> None:
         if not is_int(self.prefetch) or self.prefetch < 0:
@@ -58,6 +63,25 @@ class InputOptions:
                 "weight_of must be a function of a replica's part of the batch, got "
                 f"{in_words(self.weight_of)}"
             )
+        if not isinstance(self.sharding, str) or self.sharding not in SHARDINGS:
+            names = ", ".join(map(repr, SHARDINGS))
+            raise ValueError(f"sharding must be one of {names}; got {in_words(self.sharding)}")
+
+    def policy(self, *, joins: bool) -> str:
+        """Returns the sharding of a dataset, or of one made by a function on every worker.
+
+        Raises:
+            ValueError: what the function makes would be sharded again.
+        """
+        if not joins:
+            return self.sharding
+        if self.sharding in ("data", "file"):
+            raise ValueError(
+                "the function of distribute_dataset_from_function makes every worker's own "
+                "batches: have it shard by its InputContext's input_pipeline_id; got sharding="
+                f"{self.sharding!r}"
+            )
+        return "off"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from mirror.data.indices import Indices, copy_of, skip
 from mirror.data.samplers import (
     SHARDED,
     check_order,
@@ -18,7 +19,8 @@ from mirror.data.samplers import (
     samplers_of,
     set_order,
 )
-from mirror.data.streams import capture_streams, restore_streams
+from mirror.data.sharding import Window
+from mirror.data.streams import capture_streams, restore_streams, streams_at
 from mirror.errors import BatchError
 
 
@@ -72,7 +74,7 @@ class Source:
             ValueError: there are not as many.
         """
         batches = iter(self.dataset)
-        _skip(batches, num_consumed)
+        skip(batches, num_consumed)
         return Pass(batches)
 
     def order(self) -> dict[str, Any]:
@@ -88,6 +90,32 @@ class Source:
     def num_whole_batches(self) -> int | None:
         """Returns how many batches are as large as the first one, ``None`` if unknown."""
         return None
+
+    def num_batches(self) -> int | None:
+        """Returns what ``len(dataset)`` tells, ``None`` if nothing."""
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def has_sure_length(self) -> bool:
+        """Whether a pass has as many batches as ``len(dataset)`` tells."""
+        return type(self.dataset) in (list, tuple)
+
+    def sample(self, order: Mapping[str, Any]) -> Any:
+        """Returns a batch of a pass, read apart from any; ``None`` where that is impossible."""
+        if self.is_shared:
+            return None
+        self.reorder(order)
+        with streams_at(order["streams"]):
+            batches = self.begin(0, order)
+            try:
+                return next(batches)
+            except StopIteration:
+                return None
+            finally:
+                batches.end()
 
     def own_state(self) -> Any:
         """Returns the dataset's own state, ``None`` where it has none."""
@@ -113,6 +141,9 @@ class StatefulSource(Source):
             if order is None:
                 raise
             raise self._refused(error) from error
+
+    def sample(self, order: Mapping[str, Any]) -> Any:
+        return None
 
     def own_state(self) -> Any:
         return copy.deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
@@ -145,22 +176,26 @@ class LoaderSource(Source):
 
     Each pass has a copy of the loader, so that passes do not disturb each other: a loader with
     persistent workers has one set of them, which serves one pass at a time.
+
+    Args:
+        window: fetches the examples of this window alone, where it can: [Note: Windows].
     """
 
     kind = "loader"
 
-    def __init__(self, dataset: DataLoader[Any]) -> None:
+    def __init__(self, dataset: DataLoader[Any], window: Window | None) -> None:
         super().__init__(dataset)
         self._loader = dataset
+        self._window = window
         self._idle: list[DataLoader[Any]] = []  # with persistent workers
 
     def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
-        loader = self._idle.pop() if self._idle else _copy_of(self._loader)
+        loader = self._idle.pop() if self._idle else copy_of(self._loader, self._window)
         end = (lambda: self._idle.append(loader)) if _persists(loader) else None
         indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        if not isinstance(indices, _Indices):
+        if not isinstance(indices, Indices):
             batches: Iterator[Any] = iter(loader)
-            _skip(batches, num_consumed)
+            skip(batches, num_consumed)
             return Pass(batches, end)
         indices.num_skipped = num_consumed
         if order is not None and order.get("reuses_workers") and loader._iterator is None:
@@ -191,6 +226,10 @@ class LoaderSource(Source):
     def reorder(self, order: Mapping[str, Any]) -> None:
         set_order(self._loader, order)
 
+    @property
+    def has_sure_length(self) -> bool:
+        return not isinstance(self._loader.dataset, IterableDataset)
+
     def num_whole_batches(self) -> int | None:
         known: int | None = getattr(self._loader.sampler, "num_whole_batches", None)
         size = self._loader.batch_size
@@ -199,8 +238,11 @@ class LoaderSource(Source):
         return known
 
 
-def source_of(dataset: Iterable[Any]) -> Source:
+def source_of(dataset: Iterable[Any], window: Window | None = None) -> Source:
     """Returns the source for a dataset.
+
+    Args:
+        window: of each batch, if others than this one are for other workers.
 
     Raises:
         TypeError: it cannot be iterated, or gives keys, characters or single examples.
@@ -236,7 +278,7 @@ def source_of(dataset: Iterable[Any]) -> Source:
     if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
         return StatefulSource(dataset)
     if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
-        return LoaderSource(dataset)
+        return LoaderSource(dataset, window)
     return Source(dataset)
 
 
@@ -248,60 +290,5 @@ def _is_one_batch(dataset: object) -> bool:
     return isinstance(dataset, arrays)
 
 
-class _Indices:
-    """Stands for a loader's (batch) sampler: skips, and draws its seed when it is primed."""
-
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = sampler
-        self._iterator: Iterator[Any] = iter(())
-        self._primed: list[Any] = []
-        self.num_skipped = 0
-        self.before_first: Callable[[], None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        self._iterator, self._primed = iter(self._sampler), []
-        return self
-
-    def __next__(self) -> Any:
-        if self._primed:
-            return self._primed.pop()
-        before_first, self.before_first = self.before_first, None
-        if before_first is not None:
-            before_first()
-        num_skipped, self.num_skipped = self.num_skipped, 0
-        _skip(self._iterator, num_skipped)
-        return next(self._iterator)
-
-    def prime(self) -> None:
-        """Reads the first index now: a sampler draws from the global generator when it begins."""
-        try:
-            self._primed = [next(self)]
-        except StopIteration:
-            self._iterator = iter(())
-
-
-def _copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    clone = copy.copy(loader)
-    clone._iterator = None  # its persistent workers are not ours
-    if not isinstance(loader.dataset, IterableDataset):
-        # Past the setter, which forbids it: only the loader's own iterator asks for indices.
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        clone.__dict__[name] = _Indices(getattr(loader, name))
-    return clone
-
-
 def _persists(loader: DataLoader[Any]) -> bool:
     return loader.persistent_workers and loader.num_workers > 0
-
-
-def _skip(batches: Iterator[Any], count: int) -> None:
-    ended = object()
-    for k in range(count):
-        if next(batches, ended) is ended:
-            raise ValueError(
-                f"a dataset must have the batches that the loaded state counts as consumed, "
-                f"{count}; this one ended after {k}; resume with the dataset that was saved"
-            )

@@ -88,6 +88,8 @@ def split_batch(
     devices: Sequence[torch.device],
     *,
     sizes: Sequence[int] | None = None,
+    begin: int = 0,
+    num_examples: int | None = None,
     weight_of: Callable[[Any], Any] | None = None,
     pin: Callable[[Tensor], Tensor] | None = None,
     copy: Copy = Tensor.to,
@@ -112,10 +114,13 @@ def split_batch(
 
     Each ``PerReplica`` has the numbers of examples as its ``weights``, or what ``weight_of``
     gives. A replica without examples has no part (``ABSENT``) of what was split; of an empty
-    batch the first replica gets the empty part.
+    batch, or where none of its examples is for these, the first replica gets the empty part.
 
     Args:
         sizes: of the parts; by default those of ``split_sizes``.
+        begin: the example that the parts begin with; those before it, and those after the parts,
+            are for others.
+        num_examples: of the batch; ``None`` if all are for these.
         weight_of: gives a part's weight, see ``InputOptions``.
         pin: makes a whole tensor ready for ``copy`` of its parts.
         copy: brings a tensor to a device.
@@ -126,12 +131,13 @@ def split_batch(
     """
     if sizes is None:
         sizes = split_sizes(batch_size(batch), len(devices))
-    num_examples = sum(sizes)
+    num_here = sum(sizes)
+    num_examples = num_here if num_examples is None else num_examples
     bounds = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
     def per_replica(part_of: Callable[[int, int], object]) -> PerReplica[Any]:
         return PerReplica(
-            part_of(start, size) if size or (replica_id == 0 and num_examples == 0) else ABSENT
+            part_of(start, size) if size or (replica_id == 0 and num_here == 0) else ABSENT
             for replica_id, (start, size) in enumerate(bounds)
         )
 
@@ -140,15 +146,18 @@ def split_batch(
             if tree.ndim == 0:
                 # Not one for all: what a replica does to its own in place must not reach others.
                 return PerReplica([tree, *(tree.clone() for _ in devices[1:])])
-            whole = tree if pin is None else pin(tree)
+            own = tree if num_here == num_examples else tree.narrow(0, begin, num_here)
+            whole = own if pin is None else pin(own)
             return per_replica(lambda start, size: _narrow(whole, start, size))
         if isinstance(tree, np.ndarray) and tree.ndim:
             tensor = tree if pin is None else host_part(tree)
             if isinstance(tensor, Tensor):
                 return split(tensor)
-            return per_replica(lambda start, size: host_part(tree[start : start + size]))
-        if _is_strings(tree) and len(tree) == num_examples:
-            return per_replica(lambda start, size: tree[start : start + size])
+            array = tree[begin:]
+            return per_replica(lambda start, size: host_part(array[start : start + size]))
+        if is_strings(tree) and len(tree) == num_examples:
+            strings = tree[begin:]
+            return per_replica(lambda start, size: strings[start : start + size])
         children = children_of(tree)
         if children is None:
             return tree
@@ -223,7 +232,8 @@ def _as_tensor(array: Any) -> Tensor:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
-def _is_strings(tree: Any) -> bool:
+def is_strings(tree: Any) -> bool:
+    """Whether something is a list or tuple of strings, the names of examples perhaps."""
     return type(tree) in (list, tuple) and all(isinstance(item, (str, bytes)) for item in tree)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
 from mirror.compiler import limits_for, opaque
-from mirror.data.distribute import DistributedDataset
+from mirror.data.distributed.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions, ValueContext
 from mirror.errors import StrategyError
 from mirror.execution.current import current
@@ -269,6 +269,7 @@ class Strategy(Uncopied):
             measure=runner.measure,
             check_usable=runner.check_usable,
             timeline=runner.replicas.timeline,
+            workers=runner.replicas.workers,
         )
         self._datasets.add(distributed)
         return distributed
@@ -283,9 +284,8 @@ class Strategy(Uncopied):
             StructureError: the replicas' values differ in structure.
         """
         self._group.runner.check_usable()
-        workers = self._group.replicas.workers
-        own = (workers.first + r for r in range(len(self._devices)))
-        return joined(fn(ValueContext(r, workers.num_replicas)) for r in own)
+        own, workers = range(len(self._devices)), self._group.replicas.workers
+        return joined(fn(ValueContext(workers.first + r, workers.num_replicas)) for r in own)
 
     # Keeping
 

@@ -15,8 +15,8 @@ from mirror.accelerator.current_streams import CallersStreams, ReplicasStreams
 from mirror.accelerator.streams import CopyStreams, Side
 from mirror.comm.turns import Turn
 from mirror.data import DistributedDataset
+from mirror.data.distributed.steps import Steps
 from mirror.data.options import InputOptions
-from mirror.data.steps import Steps
 from mirror.replica.gradients.buckets import Buckets
 from tests.gpu.fake import FakeGpus
 from tests.gpu.order import StreamError

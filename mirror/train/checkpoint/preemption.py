@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mirror.data.distribute import DistributedDataset
+from mirror.data.distributed.distribute import DistributedDataset
 from mirror.errors import CheckpointError, StrategyError, in_words
 from mirror.execution.step_ends import step_ends
 from mirror.replica.optimizer.hooks import watch_optimizer_steps

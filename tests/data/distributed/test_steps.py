@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mirror.accelerator.streams import CopyStreams
-from mirror.data import DistributedDataset, reuse
+from mirror.data import DistributedDataset
+from mirror.data.distributed import reuse
 from mirror.data.options import InputOptions
 from tests.gpu.fake import FakeGpus
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from mirror.data.balance import Balance
+from mirror.comm.workers.alone import Alone
+from mirror.data.balance import Balance, balance_of
+from mirror.data.distributed.agreement import Agreed, Alike, Reader, longest
+from mirror.data.distributed.prefetch import Closed, OnDemand, Prefetcher
+from mirror.data.distributed.steps import Assembly, Delivery, Step, Steps
 from mirror.data.options import InputOptions, or_default
 from mirror.data.position import Position, Saved
-from mirror.data.prefetch import Closed, OnDemand, Prefetcher
+from mirror.data.sharding import sharding_of
 from mirror.data.source import Source, source_of
-from mirror.data.steps import Assembly, Delivery, Step, Steps
 from mirror.data.streams import capture_streams, restore_streams, streams_at
 from mirror.signposts import signposted
 from mirror.timeline import CROSS, INPUT, Timeline
 from mirror.uncopied import Uncopied
-from mirror.values import PerReplica, leaves_of
 
-Reader = OnDemand | Prefetcher
 Measure = Callable[[], Callable[[], Sequence[float]]]
 
 
@@ -56,6 +57,7 @@ class DistributedDataset(Uncopied):
         measure: Measure | None = None,
         check_usable: Callable[[], None] = lambda: None,
         timeline: Timeline | None = None,
+        workers: Alone | None = None,
     ) -> None:
         """Distributes the batches of ``dataset`` over ``devices``.
 
@@ -65,10 +67,13 @@ class DistributedDataset(Uncopied):
             measure: begins to measure the replicas for ``weights="auto"``, see ``Balance``.
             check_usable: raises if the strategy is closed.
             timeline: notes how long consumers wait.
+            workers: the processes whose replicas train together, see ``sharding_of``.
 
         Raises:
             TypeError: the dataset is no iterable of batches, or the options are something else.
-            ValueError: the weights do not go with the devices, or with ``joins``.
+            ValueError: the weights do not go with the devices, or they, or the sharding, with
+                ``joins``.
+            BatchError: the dataset cannot be sharded so.
         """
         if isinstance(dataset, DistributedDataset):
             raise TypeError("this dataset is distributed already; iterate over it as it is")
@@ -76,15 +81,24 @@ class DistributedDataset(Uncopied):
         self.num_delivered = 0
         self.before_next: list[Callable[[], None]] = []
         self._options = or_default(options, InputOptions)
-        self._balance, shares = _shares(self._options, len(devices), joins, measure)
-        self._source = source_of(dataset)
-        self._assembly = Assembly(devices, self._options, shares, joins=joins)
+        self._workers = workers = workers or Alone(len(devices))
+        shares = balance_of(self._options, workers, len(devices), joins=joins, measure=measure)
+        policy = self._options.policy(joins=joins)
+        sharding = sharding_of(dataset, policy, workers, len(devices), shares)
+        self._balance = shares if isinstance(shares, Balance) else None
+        self._is_own = sharding.is_own
+        is_split = workers.are_several and not self._is_own
+        self._source = source_of(sharding.dataset, sharding.window if is_split else None)
+        options = replace(self._options, drop_remainder=False) if self._is_own else self._options
+        self._assembly = Assembly(devices, options, sharding.window, joins=joins)
         self._check_usable = check_usable
         self._timeline = timeline
         self._position: Position | None = None  # of the pass that began last, until it is over
         self._saved: Saved | None = None  # a loaded position, where the next pass begins
         self._shared: tuple[Reader, Position] | None = None  # the one pass over an iterator
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
+        if self._is_own:
+            self._num_steps = longest(workers, self._own_steps())
 
     def __iter__(self) -> DistributedIterator:
         """Begins a pass; with ``prefetch`` it is read ahead from the first batch on.
@@ -107,17 +121,21 @@ class DistributedDataset(Uncopied):
 
         Raises:
             TypeError: the dataset has no length; with ``drop_remainder`` whether its last batch
-                is smaller is not known before it is read, but for a ``DataLoader``.
+                is smaller is not known before it is read, but for a ``DataLoader``. Of workers
+                with batches of their own the longest counts.
         """
+        if self._is_own and not self._options.drop_remainder and self._num_steps is not None:
+            return self._num_steps
         length = len(cast(Sized, self._source.dataset))
         per_step = self._assembly.batches_per_step
-        if not self._options.drop_remainder:
+        if not (self._options.drop_remainder or self._is_own):
             return -(-length // per_step)
-        num_whole = self._source.num_whole_batches()
+        num_whole = None if self._is_own else self._source.num_whole_batches()
         if num_whole is None:
             raise TypeError(
-                "with drop_remainder the number of batches of a "
-                f"{type(self._source.dataset).__name__} is not known before they are read"
+                "with drop_remainder, or where workers may end at different times, the number of "
+                f"batches of a {type(self._source.dataset).__name__} is not known before they are "
+                "read"
             )
         return num_whole // per_step or min(length, 1)
 
@@ -133,7 +151,7 @@ class DistributedDataset(Uncopied):
         if saved is None:
             saved = Saved(
                 kind=self._source.kind,
-                num_batches=self._num_batches(),
+                num_batches=self._source.num_batches(),
                 has_begun=self._position is not None,
                 position=self._position
                 or Position(self._source.order(), own_state=self._source.own_state()),
@@ -157,7 +175,7 @@ class DistributedDataset(Uncopied):
             ValueError: it is not one of this class, or of another kind of dataset, or of one with
                 another number of batches, of samplers or generators. Nothing is changed then.
         """
-        saved = Saved.from_state(state, self._source.kind, self._num_batches())
+        saved = Saved.from_state(state, self._source.kind, self._source.num_batches())
         self._source.check_order(saved.position.order)
         self._end_iterations()
         self._source.load_own_state(saved.position.own_state)
@@ -168,7 +186,7 @@ class DistributedDataset(Uncopied):
         self._saved = saved if saved.has_begun else None
 
     def __repr__(self) -> str:
-        num_batches = self._num_batches()
+        num_batches = self._source.num_batches()
         of = "" if num_batches is None else f" of {num_batches} batches"
         devices = ", ".join(map(str, self._assembly.devices))
         return f"{type(self).__name__}({type(self._source.dataset).__name__}{of}, [{devices}])"
@@ -183,26 +201,43 @@ class DistributedDataset(Uncopied):
         self._end_iterations()
 
     def _begin(self) -> tuple[Reader, Position]:
+        sample = None
         if self._saved is None:
             position = Position(self._source.order())
             batches = self._source.begin(0)
             position.own_state = self._source.own_state()
         else:
             position = self._saved.position
+            if self._is_own and position.num_consumed:
+                sample = self._source.sample(position.order)
             self._source.reorder(position.order)
             with streams_at(position.order["streams"]):
                 batches = self._source.begin(position.num_consumed, position.order)
             self._saved = None
         steps = Steps(batches, self._source, self._assembly, first_size=position.first_size)
-        if self._options.prefetch == 0:
-            return OnDemand(steps), position
-        return Prefetcher(steps, self._options.prefetch), position
+        reader: Reader = OnDemand(steps)
+        if self._options.prefetch:
+            reader = Prefetcher(steps, self._options.prefetch)
+        if self._is_own:
+            num_steps = self._own_steps()
+            if num_steps is not None:
+                num_steps -= -(-position.num_consumed // self._assembly.batches_per_step)
+            reader = Agreed(
+                reader,
+                self._workers,
+                num_steps,
+                sample=None if sample is None else Step([sample], None, self._assembly),
+                drops_remainder=self._options.drop_remainder,
+            )
+        elif self._workers.are_several:
+            reader = Alike(reader, self._workers, position.order, self._source.num_batches())
+        return reader, position
 
-    def _num_batches(self) -> int | None:
-        try:
-            return len(cast(Sized, self._source.dataset))
-        except (TypeError, NotImplementedError):
+    def _own_steps(self) -> int | None:
+        """Returns how many steps this worker's batches make, ``None`` if that is not sure."""
+        if not self._source.has_sure_length:
             return None
+        return -(-len(cast(Sized, self._source.dataset)) // self._assembly.batches_per_step)
 
     def _end_iterations(self) -> None:
         for iterator in list(self._iterators):
@@ -211,7 +246,7 @@ class DistributedDataset(Uncopied):
             self._shared[0].close()
 
     def _note(self, delivery: Delivery) -> None:
-        self._assembly.streams.receive(delivery.events, _tensors_of(delivery.batch))
+        self._assembly.streams.receive(delivery.events, delivery.tensors())
         self.num_delivered += 1
         if self._balance is not None:
             self._balance.note(delivery.sizes)
@@ -305,44 +340,10 @@ class DistributedIterator(Uncopied):
 def _leave(reader: Reader, source: Source, position: Position) -> None:
     """Ends a pass whose iterator is gone."""
     reader.close()
-    if isinstance(reader, Prefetcher) and reader.was_left:
+    if reader.was_left:
         source.rewind(position.own_state)
 
 
 def _leave_shared(reader: Reader, source: Source, position: Position) -> None:
     """Ends the thread of an iterator's one pass; another iteration may go on with it."""
     reader.stop()
-
-
-def _tensors_of(batch: Any) -> Any:
-    for leaf in leaves_of(batch):
-        if isinstance(leaf, PerReplica):
-            yield from (part for _, part in leaf.parts() if isinstance(part, Tensor))
-
-
-def _shares(
-    options: InputOptions,
-    num_replicas: int,
-    joins: bool,
-    measure: Measure | None,
-) -> tuple[Balance | None, Callable[[], Sequence[float] | None]]:
-    """Returns what gives the replicas' shares of a batch, and what measures them for "auto"."""
-    weights = options.weights
-    if weights is None:
-        return None, lambda: None
-    if joins:
-        raise ValueError(
-            "weights split global batches; with distribute_dataset_from_function the batches are "
-            "the replicas' own: make them of unlike sizes instead"
-        )
-    if isinstance(weights, str):
-        if measure is None:
-            raise ValueError("weights='auto' needs a strategy that measures its replicas")
-        balance = Balance(num_replicas, measure())
-        return balance, lambda: balance.shares
-    if len(weights) != num_replicas:
-        raise ValueError(
-            f"weights must be one per replica, {num_replicas} of them; got {len(weights)}: "
-            f"{weights}"
-        )
-    return None, lambda: weights

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from mirror.data.steps import Step, Steps
+from mirror.data.distributed.steps import Step, Steps
 from mirror.data.streams import GlobalDraws, capture_streams, same_streams
 
 # How long a consumer that leaves waits for a loader that is in the middle of a batch.
@@ -43,6 +43,11 @@ class OnDemand:
     def close(self) -> None:
         """Lets go of the dataset."""
         self.steps.end()
+
+    @property
+    def was_left(self) -> bool:
+        """Whether something was read ahead that nobody will take."""
+        return False
 
 
 class Prefetcher:

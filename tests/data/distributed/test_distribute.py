@@ -1,4 +1,4 @@
-"""mirror/data/distribute.py: loaders and other iterables, seen through a DistributedDataset."""
+"""Loaders and other iterables, seen through a DistributedDataset."""
 
 import pytest
 import torch

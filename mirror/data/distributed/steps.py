@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from mirror.accelerator.streams import CopyStreams
+from mirror.data.distributed.reuse import Reuse
 from mirror.data.join import examples_of, join_batches
 from mirror.data.options import InputOptions
-from mirror.data.reuse import Reuse
+from mirror.data.sharding import Window
 from mirror.data.source import Pass, Source
-from mirror.data.split import batch_size, host_part, split_batch, split_sizes
+from mirror.data.split import batch_size, host_part, is_batched, is_strings, split_batch
+from mirror.data.windows import Fetched
 from mirror.devices import is_simulated
-from mirror.values import leaves_of
+from mirror.values import PerReplica, children_of, leaves_of, rebuild_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +30,27 @@ class Delivery:
     Attributes:
         batch: with ``PerReplica`` leaves on the replicas' devices.
         sizes: the replicas' numbers of examples.
+        num_examples: all, those for other workers included.
         events: what must happen before the batch may be used, see ``CopyStreams``.
     """
 
     batch: Any
     sizes: tuple[int, ...]
+    num_examples: int
     events: tuple[Any, ...]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the parts of the batch that are tensors."""
+        for leaf in leaves_of(self.batch):
+            if isinstance(leaf, PerReplica):
+                yield from (part for _, part in leaf.parts() if isinstance(part, Tensor))
 
 
 class Assembly:
     """How a dataset's batches become steps: global ones are split, replicas' own ones joined.
 
     Args:
-        shares: gives the shares of unlike devices at the time, ``None`` for equal ones.
+        window: which replicas these are of those that a global batch is split over.
         joins: whether each batch is for one replica.
 
     Attributes:
@@ -53,7 +63,7 @@ class Assembly:
         self,
         devices: Sequence[torch.device],
         options: InputOptions,
-        shares: Callable[[], Sequence[float] | None],
+        window: Window,
         *,
         joins: bool,
     ) -> None:
@@ -62,18 +72,19 @@ class Assembly:
         self.batches_per_step = len(self.devices) if joins else 1
         self.streams = CopyStreams(self.devices)
         self.copies = not is_simulated(self.devices)
-        self._shares = shares
+        self._window = window
         self._joins = joins
 
     def num_examples(self, batches: Sequence[Any]) -> int:
-        """Returns the number of examples of a step."""
-        return sum(map(examples_of if self._joins else batch_size, batches))
+        """Returns the number of examples of a step, those for other workers included."""
+        return sum(map(examples_of if self._joins else _global_size, batches))
 
     def assemble(self, batches: Sequence[Any]) -> Delivery:
         """Splits, or joins, the batches of a step, and copies the parts to the devices."""
         num_replicas = len(self.devices)
         if self._joins:
             sizes = (*map(examples_of, batches), *[0] * (num_replicas - len(batches)))
+            num_examples = sum(sizes)
             batch = join_batches(
                 batches,
                 self.devices,
@@ -82,16 +93,26 @@ class Assembly:
                 copy=self.streams.copy,
             )
         else:
-            sizes = split_sizes(batch_size(batches[0]), num_replicas, self._shares())
+            whole, window = batches[0], self._window
+            num_examples = _global_size(whole)
+            sizes = window.sizes(num_examples)
+            begin = sum(sizes[: window.first])
+            num_read = num_examples
+            if isinstance(whole, Fetched):  # it begins with the window
+                whole, begin = whole.part, 0
+                num_read = batch_size(whole)
+            sizes = sizes[window.first : window.first + num_replicas]
             batch = split_batch(
-                batches[0],
+                whole,
                 self.devices,
                 sizes=sizes,
+                begin=begin,
+                num_examples=num_read,
                 weight_of=self.options.weight_of,
                 pin=self.streams.pinned if self.copies else None,
                 copy=self.streams.copy,
             )
-        return Delivery(batch, sizes, self.streams.departed())
+        return Delivery(batch, sizes, num_examples, self.streams.departed())
 
 
 class Step:
@@ -100,12 +121,13 @@ class Step:
     Attributes:
         num_batches: how many of the dataset's batches are in it.
         own_state: the dataset's own state after them, if it has one.
+        batches: as they were read.
     """
 
     __slots__ = (
         "_assembly",
-        "_batches",
         "_delivery",
+        "batches",
         "num_batches",
         "own_state",
     )
@@ -114,20 +136,26 @@ class Step:
         self.num_batches = len(batches)
         self.own_state = own_state
         self._assembly = assembly
-        self._batches = batches
+        self.batches = batches
         self._delivery: Delivery | None = None
         if assembly.copies:
             self._delivery = assembly.assemble(batches)
 
+    def empty(self) -> Step:
+        """Returns a step without examples, of the structure of this one."""
+        step = Step([_emptied(self.batches[0])], self.own_state, self._assembly)
+        step.num_batches = 0
+        return step
+
     def num_examples(self) -> int:
-        """Returns the number of examples of all replicas."""
+        """Returns the number of examples of all replicas, those of other workers included."""
         if self._delivery is not None:
-            return sum(self._delivery.sizes)
-        return self._assembly.num_examples(self._batches)
+            return self._delivery.num_examples
+        return self._assembly.num_examples(self.batches)
 
     def delivery(self) -> Delivery:
         """Returns what the replicas get; called once."""
-        return self._delivery or self._assembly.assemble(self._batches)
+        return self._delivery or self._assembly.assemble(self.batches)
 
 
 class Steps:
@@ -212,6 +240,28 @@ class Steps:
         """Lets go of the dataset."""
         self._held.clear()
         self._pass.end()
+
+
+def _emptied(batch: Any) -> Any:
+    """Returns a batch of no examples."""
+    batch = batch.part if isinstance(batch, Fetched) else batch
+    size = examples_of(batch)
+
+    def emptied(tree: Any) -> Any:
+        if is_batched(tree):
+            return tree[:0].copy() if isinstance(tree, np.ndarray) else tree[:0].clone()
+        if is_strings(tree) and len(tree) == size:
+            return tree[:0]
+        children = None if isinstance(tree, Tensor) else children_of(tree)
+        if children is None:
+            return tree
+        return rebuild_node(tree, {key: emptied(child) for key, child in children.items()})
+
+    return emptied(batch)
+
+
+def _global_size(batch: Any) -> int:
+    return batch.num_examples if isinstance(batch, Fetched) else batch_size(batch)
 
 
 def _is_pinned(leaf: Any) -> bool:

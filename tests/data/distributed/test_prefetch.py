@@ -237,7 +237,9 @@ def test_the_callers_grad_mode_and_default_device_hold_in_the_dataset():
 
 def test_waiting_and_batches_are_counted(monkeypatch):
     now = iter(range(1000))
-    monkeypatch.setattr("mirror.data.distribute.perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(
+        "mirror.data.distributed.distribute.perf_counter", lambda: float(next(now))
+    )
     dataset = distributed([torch.arange(2)] * 3, prefetch=0)
     iterator = iter(dataset)
     list(iterator)
