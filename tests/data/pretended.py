@@ -1,6 +1,7 @@
 """Workers that are none: what one process of several reads, without the others."""
 
 from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.wire import packed, unpacked
 
 
 class Pretended(Alone):
@@ -11,3 +12,6 @@ class Pretended(Alone):
 
     def exchange(self, what, signature=None, payload=bytes):
         return [payload()] * self.size
+
+    def exchange_tensors(self, what, signature, tensors, numbers=()):
+        return [unpacked(packed(tensors, numbers)) for _ in range(self.size)]

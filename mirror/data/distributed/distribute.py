@@ -15,6 +15,7 @@ from mirror.comm.workers.alone import Alone
 from mirror.data.balance import Balance, balance_of
 from mirror.data.distributed.agreement import Agreed, Alike, Reader, longest
 from mirror.data.distributed.prefetch import Closed, OnDemand, Prefetcher
+from mirror.data.distributed.states import gathered, own_of
 from mirror.data.distributed.steps import Assembly, Delivery, Step, Steps
 from mirror.data.options import InputOptions, or_default
 from mirror.data.position import Position, Saved
@@ -133,9 +134,8 @@ class DistributedDataset(Uncopied):
         num_whole = None if self._is_own else self._source.num_whole_batches()
         if num_whole is None:
             raise TypeError(
-                "with drop_remainder, or where workers may end at different times, the number of "
-                f"batches of a {type(self._source.dataset).__name__} is not known before they are "
-                "read"
+                "with drop_remainder, or where workers end apart, the number of batches of a "
+                f"{type(self._source.dataset).__name__} is not known before they are read"
             )
         return num_whole // per_step or min(length, 1)
 
@@ -144,8 +144,8 @@ class DistributedDataset(Uncopied):
 
         What was read ahead and not consumed counts as not read. A ``for`` loop that was left
         stands where it was left, until another one begins. Included are the states of the global
-        random streams (torch's on the CPU, Python's, numpy's), of the loader's samplers and
-        generators, and of a dataset that has a ``state_dict`` of its own.
+        random streams, of the loader's samplers and generators, and of a dataset that has one of
+        its own. Workers with batches of their own all call it: it says where each one stands.
         """
         saved = self._saved
         if saved is None:
@@ -157,24 +157,26 @@ class DistributedDataset(Uncopied):
                 or Position(self._source.order(), own_state=self._source.own_state()),
                 streams=capture_streams(),
             )
-        return copy.deepcopy(saved.as_state())
+        state = copy.deepcopy(saved.as_state())
+        return gathered(state, self._workers) if self._is_own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration see exactly what was left when the state was taken.
 
         The order of a map-style ``DataLoader`` is replayed without reading the data; an iterable
         with a ``state_dict`` of its own is given that; of any other what was consumed is read
-        again and dropped. The global random streams are set to where they stood, so that what
-        follows draws what the uninterrupted run draws, the order of later epochs included. Only
-        what worker processes draw for themselves (random augmentation) begins anew.
-
-        Ends iterations that are going on. The number of replicas may have changed.
+        again and dropped. The global random streams (torch's on the CPU, Python's, numpy's) are
+        set to where they stood, so that what follows draws what the uninterrupted run draws, the
+        order of later epochs included. Only what a loader's processes draw begins anew. Ends
+        iterations that are going on. The number of replicas may have changed.
 
         Raises:
             TypeError: the state is not a dict.
             ValueError: it is not one of this class, or of another kind of dataset, or of one with
                 another number of batches, of samplers or generators. Nothing is changed then.
         """
+        if self._is_own:
+            state = own_of(state, self._workers)
         saved = Saved.from_state(state, self._source.kind, self._source.num_batches())
         self._source.check_order(saved.position.order)
         self._end_iterations()
@@ -215,9 +217,8 @@ class DistributedDataset(Uncopied):
                 batches = self._source.begin(position.num_consumed, position.order)
             self._saved = None
         steps = Steps(batches, self._source, self._assembly, first_size=position.first_size)
-        reader: Reader = OnDemand(steps)
-        if self._options.prefetch:
-            reader = Prefetcher(steps, self._options.prefetch)
+        depth = self._options.prefetch
+        reader: Reader = Prefetcher(steps, depth) if depth else OnDemand(steps)
         if self._is_own:
             num_steps = self._own_steps()
             if num_steps is not None:

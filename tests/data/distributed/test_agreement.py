@@ -254,8 +254,11 @@ def test_only_what_can_be_sharded_is(crew):
 # States
 
 
-def resumed(make, **options):
-    """What is left of a pass, and what is seen of it by another dataset with its state."""
+def resumed(make, through=None, **options):
+    """What is left of a pass, and what is seen of it by another dataset with its state.
+
+    The state is the chief's, as in a checkpoint.
+    """
     with strategy_of() as strategy:
         rank = strategy._group.replicas.workers.rank
         options = mirror.InputOptions(**options)
@@ -263,14 +266,36 @@ def resumed(make, **options):
         batches = iter(dataset)
         next(batches), next(batches)
         state = dataset.state_dict()
+        if rank == 0:
+            torch.save(state, through)
         left = list(map(contents, batches))
         other = strategy.distribute_dataset(make(rank), options)
-        other.load_state_dict(state)
+        strategy._group.replicas.workers.exchange("written")
+        other.load_state_dict(torch.load(through))
         return left, list(map(contents, other))
 
 
-def test_a_pass_goes_on_where_each_worker_was(crew):
-    for left, found in crew(2).run(resumed, shuffled):
+def test_a_pass_goes_on_where_each_worker_was(crew, tmp_path):
+    through = tmp_path / "state"
+    for left, found in crew(2).run(resumed, shuffled, through):
         assert left == found
-    make = Own("list", [[2, 2, 1, 1], [3]])  # worker 1 has ended
-    assert crew(2).run(resumed, make, sharding="off") == [([[20], [30]],) * 2, ([[], []],) * 2]
+    own = Own("list", [[2, 2, 1, 1], [3]])  # worker 1 has ended
+    assert crew(2).run(resumed, own, through, sharding="off") == [
+        ([[20], [30]], [[20], [30]]),
+        ([[], []], [[], []]),
+    ]
+
+
+def test_a_state_of_other_workers_is_refused(crew):
+    for error in crew(2).run(refused_states):
+        assert "one of 2 workers; this one is of one process" in error
+
+
+def refused_states():
+    with strategy_of() as strategy:
+        options = mirror.InputOptions(sharding="off")
+        state = strategy.distribute_dataset(in_order(0)).state_dict()
+        dataset = strategy.distribute_dataset(in_order(0), options)
+        with pytest.raises(ValueError, match="every worker goes on where it stood") as caught:
+            dataset.load_state_dict(state)
+        return str(caught.value)
