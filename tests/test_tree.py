@@ -65,7 +65,6 @@ TESTED_BY = {
     "replica/optimizer/loan.py": "replica/optimizer/test_steps.py",
     "replica/optimizer/optimizers.py": "replica/optimizer/test_making.py",
     "replica/tensors.py": "replica/test_functions.py",
-    "steps/following/attributes.py": "steps/following/test_unchanged.py",
     "steps/following/options.py": "steps/following/test_unchanged.py",
     "steps/following/draws.py": "steps/running/test_compiled_step.py",
     "steps/following/graphs.py": "steps/pieces/test_cut.py",

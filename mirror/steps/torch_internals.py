@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -137,11 +137,25 @@ def decompositions() -> Mapping[Any, Any]:
     """Returns what inductor wants operations taken apart into."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import torch._inductor.lowering  # noqa: F401  which some decompositions ask
+        import torch._inductor.lowering
         from torch._inductor.decomposition import select_decomp_table
 
     table: Mapping[Any, Any] = select_decomp_table()
-    return table
+    return {**table, torch.ops.aten.view.default: _view_or_copy}
+
+
+def _view_or_copy(tensor: Tensor, size: Sequence[Any]) -> Any:
+    """Makes a view of a copy where the tensor's layout has none.
+
+    What a write in place has made a value of may lie in another order than what was written to.
+    """
+    if not tensor.is_contiguous():
+        try:
+            with disable_proxy_modes_tracing():
+                tensor.view(size)
+        except (ValueError, RuntimeError):
+            return tensor.contiguous().view(size)
+    return NotImplemented
 
 
 def inductor_compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Program:

@@ -43,6 +43,8 @@ class _Change:
 class SetAttributes:
     """Sees attributes of modules that are set or deleted.
 
+    Not those of modules that the step itself makes, as a loss where it is used: they go with it.
+
     Args:
         is_traced: whether the thread follows the step.
 
@@ -53,33 +55,42 @@ class SetAttributes:
     def __init__(self, is_traced: Callable[[], bool]) -> None:
         self._is_traced = is_traced
         self._changes: dict[tuple[int, str], _Change] = {}
+        self._made: dict[int, nn.Module] = {}
         self.modes: list[tuple[nn.Module, bool]] = []
 
     @contextmanager
     def seen(self) -> Iterator[None]:
         """Within it they are seen; afterwards modules have what they had."""
         kind: Any = nn.Module
-        originals = kind.__setattr__, kind.__delattr__
+        originals = kind.__init__, kind.__setattr__, kind.__delattr__
+
+        def init_seen(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if self._is_traced():
+                self._made[id(module)] = module
+            originals[0](module, *args, **kwargs)
 
         def set_seen(module: nn.Module, name: str, value: Any) -> None:
             if self._is_traced():
                 self._note(module, name, value, sys._getframe(1).f_code.co_filename)
-            originals[0](module, name, value)
+            originals[1](module, name, value)
 
         def delete_seen(module: nn.Module, name: str) -> None:
             if self._is_traced():
                 self._note(module, name, _MISSING, sys._getframe(1).f_code.co_filename)
-            originals[1](module, name)
+            originals[2](module, name)
 
-        kind.__setattr__, kind.__delattr__ = set_seen, delete_seen
+        kind.__init__, kind.__setattr__, kind.__delattr__ = init_seen, set_seen, delete_seen
         try:
             yield
         finally:
-            kind.__setattr__, kind.__delattr__ = originals
+            kind.__init__, kind.__setattr__, kind.__delattr__ = originals
             self._put_back()
+            self._made.clear()
 
     def _note(self, module: nn.Module, name: str, value: Any, path: str) -> None:
         if path.startswith(_TRACERS):
+            return
+        if id(module) in self._made and not isinstance(value, nn.Parameter):
             return
         if any(name in module.__dict__.get(kind, ()) for kind in _HELD):
             self._note_held(module, name, value)
