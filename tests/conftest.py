@@ -1,5 +1,6 @@
 """Fixtures for all tests: devices, strategies that get closed, one seed."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def _device_lists():
         lists["cuda0-x4"] = ["cuda:0"] * 4
         lists["gpus"] = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     return lists
+
+
+def pytest_collection_finish():
+    """Lets collections of garbage pass by what is there for good: modules, and all the tests.
+
+    Many tests collect garbage, and would look at millions of objects each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +105,16 @@ def crew():
     yield of_size
     for one in known.values():
         one.close()
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Gives ``forks.run(program)``: in a process with torch imported. See tests/forks.py."""
+    from tests.forks import Forks
+
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="module")

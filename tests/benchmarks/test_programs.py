@@ -4,16 +4,12 @@ import importlib
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from mirror.accelerator.streams import CopyStreams
 from mirror.cli import main
-from mirror.devices import synchronize
-from tests.gpu.fake import FakeGpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -254,64 +250,6 @@ def test_tfrecord_compares_the_ways_to_read_with_plain_reads(tmp_path):
     for row in rows:
         assert f"| 300 B | {row['name']} |" in result.stdout
         assert 0 < row["mb_per_second"][1] <= row["mb_per_second"][0] <= row["mb_per_second"][2]
-
-
-@pytest.mark.slow
-def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
-    found = tmp_path / "found.json"
-    options = f"--device cpu --elements 1000 --json {found}".split()
-    result = run("gpu_check.py", *options)
-    assert result.returncode == 0, result.stdout + result.stderr
-    report = json.loads(found.read_text())
-    states = {check["name"]: check["state"] for check in report["checks"]}
-    assert {name for name, state in states.items() if state == "skipped"} == {
-        "nccl, one rank",
-        "nccl, one rank, late streams",
-        "nccl, one rank, time-out",
-        "a graph captured after a run",
-        "peers",
-    }
-    assert states["direct, 8 on one, late streams"] == "passed"
-    assert set(states.values()) == {"passed", "skipped"}
-    assert states["doctor"] == "passed"
-    assert report["seconds"] < report["budget_seconds"] < 8 * 60
-    assert f"s of {report['budget_seconds']} s" in result.stdout
-    assert "auto and training, 4 on one device" in result.stdout
-    assert "chose host" in result.stdout
-    assert states["SyncBatchNorm beside buckets"] == "passed"
-    assert states["one replica / a plain loop, way 3"] == "passed"
-
-
-@pytest.mark.slow
-def test_the_check_of_a_gpu_makes_those_that_are_named():
-    result = run("gpu_check.py", "--device", "cpu", "--only", "ring, 4 on one", "--elements", 99)
-    assert result.returncode == 0, result.stdout + result.stderr
-    names = [line.split("  ")[0] for line in result.stdout.splitlines()]
-    assert names[:2] == ["passed", "passed"]
-    assert "2 passed, 0 failed, 0 skipped; " in names[2]
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_the_check_of_a_gpu_sees_whether_a_call_waits_for_earlier_work(load, monkeypatch, waits):
-    gpu_check = load("gpu_check")
-
-    def pageable(copies, tensor):
-        synchronize(gpus.devices[0])
-        return tensor
-
-    with FakeGpus(2) as gpus, monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "_sleep", lambda cycles: None)
-        if waits:
-            patched.setattr(CopyStreams, "pinned", pageable)
-        with pytest.raises(AssertionError, match="waited") if waits else nullcontext():
-            assert "busy" in gpu_check.waits_for_no_copy(tuple(gpus.devices))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_check_of_a_gpu_needs_one():
-    result = run("gpu_check.py")
-    assert result.returncode == 2
-    assert "there is no GPU; --device cpu" in result.stderr
 
 
 def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):

@@ -12,6 +12,7 @@ from mirror.comm.host.host import HostCommunicator
 from mirror.comm.turns import Turn, in_turn
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
+from tests.pairs import EXHAUSTIVE
 
 N = 3
 
@@ -133,11 +134,14 @@ def test_threads_that_share_a_communicator_get_exact_sums(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_threads", [2, 8, 16])
+@pytest.mark.parametrize(
+    ("num_threads", "num_rounds"),
+    [(16, 8), *(pytest.param(n, 100, marks=EXHAUSTIVE) for n in (2, 8, 16))],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_many_threads_that_share_a_communicator_get_exact_sums(name, num_threads):
+def test_many_threads_that_share_a_communicator_get_exact_sums(name, num_threads, num_rounds):
     communicator = create(name)
-    assert stress(communicator, num_threads, num_rounds=100) == []
+    assert stress(communicator, num_threads, num_rounds) == []
     communicator.close()
 
 

@@ -18,6 +18,7 @@ from tests.compiler.compiled import (
     trained_plainly,
 )
 from tests.oracle import assert_same, assert_same_training
+from tests.pairs import each_once, pairwise
 
 # The compiler looks at .grad of whatever comes into a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -47,9 +48,7 @@ def plain_sequence():
 
 
 @pytest.mark.parametrize("make", [Net, pytest.param(plain_sequence, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mirrored", ["first", "last"])
-@pytest.mark.parametrize("compiled", ["model", "method", "function"])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@pairwise(way=[1, 2, 3], compiled=["model", "method", "function"], mirrored=["first", "last"])
 def test_compiled_training_is_that_of_one_device(way, compiled, mirrored, make, make_strategy):
     model = make()
     plain, plain_optimizer, expected = trained_plainly(copy.deepcopy(model), batches())
@@ -141,10 +140,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
-@pytest.mark.parametrize("way", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "attention")) for k in MODELS]
+@pairwise(
+    kind=[pytest.param(k, marks=[pytest.mark.slow] * (k == "attention")) for k in MODELS],
+    way=[1, pytest.param(2, marks=pytest.mark.slow), 3],
+    backend=["aot_eager", pytest.param("eager", marks=pytest.mark.slow)],
 )
 def test_layers_compiled_are_as_mirrored_and_not_compiled(kind, way, backend, make_strategy):
     """Normalization and dropout see a replica's part: the oracle is mirrored training itself."""
@@ -282,8 +281,7 @@ def test_llama_compiled(compiled, make_strategy):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("compiled", ["model", "method", "function"])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@each_once(way=[1, 2, 3], compiled=["model", "method", "function"])
 def test_the_default_backend_trains_as_one_device(way, compiled, make_strategy):
     model = Net(nn.LayerNorm(8))
     plain, plain_optimizer, expected = trained_plainly(copy.deepcopy(model), batches())

@@ -176,7 +176,7 @@ def test_an_interpreter_that_exits_in_the_middle_exits_well(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_ctrl_c_in_the_loop_leaves_nothing_behind(workers):
+def test_ctrl_c_in_the_loop_leaves_nothing_behind(workers, forks):
     """The process prints its children after the interrupt: there are none, nor threads."""
     program = PRELUDE.format(workers=workers) + textwrap.dedent(
         """
@@ -193,7 +193,7 @@ def test_ctrl_c_in_the_loop_leaves_nothing_behind(workers):
         print(left, multiprocessing.active_children())
         """
     )
-    done = python(program)
+    done = forks.run(program)
     assert (done.returncode, done.stdout) == (0, "[] []\n"), done.stderr
 
 

@@ -1,5 +1,6 @@
-"""Every program in examples/ runs, as a user would run it."""
+"""Every program in examples/ runs: as a user would run it, and shortened."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+SHORTENED = {"resumable": ["--kills", "1"]}
+PROGRAM = """
+import os, runpy, sys
+path = sys.argv.pop(1)
+os.chdir(os.path.dirname(path))
+runpy.run_path(path, run_name="__main__")
+"""
 
 
 def test_there_are_examples():
@@ -14,6 +22,17 @@ def test_there_are_examples():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_of_few_epochs_runs_without_a_warning(path, tmp_path, forks):
+    copy = tmp_path / path.name
+    copy.write_text(re.sub(r"^NUM_EPOCHS = \d+$", "NUM_EPOCHS = 2", path.read_text(), flags=re.M))
+    done = forks.run(PROGRAM, copy, *SHORTENED.get(path.stem, ()))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs_without_a_warning(path, tmp_path):
     command = [sys.executable, "-W", "error", str(path)]

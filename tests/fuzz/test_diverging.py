@@ -6,6 +6,7 @@ import torch
 import mirror
 from tests.fuzz.diverging import MEETINGS, RaisedError, Trainer, programs
 from tests.oracle import finishes
+from tests.pairs import EXHAUSTIVE
 
 NORMAL = ["zero", "forward", "backward", "step", "sum 2"]
 
@@ -66,7 +67,8 @@ def test_programs_that_part_ways_are_right_or_refused(schedule):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_seeds", [250, pytest.param(1000, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 @pytest.mark.parametrize("num_replicas", [2, 4])
-def test_more_programs_that_part_ways(num_replicas, schedule):
-    assert try_seeds(range(1000, 2000), num_replicas, schedule) == KINDS
+def test_more_programs_that_part_ways(num_replicas, schedule, num_seeds):
+    assert try_seeds(range(1000, 1000 + num_seeds), num_replicas, schedule) == KINDS

@@ -1,12 +1,7 @@
 """The interpreter ends, and objects are collected, whatever a strategy is doing."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
 BEGIN = """
 import atexit, gc, signal, sys, threading, time
 import torch, mirror
@@ -73,33 +68,23 @@ ENDS = {
 }
 
 
-def outcomes(names, schedule):
+def outcomes(forks, names, schedule):
     """Runs programs at once; returns those that end otherwise, and what all have said."""
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", BEGIN + end, schedule],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, (end, _) in ((name, ENDS[name]) for name in names)
-    }
-    said = {name: process.communicate(timeout=150)[1] for name, process in processes.items()}
-    codes = {name: process.returncode for name, process in processes.items()}
-    other = {name: (codes[name], said[name]) for name in names if codes[name] != ENDS[name][1]}
-    return other, "".join(said.values())
+    ended = forks.run_all([BEGIN + ENDS[name][0] for name in names], schedule)
+    codes = [ENDS[name][1] for name in names]
+    other = [done for done, code in zip(ended, codes, strict=True) if done.returncode != code]
+    return other, "".join(done.stderr for done in ended)
 
 
-def test_a_program_ends_with_an_exit_in_a_replica():
-    other, said = outcomes(["sys.exit in a replica"], "lockstep")
-    assert other == {}
+def test_a_program_ends_with_an_exit_in_a_replica(forks):
+    other, said = outcomes(forks, ["sys.exit in a replica"], "lockstep")
+    assert other == []
     assert said == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-def test_a_program_ends(schedule):
-    other, said = outcomes(list(ENDS), schedule)
-    assert other == {}
+def test_a_program_ends(schedule, forks):
+    other, said = outcomes(forks, ENDS, schedule)
+    assert other == []
     assert "Fatal" not in said

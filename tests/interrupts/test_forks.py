@@ -2,10 +2,8 @@
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -131,7 +129,5 @@ raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_forked_process_is_told_that_it_cannot_use_the_gpus_of_the_other():
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", GPUS], cwd=root, timeout=60, check=False)
-    assert done.returncode == 0
+def test_a_forked_process_is_told_that_it_cannot_use_the_gpus_of_the_other(forks):
+    assert forks.run(GPUS).returncode == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm.kernels.test_races import run
+from tests.shared import made_once
 
 DRIVER = Path(__file__).with_name("race_driver.cpp")
 SOURCES = Path(__file__).parents[3] / "csrc" / "host"
@@ -43,7 +44,9 @@ def build(folder, text):
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("right"), (SOURCES / "reduce.cpp").read_text())
+    text = (SOURCES / "reduce.cpp").read_text()
+    made_in = made_once(tmp_path_factory, "host races", lambda folder: build(folder, text))
+    return made_in / "race_driver"
 
 
 @pytest.mark.parametrize("callers", [1, 3])

@@ -24,18 +24,18 @@ from mirror.comm.kernels.binaries import (
 from mirror.comm.kernels.layout import Arguments
 from mirror.errors import BackendError
 from tests.comm.kernels.compilers import COMPILERS, Nvcc, Nvrtc, nvrtc_library
+from tests.pairs import pairwise
 
+NAMES = COMPILERS or ["none"]
 SOURCES = ("direct", "ring", "hierarchical")
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 
-@pytest.fixture(params=COMPILERS or ["none"])
-def compiler(request, tmp_path):
-    if request.param == "none":
+@pytest.fixture
+def compiler(name, tmp_path):
+    if name == "none":
         pytest.skip("there is neither nvcc nor a package nvidia-cuda-nvrtc-cu12")
-    if request.param == "nvcc":
-        return Nvcc(tmp_path)
-    return Nvrtc(nvrtc_library(request.param))
+    return Nvcc(tmp_path) if name == "nvcc" else Nvrtc(nvrtc_library(name))
 
 
 def unit(source, element, n=8, island=4, op=0, rounds=False):
@@ -61,25 +61,30 @@ def check(compiler, unit, architecture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("source", SOURCES)
+@pairwise(name=NAMES, source=SOURCES, architecture=ARCHITECTURES)
 def test_kernels_compile_for_every_architecture(compiler, source, architecture):
     # bfloat16: the one type for which architectures differ.
     check(compiler, unit(source, "BFloat16"), architecture)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES)
-def test_kernels_compile_for_every_element_type_and_operation(compiler, source):
-    for i, element in enumerate(ELEMENTS.values()):
-        check(compiler, unit(source, element, op=i % len(OPS)), 90)
-    check(compiler, Unit(source), 90)
+@pairwise(name=NAMES, source=SOURCES, element=[*ELEMENTS.values(), None])
+def test_kernels_compile_for_every_element_type_and_operation(compiler, source, element):
+    if element is None:
+        made = Unit(source)
+    else:
+        op = list(ELEMENTS.values()).index(element) % len(OPS)
+        made = unit(source, element, op=op)
+    check(compiler, made, 90)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [75, 80, 90])
-@pytest.mark.parametrize("element", ["Half", "BFloat16"])
-@pytest.mark.parametrize("source", ["ring", "hierarchical"])
+@pairwise(
+    name=NAMES,
+    source=["ring", "hierarchical"],
+    element=["Half", "BFloat16"],
+    architecture=[75, 80, 90],
+)
 def test_kernels_that_round_partial_sums_compile(compiler, source, element, architecture):
     check(compiler, unit(source, element, rounds=True), architecture)
 
@@ -105,7 +110,7 @@ IN_FLIGHT = [
     ("direct", "BFloat16", 8, 2 * 8),
     ("ring", "float", 8, 4 * 2),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        pytest.param(case, marks=pytest.mark.slow)
         for case in (
             ("direct", "float", 2, 4 * 2),
             ("direct", "float", 4, 4 * 4),
@@ -120,11 +125,9 @@ IN_FLIGHT = [
 ]
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize(("source", "element", "n", "loads"), IN_FLIGHT)
-def test_all_replicas_are_read_before_any_is_added(
-    compiler, source, element, n, loads, architecture
-):
+@pairwise(name=NAMES, case=IN_FLIGHT, architecture=[80, 90])
+def test_all_replicas_are_read_before_any_is_added(compiler, case, architecture):
+    source, element, n, loads = case
     element, _, rounded = element.partition(" ")
     made = unit(source, element, n, rounds=bool(rounded))
     ptx = check(compiler, made, architecture)  # no spills, either

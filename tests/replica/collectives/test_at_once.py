@@ -12,6 +12,7 @@ from mirror.comm.turns import Turn
 from mirror.errors import CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 from tests.comm.test_turns import Scratch
+from tests.pairs import pairwise
 
 WIDTH, LAYERS = 160, 5
 KERNELS = ("direct", "hierarchical", "ring")
@@ -101,10 +102,7 @@ def test_sync_batch_norm_beside_buckets_trains_as_one_device_does(backend, sched
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairwise(backend=BACKENDS, schedule=["lockstep", "staggered"], n=[2, 3, 4], pack=PACKS)
 def test_all_packs_beside_sync_batch_norm_train_as_one_device_does(backend, schedule, n, pack):
     assert_close(train(n, backend, schedule, pack), expected_on_one_device())
 

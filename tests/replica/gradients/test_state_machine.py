@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 import mirror
+from tests.pairs import EXHAUSTIVE
 from tests.replica.gradients.world import (
     Net,
     Use,
@@ -141,5 +142,6 @@ def test_gradients_of_random_programs_are_those_of_one_device():
 
 
 @pytest.mark.slow
-def test_gradients_of_many_random_programs_are_those_of_one_device():
-    run_state_machine_as_test(GradientMachine, settings=bounded(400))
+@pytest.mark.parametrize("num_programs", [150, pytest.param(400, marks=EXHAUSTIVE)])
+def test_gradients_of_many_random_programs_are_those_of_one_device(num_programs):
+    run_state_machine_as_test(GradientMachine, settings=bounded(num_programs))

@@ -1,10 +1,7 @@
 """Hooks of all optimizers' steps: mirror's own, in their order, and the user's."""
 
 import copy
-import subprocess
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ import mirror
 from tests.ones import ONES, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same
 
-ROOT = Path(__file__).parents[3]
 HISTORY = """
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -43,25 +39,29 @@ for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
 """
 
 
-def hooks_after(*history):
-    command = [sys.executable, "-c", HISTORY.format(history=history)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    return done.stdout.splitlines()
+@pytest.fixture
+def hooks_after(forks):
+    def after(*history):
+        done = forks.run(HISTORY.format(history=history))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return after
 
 
 @pytest.mark.parametrize("history", [(2,), (1, 2), (2, 1), (1, 1, 3, 2)])
-def test_what_lends_is_within_the_time_of_a_step_whoever_came_first(history):
+def test_what_lends_is_within_the_time_of_a_step_whoever_came_first(history, hooks_after):
     before, after = hooks_after(*history)
     assert before == "_step_begins _before_step"
     assert after == "_after_step _step_ends"
 
 
-def test_a_strategy_of_one_replica_installs_the_time_alone():
+def test_a_strategy_of_one_replica_installs_the_time_alone(hooks_after):
     assert hooks_after(1, 1) == ["_step_begins", "_step_ends"]
 
 
 @pytest.mark.parametrize("history", [("user", 2), ("user", 1, 2), (1, "user", 2)])
-def test_hooks_of_the_users_are_within_mirrors_whoever_came_first(history):
+def test_hooks_of_the_users_are_within_mirrors_whoever_came_first(history, hooks_after):
     before, after = hooks_after(*history)
     assert before == "_step_begins _before_step users"
     assert after == "users _after_step _step_ends"

@@ -1,0 +1,114 @@
+"""Programs in processes of their own that need not import torch: forks of one that has.
+
+::
+
+    def test_it(forks):
+        done = forks.run("import mirror, sys; sys.exit(3)")
+        assert (done.returncode, done.stderr) == (3, "")
+
+A program is what ``python -W error -c`` would run: the main module, whose process ends as any
+does. To start Python, and to import torch, takes seconds of a processor; a fork takes a tenth.
+Where the imports themselves are looked at, or a signal is sent, start a Python.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+class Forks:
+    """A process that waits for programs, and forks for each."""
+
+    def __init__(self):
+        self._process = None
+
+    def run(self, program, *arguments, timeout=120):
+        """Returns a ``CompletedProcess`` of a program; its ``sys.argv[1:]`` are the arguments."""
+        return self.run_all([program], *arguments, timeout=timeout)[0]
+
+    def run_all(self, programs, *arguments, timeout=120):
+        """Runs programs at the same time; returns a ``CompletedProcess`` of each."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.forks"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            task = [folder, list(programs), list(map(str, arguments)), timeout]
+            print(json.dumps(task), file=self._process.stdin, flush=True)
+            codes = json.loads(self._process.stdout.readline())
+            said = [
+                [Path(folder, f"{i}.{n}").read_text() for n in (1, 2)] for i in range(len(codes))
+            ]
+        done = []
+        for program, code, (out, err) in zip(programs, codes, said, strict=True):
+            if code is None:
+                raise subprocess.TimeoutExpired(program, timeout, out, err)
+            done.append(subprocess.CompletedProcess(program, code, out, err))
+        return done
+
+    def close(self):
+        """Ends the process."""
+        if self._process is not None:
+            self._process.communicate()
+
+
+def _serve():
+    """Answers tasks with exit codes; in a fork it returns the program that is to be run there."""
+    import torch
+
+    import mirror  # noqa: F401
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports what most programs would
+    gc.freeze()  # so that nothing of it is copied, as a collection of garbage would
+    for line in sys.stdin:
+        folder, programs, arguments, timeout = json.loads(line)
+        started = []
+        for i, program in enumerate(programs):
+            started.append(os.fork())
+            if started[-1] == 0:
+                _become(Path(folder, str(i)), arguments)
+                return program
+        deadline = time.monotonic() + timeout
+        print(json.dumps([_code_of(process, deadline) for process in started]), flush=True)
+    sys.exit()
+
+
+def _become(outputs, arguments):
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for descriptor in (1, 2):
+        with open(f"{outputs}.{descriptor}", "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = ["-c", *arguments]
+
+
+def _code_of(process, deadline):
+    """Returns the exit code of a fork, as subprocess tells it; None if it had to be killed."""
+    while True:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(process, 9)
+            os.waitpid(process, 0)
+            return None
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    code = compile(_serve(), "<string>", "exec")
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(code, sys.modules["__main__"].__dict__)

@@ -1,0 +1,65 @@
+"""Parameters whose whole product is more than what it can find: every two values meet once.
+
+::
+
+    @pairwise(backend=BACKENDS, schedule=["lockstep", "staggered"], n=[2, 3, 4])
+    def test_it(backend, schedule, n): ...
+
+A fault mostly needs one value, or two that meet. So those of the product's cases run in which
+every two values of two parameters come together; the rest is left to ``make exhaustive-test``. A
+value may be a ``pytest.param`` with marks, which all of its cases get.
+"""
+
+import itertools
+
+import pytest
+
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+
+
+def pairwise(**axes):
+    """Parametrizes a test: cases in which every two values meet; the rest is exhaustive."""
+    return _parametrized(axes, 2)
+
+
+def each_once(**axes):
+    """The same, with cases in which every value comes once."""
+    return _parametrized(axes, 1)
+
+
+def covering(lengths, strength):
+    """Returns few cases, as tuples of indices, in which each so many values come together."""
+    cases = list(itertools.product(*map(range, lengths)))
+    missing = set().union(*(_meetings(case, strength) for case in cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing & _meetings(case, strength)))
+        missing -= _meetings(best, strength)
+        chosen.append(best)
+    return chosen
+
+
+def _meetings(case, strength):
+    return set(itertools.combinations(enumerate(case), strength))
+
+
+def _parametrized(axes, strength):
+    lists = [[_param(name, i, value) for i, value in enumerate(axes[name])] for name in axes]
+    chosen = set(covering(map(len, lists), strength))
+    cases = []
+    for places in itertools.product(*(range(len(values)) for values in lists)):
+        params = [values[i] for values, i in zip(lists, places, strict=True)]
+        marks = [mark for param in params for mark in param.marks]
+        marks += [] if places in chosen else EXHAUSTIVE
+        name = "-".join(param.id for param in params)
+        cases.append(pytest.param(*(param.values[0] for param in params), marks=marks, id=name))
+    return pytest.mark.parametrize(",".join(axes), cases)
+
+
+def _param(axis, i, value):
+    if not isinstance(value, type(pytest.param())):
+        value = pytest.param(value)
+    (what,) = value.values
+    told = getattr(what, "__name__", what)
+    name = value.id or (str(told) if isinstance(told, str | int | float) else f"{axis}{i}")
+    return pytest.param(what, marks=value.marks, id=name)

@@ -1,0 +1,32 @@
+"""tests/pairs.py: of a product those cases run in which every two values meet."""
+
+import itertools
+
+import pytest
+
+from tests.pairs import covering, each_once, pairwise
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (7, 2, 3, 4), (2, 1, 5), (4, 3, 2)])
+@pytest.mark.parametrize("strength", [1, 2])
+def test_all_meetings_are_covered_by_few_cases(lengths, strength):
+    def meetings(cases):
+        return {m for case in cases for m in itertools.combinations(enumerate(case), strength)}
+
+    chosen = covering(lengths, strength)
+    assert meetings(chosen) == meetings(itertools.product(*map(range, lengths)))
+    least = sorted(lengths)[-strength:]
+    assert len(chosen) <= 1.3 * (least[0] * least[-1] if strength == 2 else least[0])
+
+
+@pytest.mark.parametrize("choose", [pairwise, each_once])
+def test_the_rest_of_the_product_is_exhaustive(choose):
+    kept = pytest.param("c", marks=pytest.mark.slow)
+    _, cases = choose(letter=["a", "b", kept], number=[1, 2], flag=[None, True]).args
+    assert len(cases) == len({case.id for case in cases}) == 12
+    assert {case.values for case in cases} == {*itertools.product("abc", [1, 2], [None, True])}
+    marks = {case.values: {mark.name for mark in case.marks} for case in cases}
+    assert all("slow" in marks[values] for values in marks if values[0] == "c")
+    rest = [values for values in marks if "exhaustive" in marks[values]]
+    assert all("slow" in marks[values] for values in rest)
+    assert len(rest) == 12 - (6 if choose is pairwise else 3)
