@@ -338,6 +338,7 @@ Loss: Any = _find("torch.nn.modules.loss._Loss", nn.MSELoss.__base__)
 # Optimizers
 
 OptState: Any = _find("torch.amp.grad_scaler.OptState")
+default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
 
 

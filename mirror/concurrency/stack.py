@@ -108,12 +108,27 @@ def _send(ident: int, error: Any) -> None:
 def user_line(frame: FrameType | None) -> str:
     """Returns ``file:line in function`` of the innermost frame outside mirror and torch."""
     while frame is not None:
-        filename = os.path.abspath(frame.f_code.co_filename)
-        if not filename.startswith((_OURS, _TORCH)) and os.path.exists(filename):
-            if not filename.endswith(os.sep + "threading.py"):
-                return f"{filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if (line := _line_of_user(frame, frame.f_lineno)) is not None:
+            return line
         frame = frame.f_back
     return "<unknown line>"
+
+
+def line_of(error: BaseException | None) -> str:
+    """Returns the same of where an exception was raised; without one, of the main thread."""
+    if error is None:
+        return user_line(frame_of(threading.main_thread()))
+    lines = [_line_of_user(*at) for at in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(lines)), "<unknown line>")
+
+
+def _line_of_user(frame: FrameType, number: int) -> str | None:
+    filename = os.path.abspath(frame.f_code.co_filename)
+    if filename.startswith((_OURS, _TORCH)) or not os.path.exists(filename):
+        return None
+    if filename.endswith(os.sep + "threading.py"):
+        return None
+    return f"{filename}:{number} in {frame.f_code.co_name}"
 
 
 def warn_user(message: str) -> None:

@@ -159,9 +159,9 @@ class Runner:
     ) -> Run:
         if not self.is_between_runs:
             return self._run(fn, active, weights)
-        with of_worker(self.replicas.workers):
+        with (workers := self.replicas.workers).running(), of_worker(workers):
             run = self._run(fn, active, weights)
-        self.replicas.workers.ran(sum(run.weights().values()))
+        workers.ran(sum(run.weights().values()))
         self.at_end()
         return run
 

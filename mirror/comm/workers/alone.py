@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -107,6 +108,14 @@ class Alone:
 
     def total(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Lasts as long as an outermost run: what it raises is noted, for who waits for this one.
+
+        Raises:
+            StrategyError: after an error that is the strategy's end.
+        """
+        return nullcontext()
 
     def close(self) -> None:
         """Ends the connections; idempotent."""

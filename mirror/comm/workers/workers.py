@@ -1,13 +1,23 @@
 """Workers: several processes of one training, over torch.distributed.
 
-The engine is torch.distributed's, its process groups and its store: who is lost is found out, and
-started again, by whoever started the workers (torchrun).
+The engine is torch.distributed's, its process groups and its store: who is lost is found out, see
+[Note: Nobody hangs], and started again by whoever started the workers (torchrun).
+
+[Note: One size, one group]
+gloo ends the process when buffers of two sizes meet, and buckets of gradients cannot wait for an
+envelope. So there is a process group for every size of them: workers that have parted ways, where
+one reduces another network's gradients for instance, wait in two groups, and are found there. It
+is made when the size comes for the first time. Buckets that are one too many for that are
+announced in an envelope.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,12 +25,19 @@ from torch import Tensor
 
 from mirror.comm.packing import copy_back
 from mirror.comm.workers.alone import Alone, Parcel, on_host
-from mirror.comm.workers.envelope import Envelope, key_of
+from mirror.comm.workers.board import LineOf, in_short
+from mirror.comm.workers.links import Link, Links
+from mirror.comm.workers.meeting import met
+from mirror.comm.workers.positions import End, Wait
+from mirror.comm.workers.talk import Talk
+from mirror.comm.workers.watch import Watch
 from mirror.comm.workers.wire import packed, unpacked
-from mirror.errors import DivergenceError, WorkerLostError
+from mirror.errors import StrategyError, WorkerLostError
 
 _DEFAULT_SECONDS = 600.0
-_SLICE = timedelta(seconds=2)  # after which one who waits looks where the others are
+_MAX_SIZES = 64
+
+T = TypeVar("T")
 
 
 class Workers(Alone):
@@ -32,22 +49,28 @@ class Workers(Alone):
         num_local: the number of this worker's replicas.
         where: tells the user's line, for messages.
         timeout_seconds: how long to wait for a worker that says nothing; ``None``: 600.
+        line_of: see ``LineOf``.
     """
 
     def __init__(
-        self, num_local: int, where: Callable[[], str], timeout_seconds: float | None
+        self,
+        num_local: int,
+        where: Callable[[], str],
+        timeout_seconds: float | None,
+        line_of: LineOf = lambda error: "",
     ) -> None:
         self._where = where
-        self._seconds = _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds
-        # Broken for good by a timeout of its own: who waits has a shorter one.
-        timeout = timedelta(seconds=self._seconds + 60)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timeout)
-        self._num_exchanges = 0
-        # Two, as bucket after bucket may go on beside what the replicas do.
-        self._main = dist.new_group(backend="gloo", timeout=timeout)
-        self._side = dist.new_group(backend="gloo", timeout=timeout)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        seconds = _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds
+        self._board = met(seconds, line_of)
+        self.rank, self.size = self._board.rank, self._board.size
+        self._watch = Watch(self._board, seconds)
+        self._links = Links(self._board, self._watch, seconds)
+        self._failure: BaseException | None = None
+        self._sums: dict[tuple[torch.dtype, int], Link] = {}
+        let_go = End(is_loss=False, words="has let go of its strategy")
+        weakref.finalize(self, self._links.drop, let_go).atexit = False
+        self._main = self._guarded(lambda: self._link("main", "the start of a strategy"))
+        self._talk = Talk(partial(self._run, self._main), where, self.size)
         said = self.exchange("the start of a strategy", None, lambda: b"%d" % num_local)
         self._have(self.rank, [int(count) for count in said])
 
@@ -55,21 +78,8 @@ class Workers(Alone):
         self, what: str, signature: object = None, payload: Callable[[], bytes] = bytes
     ) -> list[bytes]:
         """Gives every worker what each has to say, in the order of their ranks."""
-        self._num_exchanges += 1
-        words, said = f"{what} at {self._where()}", payload()
-        mine = Envelope.of(key_of(self._num_exchanges, what, signature), words, said)
-        sealed = self._gather(mine.sealed(), words)
-        envelopes = list(map(Envelope.opened, sealed))
-        if any(one.key != mine.key for one in envelopes):
-            raise DivergenceError(
-                "all workers must reach the same operations in the same order, with the same "
-                "shapes; they did not:\n" + self._told([one.words for one in envelopes])
-            )
-        if all(one.payload is not None for one in envelopes):
-            return [one.payload or b"" for one in envelopes]
-        longest = max(one.length for one in envelopes)
-        whole = self._gather(bytearray(said.ljust(longest, b"\0")), words)
-        return [raw[: one.length] for raw, one in zip(whole, envelopes, strict=True)]
+        said = payload()  # what it raises is an error of this worker alone
+        return self._guarded(lambda: self._talk.exchange(what, signature, said))
 
     def exchange_tensors(
         self,
@@ -92,40 +102,83 @@ class Workers(Alone):
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in on_host(own)])
             raw = flat.view(torch.uint8)
-            self._wait(dist.broadcast(raw, 0, self._main, async_op=True), what)
+            self._guarded(partial(self._talk.broadcast, what, raw))
             with torch.no_grad():
                 copy_back(flat, [tensor.detach() for tensor in own])
 
     def all_reduce(self, what: str, buffer: Tensor) -> Callable[[], None]:
         """Begins to sum a flat buffer over the workers, in place; returns what waits for it."""
-        work = dist.all_reduce(buffer, group=self._side, async_op=True)
-        return lambda: self._wait(work, what)
+        host = buffer if buffer.device.type == "cpu" else buffer.cpu()
+        link, work, wait = self._guarded(lambda: self._begun_sum(what, host))
+
+        def finish() -> None:
+            self._guarded(lambda: self._finish(link, work, wait))
+            if host is not buffer:
+                buffer.copy_(host)
+
+        return finish
 
     def total(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
-        self._wait(dist.all_reduce(buffer, group=self._main, async_op=True), what)
+        self._guarded(lambda: self._run(self._main, what, lambda group: group.allreduce([buffer])))
 
-    def _gather(self, mine: bytearray, words: str) -> list[bytes]:
-        """Returns every worker's bytes, of which there are as many on each."""
-        own = torch.frombuffer(mine, dtype=torch.uint8)
-        every = [torch.empty_like(own) for _ in range(self.size)]
-        self._wait(dist.all_gather(every, own, self._main, async_op=True), words)
-        return [raw.numpy().tobytes() for raw in every]
+    def _begun_sum(self, what: str, buffer: Tensor) -> tuple[Link, dist.Work, Wait]:
+        link = self._sums.get((buffer.dtype, buffer.numel())) or self._link_of_sums(what, buffer)
+        return link, *link.begin(what, lambda group: group.allreduce([buffer]))
 
-    def _wait(self, work: dist.Work, words: str) -> None:
-        waited = 0.0
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError as error:
-                waited += _SLICE.total_seconds()
-                if "timed out" in str(error).lower() and waited < self._seconds:
-                    continue
-                raise WorkerLostError(
-                    f"worker {self.rank} of {self.size} waited in {words}, and a worker is gone: "
-                    f"{str(error).splitlines()[0]}"
-                ) from error
+    def _link_of_sums(self, what: str, buffer: Tensor) -> Link:
+        """Returns the link for buffers of a size that is new. See [Note: One size, one group]."""
+        size = f"{str(buffer.dtype).removeprefix('torch.')}[{buffer.numel()}]"
+        if len(self._sums) < _MAX_SIZES:
+            link = self._link(f"sums of {size}", f"{what} of {size}")
+            self._sums[buffer.dtype, buffer.numel()] = link
+            return link
+        self._talk.exchange(what, size, b"")
+        return self._link("other sums", what)
 
-    def _told(self, words: Sequence[str]) -> str:
-        return "\n".join(f"  worker {w} of {self.size}: {at}" for w, at in enumerate(words))
+    def _link(self, name: str, what: str) -> Link:
+        return self._links.get(name, lambda: f"{what} at {self._where()}")
+
+    def _run(self, link: Link, words: str, call: Callable[[Any], dist.Work]) -> None:
+        self._finish(link, *link.begin(words, call))
+
+    def _finish(self, link: Link, work: dist.Work, wait: Wait) -> None:
+        self._watch.result(work, wait)
+        link.ended(wait)
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Makes a call; an error in it, Ctrl-C too, leaves the workers out of step for good."""
+        self._check_usable()
+        try:
+            return call()
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = error
+                is_loss = isinstance(error, WorkerLostError)
+                self._links.drop(End(is_loss, f"has given up with {in_short(error)}"))
+            raise
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Lasts as long as an outermost run; notes what it raises, for who waits for it."""
+        self._check_usable()
+        try:
+            yield
+        except Exception as error:
+            if error is not self._failure:
+                said = f"{in_short(error)} at {self._board.line_of(error)}"
+                self._board.note = f"a run there has raised {said}"
+            raise
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise StrategyError(
+                f"this strategy came to its end with {in_short(self._failure)}; end this process, "
+                "and start all workers again"
+            ) from self._failure
+        if self._links.end is not None:
+            raise StrategyError("this strategy is closed; create a new one, on all workers")
+
+    def close(self) -> None:
+        """Ends the connections; idempotent."""
+        self._links.drop(End(is_loss=False, words=f"has closed its strategy at {self._where()}"))

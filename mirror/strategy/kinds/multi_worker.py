@@ -14,7 +14,7 @@ import torch
 
 from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
-from mirror.concurrency.stack import user_line
+from mirror.concurrency.stack import line_of, user_line
 from mirror.signposts import signposted_call
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions, Guards
@@ -109,4 +109,4 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         def where() -> str:
             return user_line(sys._getframe(1))
 
-        return Workers(num_local, where, options.timeout_seconds)
+        return Workers(num_local, where, options.timeout_seconds, line_of)

@@ -1,0 +1,47 @@
+"""Meeting: how this process finds the others, through torch's default process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from time import monotonic
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from mirror.comm.workers.board import Board, LineOf
+from mirror.comm.workers.errand import TIMED_OUT, Errand
+from mirror.errors import WorkerLostError
+from mirror.torch_private import default_store
+
+_SLICE = timedelta(seconds=0.5)
+# For torch to end by itself: a thread that the interpreter's end finds in torch ends the process.
+_GRACE_SECONDS = 20.0
+_boards: list[tuple[Store, Board]] = []  # one; another one with another default group
+
+
+def met(seconds: float, line_of: LineOf) -> Board:
+    """Returns the board of all workers; makes the default process group if nobody has.
+
+    Raises:
+        WorkerLostError: somebody has not come.
+    """
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=seconds)
+        begin = Errand(lambda: dist.init_process_group("gloo", timeout=timeout))
+        deadline = monotonic() + seconds + _GRACE_SECONDS
+        while True:
+            try:
+                begin.wait(_SLICE)
+                break
+            except RuntimeError as error:
+                if TIMED_OUT in str(error) and monotonic() < deadline:
+                    continue
+                raise WorkerLostError(
+                    f"not all workers have come to the start within {seconds:g} s: "
+                    f"{str(error).splitlines()[0]}; start WORLD_SIZE processes that can reach "
+                    "MASTER_ADDR:MASTER_PORT"
+                ) from error
+    store = default_store()
+    if not _boards or _boards[0][0] is not store:
+        _boards[:] = [(store, Board(store, dist.get_rank(), dist.get_world_size(), line_of))]
+    return _boards[0][1]

@@ -1,0 +1,125 @@
+"""Position: what a worker says of where it stands; and who of those that wait waits in vain.
+
+[Note: Who waits in vain]
+Workers begin the operations of one link (a process group) in the same order, and count them. Who
+waits for operation n of a link needs everybody to have begun n there. Whoever has not either goes
+on, and may come yet; or is over, which ends the wait, by an error; or waits, for something else,
+which needs others in turn. So those that go on may come, and so may who waits for nobody but
+workers that may come, or for one that is over. Who is left waits in a circle: in vain.
+
+Counts only grow, so what was seen of workers at different moments fits together well enough for a
+suspicion; that is a finding once all have been looked at again, and stand where they stood.
+
+A worker may wait in several threads, for several strategies; one wait that may end is enough.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+
+class Wait(NamedTuple):
+    """What a worker waits for: operation ``number`` of a link."""
+
+    link: str
+    number: int
+    words: str
+
+
+class End(NamedTuple):
+    """How a strategy, or a program, has come to its end on a worker.
+
+    Attributes:
+        is_loss: whether that is because a worker was lost.
+        words: what others are told.
+    """
+
+    is_loss: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a worker stands.
+
+    Attributes:
+        beat: how often it has said so.
+        line: of the user's, where its main thread is.
+        begun: by link, how many operations it has begun.
+        waits: what it waits for, for a while already.
+        ended: by the number of the strategy, of those that are over.
+        num_open: how many strategies are not.
+        end: of the program; ``None`` while it goes on.
+        note: what else it has to say.
+    """
+
+    beat: int = 0
+    line: str = ""
+    begun: dict[str, int] = field(default_factory=dict)
+    waits: tuple[Wait, ...] = ()
+    ended: dict[str, End] = field(default_factory=dict)
+    num_open: int = 0
+    end: End | None = None
+    note: str = ""
+
+    def said(self) -> str:
+        """Returns it as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def heard(cls, text: bytes) -> Position:
+        """Returns what was said."""
+        told = json.loads(text)
+        told["waits"] = tuple(Wait(*wait) for wait in told["waits"])
+        told["ended"] = {number: End(*end) for number, end in told["ended"].items()}
+        told["end"] = told["end"] and End(*told["end"])
+        return cls(**told)
+
+    def end_of(self, link: str) -> End | None:
+        """Returns why this worker begins no more operations of a link, if it does not."""
+        return self.end or self.ended.get(link.partition("/")[0])
+
+    def lacks(self, wait: Wait) -> bool:
+        """Whether it has not begun what another one waits for."""
+        return self.begun.get(wait.link, 0) < wait.number
+
+    def where(self, strategy: str) -> str:
+        """Returns it in words, for who uses that strategy."""
+        waits = [wait.words for wait in self.waits]
+        if (end := self.end or self.ended.get(strategy)) is not None:
+            told = end.words
+        elif waits:
+            told = "waits in " + ", and in ".join(waits)
+            told += "" if self.line in told else f", at {self.line}"
+        else:
+            told = f"goes on, last seen at {self.line or 'a place it has not told'}"
+        return f"{told}; {self.note}" if self.note else told
+
+
+def ended_without(wait: Wait, positions: Sequence[Position]) -> list[tuple[int, End]]:
+    """Returns who has come to its end and has never begun what is waited for, by rank."""
+    found = []
+    for rank, position in enumerate(positions):
+        end = position.end_of(wait.link)
+        if end is not None and position.lacks(wait):
+            found.append((rank, end))
+    return found
+
+
+def waiting_in_vain(positions: Sequence[Position]) -> frozenset[tuple[int, Wait]]:
+    """Returns the waits, by rank, that never end. See [Note: Who waits in vain]."""
+    waits = {(rank, wait) for rank, position in enumerate(positions) for wait in position.waits}
+    stuck = {rank for rank, _ in waits}
+
+    def may_end(wait: Wait) -> bool:
+        if ended_without(wait, positions):
+            return True
+        late = [rank for rank, position in enumerate(positions) if position.lacks(wait)]
+        return stuck.isdisjoint(late)
+
+    while ending := {rank for rank, wait in waits if may_end(wait)} & stuck:
+        stuck -= ending
+    return frozenset((rank, wait) for rank, wait in waits if rank in stuck)

@@ -1,0 +1,101 @@
+"""Programs of workers that end: each worker a process of its own, started for one test."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path(__file__).parents[3]
+# What every worker's program begins with.
+PRELUDE = """
+import gc, os, sys, time
+import torch
+import torch.distributed as dist
+from mirror.comm.workers.workers import Workers
+from mirror.concurrency.stack import line_of, user_line
+rank = int(os.environ["RANK"])
+def made(seconds=60.0):
+    return Workers(1, lambda: user_line(sys._getframe(1)), seconds, line_of)
+def ready():
+    print("ready", flush=True)
+"""
+
+
+class Ended(NamedTuple):
+    """How a worker's process has ended; seconds: after all had been ready."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Program:
+    """Source that all workers run, each as a process."""
+
+    def __init__(self, source, size=2, *, absent=()):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._folder = tempfile.TemporaryDirectory()
+        file = Path(self._folder.name) / "train.py"
+        file.write_text(PRELUDE + source)
+        self.workers = {}
+        for rank in range(size):
+            if rank not in absent:
+                environ = {
+                    **{k: v for k, v in os.environ.items() if not k.startswith("TORCH")},
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": str(_ROOT),
+                }
+                self.workers[rank] = subprocess.Popen(
+                    [sys.executable, "-W", "error", str(file)],
+                    env=environ,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for process in self.workers.values():
+            process.kill()
+            process.communicate()
+        self._folder.cleanup()
+
+    def ready(self):
+        """Waits until every worker has said so."""
+        for process in self.workers.values():
+            while (line := process.stdout.readline()) != "ready\n":
+                assert line, process.stderr.read()
+        return time.monotonic()
+
+    def signal(self, rank, number):
+        os.kill(self.workers[rank].pid, number)
+
+    def ended(self, *ranks, within=30.0):
+        """Returns how these workers have ended, all without any."""
+        begun, found = time.monotonic(), []
+        for rank in ranks or tuple(self.workers):
+            out, err = self.workers[rank].communicate(timeout=within)
+            seconds = time.monotonic() - begun
+            found.append(Ended(self.workers[rank].returncode, out, err, seconds))
+        return found
+
+
+def run(source, size=2):
+    """Returns how all workers of a program have ended."""
+    with Program(source, size) as program:
+        program.ready()
+        return program.ended()

@@ -1,0 +1,173 @@
+"""Nobody hangs: what became of another worker is told, in seconds, and nothing aborts."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from mirror.comm.workers.board import Board, in_short
+from mirror.comm.workers.errand import Errand
+from mirror.comm.workers.positions import Wait
+from mirror.comm.workers.watch import Watch
+from mirror.errors import WorkerLostError
+from tests.comm.workers.programs import Program, run
+
+# What a worker's wait may take until it is told, but for how long a loaded machine takes.
+SOON = 10.0
+
+
+def _check(ended, kind, *words, code=1):
+    """Checks how a worker has ended: by an error with these words, and soon."""
+    assert ended.code == code, ended
+    assert ended.seconds < SOON, ended
+    message = ended.err[ended.err.rindex(f"mirror.errors.{kind}: ") :]
+    for word in words:
+        assert re.search(word, message), message
+
+
+STEPS = """
+workers = made(SECONDS)
+ready()
+while True:
+    workers.exchange("step")  # line of the loop
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_worker_is_named_and_where_it_was_last(lost):
+    with Program(STEPS.replace("SECONDS", "60.0")) as program:
+        program.ready()
+        time.sleep(1.5)
+        program.signal(lost, signal.SIGKILL)
+        (ended,) = program.ended(1 - lost)
+    _check(
+        ended,
+        "WorkerLostError",
+        f"worker {lost} of 2 is lost",
+        rf"worker {lost} of 2: .*train.py:\d+",
+        rf"worker {1 - lost} of 2: waits in step at .*train.py:\d+ in <module>",
+        "torchrun --max-restarts",
+    )
+
+
+@pytest.mark.slow
+def test_all_others_know_which_of_three_was_killed():
+    with Program(STEPS.replace("SECONDS", "60.0"), size=3) as program:
+        program.ready()
+        time.sleep(1.5)
+        program.signal(1, signal.SIGKILL)
+        for ended in program.ended(0, 2):
+            _check(ended, "WorkerLostError", "worker 1 of 3 is lost", "worker 1 of 3: .*train.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_stopped_worker_is_told_after_the_timeout(lost):
+    with Program(STEPS.replace("SECONDS", "3.0")) as program:
+        program.ready()
+        program.signal(lost, signal.SIGSTOP)
+        (ended,) = program.ended(1 - lost)
+    why = "the store, in its process, does not answer" if lost == 0 else "it has said nothing for"
+    _check(ended._replace(seconds=0.0), "WorkerLostError", f"worker {lost} of 2 is lost: {why}")
+    assert ended.seconds < 3.0 + 2 * SOON
+
+
+PARTS = """
+workers = made()
+ready()
+workers.exchange("first")
+if rank == {rank}:
+    {does}
+else:
+    workers.exchange("second")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("does", "code", "kind", "words"),
+    [
+        ("raise ValueError('my own')", 1, "DivergenceError", r"ValueError: my own at .*train.py"),
+        ("pass", 0, "DivergenceError", "has left its program"),
+        ("sys.exit(4)", 4, "DivergenceError", "has left its program"),
+        ("os._exit(3)", 3, "WorkerLostError", "worker {rank} of 2 is lost"),
+    ],
+)
+def test_who_leaves_is_told_to_who_waits(rank, does, code, kind, words):
+    found = run(PARTS.format(rank=rank, does=does))
+    assert found[rank].code == code
+    _check(found[1 - rank], kind, words.format(rank=rank), f"worker {1 - rank} of 2: waits in sec")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_wait():
+    with Program(PARTS.format(rank=0, does="time.sleep(100)")) as program:
+        program.ready()
+        time.sleep(1.0)
+        program.signal(1, signal.SIGINT)
+        (ended,) = program.ended(1)
+    assert "KeyboardInterrupt" in ended.err
+    assert ended.code == -signal.SIGINT
+    assert ended.seconds < SOON
+
+
+QUIET = """
+workers, other = made(), made()
+ready()
+workers.exchange("first")
+workers.all_reduce("sum", torch.ones(3))()
+OWN
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "own",
+    ["workers.close(); other.close()", "pass", "workers.close()", "dist.destroy_process_group()"],
+)
+def test_a_program_without_errors_ends_without_a_word(own):
+    for ended in run(QUIET.replace("OWN", own)):
+        assert (ended.code, ended.err) == (0, "")
+        assert ended.seconds < SOON
+
+
+class _Never:
+    def wait(self, timeout):
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+
+def test_an_error_of_the_store_is_the_loss_of_its_process(monkeypatch):
+    import torch.distributed as dist
+
+    class Gone(dist.HashStore):
+        def set(self, key, value):
+            raise RuntimeError("Broken pipe\nsomewhere")
+
+    monkeypatch.setattr("mirror.comm.workers.watch._REASON_SECONDS", 0.05)
+    monkeypatch.setattr("mirror.comm.workers.watch._SLICE_SECONDS", 0.01)
+    monkeypatch.setattr("mirror.comm.workers.board._another", lambda store: store)
+    monkeypatch.setattr("mirror.comm.workers.board.PrefixStore", lambda prefix, store: store)
+    board = Board(Gone(), 1, 2, lambda error: "")
+    with pytest.raises(WorkerLostError, match=r"worker 0 of 2 is lost: .*gone: Broken pipe\n"):
+        Watch(board, 30.0).result(_Never(), Wait("1/main", 1, "a step at here.py:1"))
+    board.leave()
+
+
+def test_an_errand_returns_or_raises_what_its_call_does():
+    from datetime import timedelta
+
+    assert Errand(lambda: 3).wait(timedelta(seconds=5)) == 3
+    with pytest.raises(ZeroDivisionError):
+        Errand(lambda: 1 / 0).wait(timedelta(seconds=5))
+    with pytest.raises(RuntimeError, match="timed out"):
+        Errand(lambda: time.sleep(0.2)).wait(timedelta(seconds=0.01))
+
+
+def test_an_error_is_told_in_short():
+    assert in_short(ValueError("one:\ntwo")) == "ValueError: one"
+    assert in_short(KeyError()) == "KeyError: "
