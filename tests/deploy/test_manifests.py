@@ -1,0 +1,74 @@
+"""deploy/kubernetes/: the manifests are what Kubernetes, JobSet and Kubeflow take."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+
+from tests.deploy.manifests import ROOT, documents, wrong
+
+# Whose keys are anybody's.
+FREE = ("selector", "limits", "requests", "labels", "metadata")
+LINT = "{extends: default, rules: {document-start: disable, line-length: {max: 100}}}"
+
+
+@pytest.mark.parametrize("name", documents())
+def test_a_manifest_is_valid(name):
+    assert wrong(documents()[name]) == ""
+
+
+def test_manifests_are_tidy():
+    pytest.importorskip("yamllint")
+    command = [sys.executable, "-m", "yamllint", "--strict", "-d", LINT, str(ROOT / "deploy")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def places(tree, at=()):
+    """Yields where the keys are that a schema must know."""
+    if isinstance(tree, list):
+        for i, item in enumerate(tree):
+            yield from places(item, (*at, i))
+    elif isinstance(tree, dict):
+        for key, child in tree.items():
+            yield (*at, key)
+            if key not in FREE:
+                yield from places(child, (*at, key))
+
+
+def misspelt(document, place):
+    """A copy with one key misspelt."""
+    document = copy.deepcopy(document)
+    holder = document
+    for step in place[:-1]:
+        holder = holder[step]
+    holder[place[-1] + "s"] = holder.pop(place[-1])
+    return document
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", documents())
+def test_every_misspelt_field_is_found(name):
+    document = documents()[name]
+    assert [place for place in places(document) if not wrong(misspelt(document, place))] == []
+
+
+def test_a_misspelt_field_is_found():
+    job, jobset = documents()["job Job"], documents()["jobset JobSet"]
+    for place in (("spec", "podReplacementPolicy"), ("spec", "template", "spec", "subdomain")):
+        assert f"{place[-1]}s" in wrong(misspelt(job, place))
+    assert "AssertionError" in wrong(misspelt(jobset, ("spec", "failurePolicy", "maxRestarts")))
+
+
+def test_workers_are_as_many_as_they_are_told():
+    found = documents()
+    job = found["job Job"]["spec"]
+    command = job["template"]["spec"]["containers"][0]["command"]
+    assert job["completions"] == job["parallelism"]
+    assert f"--nnodes={job['completions']}" in command
+    assert job["template"]["spec"]["subdomain"] == found["job Service"]["metadata"]["name"]
+    (replicated,) = found["jobset JobSet"]["spec"]["replicatedJobs"]
+    jobs = replicated["template"]["spec"]
+    environment = jobs["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "WORLD_SIZE", "value": str(jobs["completions"])} in environment
