@@ -96,6 +96,13 @@ class Alone:
         """
         return [Parcel([tensor.detach().cpu() for tensor in tensors], tuple(numbers))]
 
+    def tell(self, what: str, number: int) -> Callable[[], list[int]]:
+        """Begins to tell every worker a number; returns what waits for those of all.
+
+        What one worker tells is begun in the order of that of every other.
+        """
+        return lambda: [number]
+
     def broadcast(self, what: str, tensors: Sequence[Tensor]) -> None:
         """Writes worker 0's values to the tensors of all, whose shapes and dtypes are equal."""
 

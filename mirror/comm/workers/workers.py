@@ -92,6 +92,24 @@ class Workers(Alone):
         said = self.exchange(what, signature, lambda: packed(tensors, numbers))
         return list(map(unpacked, said))
 
+    def tell(self, what: str, number: int) -> Callable[[], list[int]]:
+        """Begins to tell every worker a number; returns what waits for those of all."""
+        own = torch.tensor([number], device="cpu")
+        every = [torch.empty_like(own) for _ in range(self.size)]
+
+        def begun() -> tuple[Link, dist.Work, Wait]:
+            link = self._link("numbers", what)
+            words = f"{what} at {self._where()}"
+            return link, *link.begin(words, lambda group: group.allgather([every], [own]))
+
+        link, work, wait = self._guarded(begun)
+
+        def told() -> list[int]:
+            self._guarded(lambda: self._finish(link, work, wait))
+            return [int(one) for one in every]
+
+        return told
+
     def broadcast(self, what: str, tensors: Sequence[Tensor]) -> None:
         """Writes worker 0's values to the tensors of all, whose shapes and dtypes are equal."""
         described = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]

@@ -5,7 +5,9 @@ Workers with batches of their own may have unlike numbers of them, and who has n
 with empty batches, or the others wait for it. Which is known before the pass where everybody's
 dataset tells its length; otherwise all say at each step whether they have another. That happens
 when the consumers ask, in the order of the program, and not in the threads that read ahead: these
-do not end at the same batch when a loop is left, and several passes are read side by side.
+do not end at the same batch when a loop is left, and several passes are read side by side. But who
+gets a step begins to tell whether the next one is read already, which arrives during the step;
+only if somebody did not know do all wait for each other.
 
 Where all read the same global batches they need to tell nothing; but whether they are the same is
 compared once a pass, before the first batch is used.
@@ -14,7 +16,7 @@ compared once a pass, before the first batch is used.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mirror.comm.workers.alone import Alone
@@ -38,6 +40,9 @@ class Reader(Protocol):
 
     def take(self) -> Step:
         """Returns the next step; ``StopIteration`` after the last."""
+
+    def has_next(self) -> bool | None:
+        """Whether there is another step, ``None``: nobody knows yet."""
 
     def stop(self) -> None:
         """Ends what reads ahead, and keeps what was read."""
@@ -65,6 +70,7 @@ class _Around:
         self._reader = reader
         self.steps = reader.steps
         self.start = reader.start
+        self.has_next = reader.has_next
         self.stop = reader.stop
         self.close = reader.close
 
@@ -169,6 +175,7 @@ class Agreed(_Around):
         self._workers = workers
         self._drops_remainder = drops_remainder
         self._held: Step | None = None
+        self._told: Callable[[], list[int]] | None = None
         self._empty: Step | None = None
         self._note(sample)
         own = _UNKNOWN if num_left is None else num_left
@@ -203,27 +210,44 @@ class Agreed(_Around):
         return step
 
     def _next(self) -> tuple[Step, int]:
+        told, self._told = self._told, None
+        known = told() if told is not None else [_UNKNOWN]
         try:
             own: Step | None = self._reader.take()
         except StopIteration:
             own = None
         self._note(own)
-        if self._left is None:
+        total = 0
+        if self._left is not None:
+            self._count(own)
+        elif _UNKNOWN in known:
             total = self._ask(own)
-        else:
-            total = 0
-            if self._left == 0:
-                if own is not None:
-                    raise BatchError(
-                        "a dataset must give as many batches as its len() tells; worker "
-                        f"{self._workers.rank}'s has more, which the others do not wait for"
-                    )
-                raise StopIteration
-            self._left -= 1
+        elif not any(known):
+            raise StopIteration
         if own is None:
             assert self._empty is not None
             own = self._empty.empty()
+        if self._left is None and not self._drops_remainder:
+            self._tell()
         return own, total
+
+    def _tell(self) -> None:
+        """Begins to tell whether there is another step here."""
+        has_next = self._reader.has_next()
+        known = _UNKNOWN if has_next is None else int(has_next)
+        self._told = self._workers.tell("whether a distributed dataset has another batch", known)
+
+    def _count(self, own: Step | None) -> None:
+        """Counts a step of those that are left; raises ``StopIteration`` after the last."""
+        if self._left:
+            self._left -= 1
+            return
+        if own is None:
+            raise StopIteration
+        raise BatchError(
+            "a dataset must give as many batches as its len() tells; worker "
+            f"{self._workers.rank}'s has more, which the others do not wait for"
+        )
 
     def _ask(self, own: Step | None) -> int:
         """Returns the number of examples of all workers; raises ``StopIteration`` if none has."""

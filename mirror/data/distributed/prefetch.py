@@ -37,6 +37,10 @@ class OnDemand:
         """Returns the next step."""
         return next(self.steps)
 
+    def has_next(self) -> bool | None:
+        """Whether there is another step, ``None``: nobody knows yet."""
+        return None
+
     def stop(self) -> None:
         """Nothing to do."""
 
@@ -122,6 +126,13 @@ class Prefetcher:
             raise outcome
         finally:
             del outcome  # it would hold this frame, which holds it
+
+    def has_next(self) -> bool | None:
+        """Whether there is another step, or an error in its place; ``None``: it is not read."""
+        with self._changed:
+            if self._ready:
+                return not isinstance(self._ready[0], StopIteration)
+            return False if self._is_over else None
 
     def stop(self) -> None:
         """Ends the thread, and keeps what it has read; does nothing in a forked process."""

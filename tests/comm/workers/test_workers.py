@@ -52,3 +52,14 @@ def test_who_is_at_something_else_is_named_on_all(crew, by):
     messages = crew(2).run(disagree, by)
     assert messages[0] == messages[1]
     assert "here.py:1" in messages[0]
+
+
+def told():
+    workers = _workers()
+    first = workers.tell("one", 10 + workers.rank)
+    second = workers.tell("another", -workers.rank)
+    return second(), first(), workers.exchange("something else")
+
+
+def test_numbers_are_told_beside_what_is_exchanged(crew):
+    assert crew(2).run(told) == [([0, -1], [10, 11], [b"", b""])] * 2

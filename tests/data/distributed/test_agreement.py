@@ -1,16 +1,20 @@
 """mirror/data/distributed/agreement.py: workers that read the same batches, or their own."""
 
+import itertools
 import os
 import random
+import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import mirror
-from mirror.data import TFRecordDataset, TFRecordWriter
+from mirror.data import DistributedDataset, TFRecordDataset, TFRecordWriter
 from mirror.errors import BatchError, DivergenceError, MirrorError
 from mirror.values import leaves_of
+from tests.data.pretended import Pretended
+from tests.data.reading import SECONDS
 
 EXAMPLES = TensorDataset(torch.arange(13.0))
 
@@ -196,6 +200,42 @@ def lengths(make, **options):
 def test_the_length_is_that_of_the_longest(crew):
     assert crew(2).run(lengths, Own("list", [[2, 1], [2, 2, 2]]), sharding="off") == [3, 3]
     assert crew(2).run(lengths, in_order) == [4, 4]
+
+
+def test_what_is_read_ahead_needs_no_exchange_at_its_step():
+    workers = Counted(0, (1, 1))
+    options = mirror.InputOptions(sharding="off", prefetch=2)
+    dataset = DistributedDataset(
+        iter(from_list([2] * 5, 0)), [torch.device("cpu")], options, workers=workers
+    )
+    batches = iter(dataset)
+    seen = [contents(next(batches))]
+    for num_left in (5, 4, 3, 2, 1):  # with the end
+        await_ready(batches, min(2, num_left))
+        seen += map(contents, itertools.islice(batches, 1))
+    assert len(seen) == 5
+    # At the first step, and at the second if that was not read when the first was taken.
+    assert workers.asked.count("the next batch of a distributed dataset") <= 2
+
+
+class Counted(Pretended):
+    """Notes what is exchanged."""
+
+    def __init__(self, rank, counts):
+        super().__init__(rank, counts)
+        self.asked = []
+
+    def exchange(self, what, signature=None, payload=bytes):
+        self.asked.append(what)
+        return super().exchange(what, signature, payload)
+
+
+def await_ready(batches, count):
+    reader = batches._reader._reader
+    end = time.monotonic() + SECONDS
+    while len(reader._ready) < count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 # Shards
