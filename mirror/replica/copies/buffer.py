@@ -197,7 +197,9 @@ class Buffer:
         for mine, copy in zip(self.copies, copies, strict=True):
             mine.data.copy_(copy)
         self._ran = ran
-        self._stale = self._apart = True
+        self._apart = True
+        self._stale = not self.replicas.workers.are_several  # who combine it where runs end
+        self._copy_versions = self._versions()
 
     def must_be_shared(self) -> bool:
         """Whether the replicas may have changed what the other workers are to know."""

@@ -71,6 +71,8 @@ class Manifest:
         objects: what was saved, by the names that the user gave.
         random: the random generators, a skeleton.
         apart: buffers that replicas keep apart, by the names of modules, a skeleton.
+        others: of several workers, what those but the first have of their own, if they have:
+            objects' states by name, ``random`` and ``apart``, skeletons.
     """
 
     step: int | None
@@ -81,6 +83,7 @@ class Manifest:
     objects: dict[str, Saved]
     random: Any
     apart: Any
+    others: list[dict[str, Any]] = field(default_factory=list)
     sizes: dict[str, int] = field(init=False, default_factory=dict)  # in elements, of the stored
 
     def __post_init__(self) -> None:
@@ -112,6 +115,8 @@ class Manifest:
             "random": self.random,
             "apart": self.apart,
         }
+        if self.others:
+            body["workers"] = self.others
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         content = _BEGIN + _digest(text) + _MIDDLE + text + _END
         if len(content) > MAX_BYTES:
@@ -163,6 +168,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         {name: _saved(**saved) for name, saved in body["objects"].items()},
         body["random"],
         body["apart"],
+        [_others(other, body["objects"]) for other in body.get("workers", ())],
     )
     if len(found.sizes) != len(found.stored) or found.sizes.keys() & found.views.keys():
         raise Malformed("a name is given to two tensors")
@@ -186,6 +192,12 @@ def _saved(kind: object, type: object, state: Any) -> Saved:  # noqa: A002
     if not isinstance(kind, str) or not isinstance(type, str):
         raise Malformed("an object has no kind")
     return Saved(kind, type, state)
+
+
+def _others(other: Any, objects: Any) -> dict[str, Any]:
+    if other.keys() != {"objects", "random", "apart"} or other["objects"].keys() - objects.keys():
+        raise Malformed("a worker has other objects than the first one")
+    return dict(other)
 
 
 def _sizes(value: object) -> tuple[int, ...]:

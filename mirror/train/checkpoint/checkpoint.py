@@ -15,9 +15,10 @@ from mirror.concurrency.stack import add_note
 from mirror.errors import CheckpointError, StrategyError
 from mirror.execution.current import replica_around
 from mirror.replica.copies.apart import put_copies_apart
-from mirror.train.checkpoint.contents import Contents, read_contents, write_contents
+from mirror.train.checkpoint.contents import Contents, write_contents
 from mirror.train.checkpoint.entries import VALUE, check, give, give_value, kind_of
 from mirror.train.checkpoint.host_copies import HostCopies
+from mirror.train.checkpoint.over_workers import fellows_of
 from mirror.train.checkpoint.packed import Packed, copied, on_host, pack
 from mirror.train.checkpoint.random_state import give_global
 from mirror.uncopied import Uncopied
@@ -42,6 +43,9 @@ class Checkpoint(Uncopied):
 
     A save is atomic: a process killed at any moment leaves the checkpoint that was there, or the
     new one. No pickle is read or written. docs/checkpoints.md has the format.
+
+    Of several workers all save and restore, at one place of the program: the chief writes, and
+    they return once that is done. See [Note: Checkpoints of workers].
 
     Attributes:
         objects: what is saved, by name. Plain values are saved as they are then: change
@@ -96,16 +100,20 @@ class Checkpoint(Uncopied):
         _refuse_in_run("save")
         found = Path(os.path.abspath(path))
         with self._lock, torch.inference_mode(False):
-            self.wait()
-            packed = pack(self.objects)
-            if wait:
-                whole = packed.with_tensors(on_host(packed.stored))
-                write(lambda: write_contents(found, whole, step))
-                return
-            copies = packed.with_tensors(self._copies.copy(packed.stored))
-            self._in_flight = _Writing(
-                found, lambda: write(lambda: write_contents(found, copies, step))
-            )
+            fellows = fellows_of(self.objects)
+            packed = fellows.packed("Checkpoint.save", self.objects, self.wait)
+
+            def save() -> None:
+                if wait:
+                    whole = packed.with_tensors(on_host(packed.stored))
+                    write(lambda: write_contents(found, whole, step))
+                    return
+                copies = packed.with_tensors(self._copies.copy(packed.stored))
+                self._in_flight = _Writing(
+                    found, lambda: write(lambda: write_contents(found, copies, step))
+                )
+
+            fellows.done("Checkpoint.save", save)
 
     def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Restores everything from a checkpoint, and the random generators.
@@ -123,8 +131,9 @@ class Checkpoint(Uncopied):
             StrategyError: called inside ``run``.
         """
         _refuse_in_run("restore")
-        self.wait()
-        return self.restore_contents(read_contents(path))
+        fellows = fellows_of(self.objects)
+        fellows.done("Checkpoint.restore", self.wait)
+        return self.restore_contents(fellows.read(path))
 
     def wait(self) -> None:
         """Waits for the save that goes on beside, if one does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import time
@@ -41,6 +42,11 @@ class Contents:
     random: Any
     apart: Any
 
+    @property
+    def digest(self) -> bytes:
+        """A hash of what was read, whoever reads it."""
+        return hashlib.blake2b(self.manifest.to_bytes(), digest_size=16).digest()
+
 
 def write_contents(path: Path, packed: Packed, step: int | None) -> None:
     """Writes a checkpoint of tensors that are contiguous on the host, atomically.
@@ -60,6 +66,7 @@ def write_contents(path: Path, packed: Packed, step: int | None) -> None:
             packed.objects,
             packed.random,
             packed.apart,
+            packed.others,
         )
         return manifest.to_bytes()
 
@@ -71,8 +78,11 @@ def write_contents(path: Path, packed: Packed, step: int | None) -> None:
         ) from error
 
 
-def read_contents(path: str | os.PathLike[str]) -> Contents:
+def read_contents(path: str | os.PathLike[str], rank: int = 0, size: int = 1) -> Contents:
     """Reads a checkpoint, and verifies it.
+
+    Args:
+        rank, size: of several workers, which one is to restore it.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -80,7 +90,10 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     found = Path(path)
     with torch.inference_mode(False):
         manifest, tensors = reading(found, lambda m: read_tensors(found / m.data_name, m.stored))
-        packed = Packed(manifest.objects, manifest.random, manifest.apart, tensors, manifest.views)
+        packed = Packed(
+            *(manifest.objects, manifest.random, manifest.apart, tensors, manifest.views),
+            manifest.others,
+        ).of_worker(rank, size)
         states, random, apart = packed.states(), packed.random_state(), packed.kept_apart()
     return Contents(found, manifest, packed, states, random, apart)
 

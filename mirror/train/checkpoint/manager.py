@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import os
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
 
+from mirror.concurrency.stack import warn_user
 from mirror.errors import CheckpointError, in_words
 from mirror.train.archive.durable import (
     has_manifest,
@@ -21,7 +21,8 @@ from mirror.train.archive.durable import (
     remove_leftovers,
 )
 from mirror.train.checkpoint.checkpoint import Checkpoint
-from mirror.train.checkpoint.contents import read_contents
+from mirror.train.checkpoint.contents import Contents, read_contents
+from mirror.train.checkpoint.over_workers import fellows_of
 from mirror.uncopied import Uncopied
 
 _PREFIX = "step-"
@@ -173,7 +174,26 @@ class CheckpointManager(Uncopied):
         Raises:
             CheckpointError: all are damaged; or the newest is whole, and of other objects.
         """
-        self.wait()
+        fellows = fellows_of(self.checkpoint.objects)
+        read: list[Contents] = []
+
+        def newest() -> str:
+            self.wait()
+            found = self._newest()
+            read.extend(found[:1])
+            return found[0].path.name if found else ""
+
+        name = fellows.choose("CheckpointManager.restore_latest()", newest)
+        if not name:
+            return None
+        step = int(name.removeprefix(_PREFIX))
+        known = read[0] if read else None
+        self.checkpoint.restore_contents(fellows.read(self.directory / name, known))
+        self.progress = Progress(done=step, saved=step)
+        return step
+
+    def _newest(self) -> list[Contents]:
+        """Returns the newest checkpoint that is whole; none without any."""
         damaged: list[str] = []
         for step in reversed(self.steps):
             try:
@@ -182,16 +202,14 @@ class CheckpointManager(Uncopied):
                 damaged.append(str(error))
                 continue
             for text in damaged:
-                warnings.warn(f"step {int(step)} is restored: {text}", UserWarning, stacklevel=2)
-            self.checkpoint.restore_contents(contents)
-            self.progress = Progress(done=int(step), saved=int(step))
-            return int(step)
+                warn_user(f"step {int(step)} is restored: {text}")
+            return [contents]
         if damaged:
             raise CheckpointError(
                 f"no checkpoint in {self.directory} is whole; {'; '.join(damaged)}; remove them "
                 "to begin anew"
             )
-        return None
+        return []
 
     def wait(self) -> None:
         """Waits for the save that goes on beside; see ``Checkpoint.wait``."""

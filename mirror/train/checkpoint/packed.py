@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mirror.errors import CheckpointError
+from mirror.replica.bits import bytes_of
 from mirror.replica.copies.apart import copies_apart
 from mirror.train.archive.manifest import Saved
 from mirror.train.archive.sharing import Tensors, View
 from mirror.train.archive.skeleton import encode
 from mirror.train.archive.skeleton_reader import Malformed, decode
-from mirror.train.checkpoint.entries import VALUE, keeps_device, kind_of, state_of
+from mirror.train.checkpoint.entries import GENERATOR, VALUE, keeps_device, kind_of, state_of
 from mirror.train.checkpoint.random_state import take_global
 
 
@@ -29,6 +32,8 @@ class Packed:
         apart: what replicas keep apart in the buffers of modules, by their names, a skeleton.
         stored: the tensors, which may be the objects' own.
         views: of these.
+        others: what workers but the first have of their own, by rank: objects' states by name,
+            ``random``, ``apart``; none where that is the same on all.
     """
 
     objects: dict[str, Saved]
@@ -36,6 +41,25 @@ class Packed:
     apart: Any
     stored: dict[str, Tensor]
     views: dict[str, View]
+    others: list[dict[str, Any]] = field(default_factory=list)
+
+    def with_others(self, own: Own) -> Packed:
+        """Returns the same with what other workers have of their own."""
+        if own.stored.keys() & (self.stored.keys() | self.views.keys()):
+            raise CheckpointError("no name of a checkpoint's objects may begin with 'worker 1/'")
+        stored = self.stored | own.stored
+        return replace(self, stored=stored, views=self.views | own.views, others=own.states)
+
+    def of_worker(self, rank: int, size: int) -> Packed:
+        """Returns what one of so many workers is to restore."""
+        if not rank or len(self.others) != size - 1:
+            return self
+        own = self.others[rank - 1]
+        mine = {
+            name: replace(self.objects[name], state=own["objects"][name])
+            for name in own["objects"]
+        }
+        return replace(self, objects=self.objects | mine, random=own["random"], apart=own["apart"])
 
     def with_tensors(self, stored: dict[str, Tensor]) -> Packed:
         """Returns the same with copies of the tensors."""
@@ -74,6 +98,69 @@ class Packed:
             ) from error
 
 
+@dataclass(frozen=True)
+class Own:
+    """What workers have of their own.
+
+    Attributes:
+        states: of each worker: objects' states by name, ``random``, ``apart``.
+        stored, views: as Packed has them.
+    """
+
+    states: list[dict[str, Any]]
+    stored: dict[str, Tensor]
+    views: dict[str, View]
+
+    @classmethod
+    def joined(cls, every: Sequence[Own]) -> Own:
+        """Returns what several workers have, whose tensors have names of their own."""
+        states = [state for own in every for state in own.states]
+        stored = {name: tensor for own in every for name, tensor in own.stored.items()}
+        return cls(states, stored, {name: v for own in every for name, v in own.views.items()})
+
+    def as_tensors(self) -> list[Tensor]:
+        """Returns it as tensors alone."""
+        views = {name: [v.of, v.shape, v.strides, v.offset] for name, v in self.views.items()}
+        text = json.dumps([self.states, list(self.stored), views]).encode()
+        return [torch.frombuffer(bytearray(text), dtype=torch.uint8), *self.stored.values()]
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor]) -> Own:
+        """Returns what ``as_tensors`` returned."""
+        states, names, views = json.loads(tensors[0].numpy().tobytes())
+        found = {n: View(of, tuple(a), tuple(b), at) for n, (of, a, b, at) in views.items()}
+        return cls(states, dict(zip(names, tensors[1:], strict=True)), found)
+
+    def digest(self) -> bytes:
+        """Returns a hash of all of it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in self.as_tensors():
+            for raw in bytes_of(tensor):
+                digest.update(raw)
+        return digest.digest()
+
+
+def pack_own(objects: Mapping[str, Any], prefix: str) -> Own:
+    """Takes what this worker may have of its own: it differs between workers that train alike.
+
+    Args:
+        prefix: what the names of tensors begin with.
+
+    Raises:
+        CheckpointError: something cannot be written; names it.
+    """
+    tensors = Tensors()
+    states: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, obj in objects.items():
+            kind = kind_of(name, obj)
+            if kind == GENERATOR:
+                states[name] = encode(state_of(name, kind, obj), prefix + name, tensors.put)
+        random, apart = _of_process(objects, prefix, tensors)
+    stored, views = tensors.parted()
+    return Own([{"objects": states, "random": random, "apart": apart}], stored, views)
+
+
 def pack(objects: Mapping[str, Any], *, values: bool = True) -> Packed:
     """Takes the states of objects, without copying tensors.
 
@@ -91,11 +178,17 @@ def pack(objects: Mapping[str, Any], *, values: bool = True) -> Packed:
             if kind != VALUE or values:
                 state = encode(state_of(name, kind, obj), name, tensors.put)
                 packed[name] = Saved(kind, type(obj).__name__, state)
-        random = encode(take_global(), "random generators", tensors.put)
-        modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
-        found = {name: copies_apart(module) for name, module in modules.items()}
-        apart = encode({n: f for n, f in found.items() if f}, "replicas", tensors.put)
+        random, apart = _of_process(objects, "", tensors)
     return Packed(packed, random, apart, *tensors.parted())
+
+
+def _of_process(objects: Mapping[str, Any], prefix: str, tensors: Tensors) -> tuple[Any, Any]:
+    """Returns the random generators, and what replicas keep apart."""
+    random = encode(take_global(), f"{prefix}random generators", tensors.put)
+    modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
+    found = {name: copies_apart(module) for name, module in modules.items()}
+    apart = {name: one for name, one in found.items() if one}
+    return random, encode(apart, f"{prefix}replicas", tensors.put)
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

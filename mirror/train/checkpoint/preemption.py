@@ -13,6 +13,9 @@ thing that happens is that it asks for another batch. So
     anything else, and a dataset that is iterated over    the next batch is asked for, or the
                                                           pass ends, or the handler is closed
     anything else, and none                               the step ends
+
+One of several workers may be asked alone. So with every step they tell each other, and all save
+at the same one, and exit.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from mirror.errors import CheckpointError, StrategyError, in_words
 from mirror.execution.step_ends import step_ends
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
 from mirror.train.checkpoint.manager import CheckpointManager
+from mirror.train.checkpoint.over_workers import fellows_of
 from mirror.uncopied import Uncopied
 
 _open: list[PreemptionCheckpointHandler] = []
@@ -95,6 +99,8 @@ class PreemptionCheckpointHandler(Uncopied):
         self._datasets: list[DistributedDataset] = []
         self._is_simple = True
         self._has_stepped = False  # since the last batch, where that is counted
+        self._fellows = fellows_of(manager.checkpoint.objects)
+        self._all_leave = False  # several workers have agreed to
         self._process = os.getpid()
         for number in self._signals:
             _listen(number)
@@ -126,6 +132,7 @@ class PreemptionCheckpointHandler(Uncopied):
             if kind is None and self in _open:
                 if self._has_stepped:
                     self._count()
+                self._agree()
                 _leave_if_due()
         finally:
             self.close()
@@ -142,6 +149,16 @@ class PreemptionCheckpointHandler(Uncopied):
         self._manager.progress.step()
         if self._watcher is not None and not self.is_due and self._watcher():
             self.is_due = True
+        self._agree()
+
+    def _agree(self) -> None:
+        """Asks all workers, where there are several, whether one is to be left."""
+        if self._fellows.are_several:
+            self._all_leave = self._fellows.agree("the end of a step", self.is_due)
+
+    @property
+    def _leaves(self) -> bool:
+        return self._all_leave if self._fellows.are_several else self.is_due
 
     def _asked(self) -> None:
         """The loop asks for a batch: all that it does in a step is done."""
@@ -157,6 +174,8 @@ class PreemptionCheckpointHandler(Uncopied):
 
     def _look_for_datasets(self) -> None:
         objects = self._manager.checkpoint.objects
+        if self._fellows.size == 1:  # their strategy may have been made since
+            self._fellows = fellows_of(objects)
         known = [id(obj) for obj in objects.values()]
         if known == self._known:
             return
@@ -181,7 +200,7 @@ def _step_ended() -> None:
 
 def _leave_if_due() -> None:
     """Saves and exits, once all handlers that are asked to have seen the end of the step."""
-    due = [handler for handler in _open if handler.is_due]
+    due = [handler for handler in _open if handler._leaves]
     if not due or any(handler._has_stepped for handler in due):
         return
     for handler in due:
