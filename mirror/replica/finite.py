@@ -43,14 +43,15 @@ class Finite:
         return all(map(_are_finite, columns))
 
     def refuse(
-        self, columns: Sequence[Sequence[Tensor | None]], variables: Sequence[Named]
+        self, columns: Sequence[Sequence[Tensor | None]], variables: Sequence[Named | None]
     ) -> None:
         """Raises GradientError for the first of the variables' gradients that is not."""
         for column, name in zip(columns, self._names, strict=True):
             if not _are_finite(column):
                 for grad, variable in zip(column, variables, strict=True):
-                    if grad is not None and not _are_finite([grad]):
+                    if variable is not None and not _are_finite([grad]):
                         path = path_of(variable.owner(), variable.name)
+                        assert grad is not None
                         raise _not_finite(grad, f"{path!r} on {name}")
 
 

@@ -29,6 +29,7 @@ from mirror.replica.copies.registry import Registry
 from mirror.replica.copies.variables import Variables
 from mirror.replica.finite import Finite, stop_watching, watch_only_replica
 from mirror.replica.gradients.access import Access
+from mirror.replica.gradients.agreed.agreed_gradients import AgreedGradients
 from mirror.replica.gradients.gradients import Gradients
 from mirror.replica.gradients.passes import watch_passes
 from mirror.replica.gradients.plain import PlainVariables
@@ -87,6 +88,8 @@ class Group:
         reducer = Reducer(replicas, options.bytes_per_pack, options.wire_dtype)
         finite = Finite(replicas.names) if guards.finite_gradients else None
         gradients = Gradients(replicas, runner, reducer, finite)
+        if replicas.workers.are_several:
+            gradients = AgreedGradients(replicas, runner, reducer, finite, registry)
         access = Access(replicas, runner, gradients)
         variables, buffers = Variables(replicas, registry, access), Buffers(replicas, registry)
         attributes = Attributes(runner)

@@ -38,7 +38,7 @@ class Reducer:
         self, replicas: Replicas, bytes_per_pack: int, wire_dtype: torch.dtype | None
     ) -> None:
         self._replicas = replicas
-        self._wire_dtype = wire_dtype
+        self.wire_dtype = wire_dtype
         self.bytes_per_pack = bytes_per_pack
 
     def move(self, columns: Sequence[list[Tensor]], streams: ReplicasStreams | None) -> Moved:
@@ -50,7 +50,7 @@ class Reducer:
         Args:
             streams: of GPUs, those on which replicas may use what is made here.
         """
-        if self._wire_dtype is not None or not self._replicas.communicator.packs:
+        if self.wire_dtype is not None or not self._replicas.communicator.packs:
             return Moved(columns, [], range(len(columns[0])))
         before = [list(column) for column in columns]
         # What is made in inference mode, where somebody may look first, could not be changed.
@@ -71,5 +71,5 @@ class Reducer:
             for mine, column in zip(buffers, columns, strict=True):
                 lists.append([*mine, *[column[i] for i in staying]])
         self._replicas.communicator.all_reduce_checked(
-            lists, "sum", scale, bytes_per_pack, self._wire_dtype
+            lists, "sum", scale, bytes_per_pack, self.wire_dtype
         )

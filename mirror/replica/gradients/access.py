@@ -200,6 +200,7 @@ class Access:
 
     def watch(self, copy: ReplicaParameter) -> None:
         """Has the arrival of local gradients noted, once the copy requires any."""
+        self.unreduced.watch.changes += 1
         if not copy.requires_grad:
             return
         self.unreduced.watch.add(copy)

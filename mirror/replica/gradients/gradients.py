@@ -21,14 +21,15 @@ A backward pass inside ``run`` starts from each replica's own loss, the mean ove
 examples; its gradient counts with ``weight / sum of weights`` ("mean", one device on the whole
 batch) or 1 ("sum"). A backward pass in the cross-replica context starts from the loss of the
 whole batch, so its local gradients are plain summands. Under ``no_sync`` the shares of a run are
-applied when it ends, and the summands are kept in ``deferred`` until the next reduction.
+applied when it ends, and the summands are kept in ``deferred`` until the next reduction. Among
+several workers: [Note: Shares of workers] in ``agreed/weights.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from torch import Tensor
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.part import Part
-from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.replicas import Replica, Replicas, Together
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
@@ -96,7 +97,7 @@ class Gradients:
             finite,
         )
         self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
-        self._may_be_silent = replicas.num_replicas > 1 and watch_passes_of(self.watch)
+        self._may_be_silent = replicas.mirrors and watch_passes_of(self.watch)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
 
     def part(self) -> Part:
@@ -114,7 +115,7 @@ class Gradients:
 
     def _finish(self, run: Run) -> None:
         if self._shown or self.have_arrived():
-            self.finish(run.shares)
+            self.finish(partial(self.shares_in, run))
 
     def awaited(self, replica_id: int) -> bool:
         """Whether a replica that looks at a gradient must wait for a reduction first."""
@@ -138,7 +139,7 @@ class Gradients:
         run = replica.run
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
-            self.settle(run.shares())
+            self.settle(self.shares_in(run))
             return payloads
 
         point = MergePoint("the first look at the gradients", (), None, action)
@@ -150,7 +151,7 @@ class Gradients:
             return
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
-            self.finish(replica.run.shares)
+            self.finish(partial(self.shares_in, replica.run))
             return payloads
 
         point = MergePoint("a new weight after a backward pass", (), None, action)
@@ -173,7 +174,11 @@ class Gradients:
         finally:
             self.deferring = outer
 
-    def equal_shares(self) -> dict[int, float]:
+    def shares_in(self, run: Together) -> Mapping[int, float]:
+        """Returns the shares of backward passes inside a run."""
+        return run.shares()
+
+    def equal_shares(self) -> Mapping[int, float]:
         """Returns the shares of backward passes in the cross-replica context."""
         return dict.fromkeys(range(len(self.pending)), 1.0)
 

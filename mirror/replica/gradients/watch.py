@@ -51,6 +51,7 @@ class Watch:
         unsettled: per replica, the backward passes that go on and the buckets that have some of
             its gradients on their way: while there are any, ``pending`` does not tell all.
         may_have_arrived: whether a pass outside ``run`` has to be looked after.
+        changes: how often a copy has come, or has come or ceased to require a gradient.
         streams: of GPUs, those on which passes have brought what is not reduced.
         lock: held while ``pending`` loses or changes entries that others may want, too.
     """
@@ -61,6 +62,7 @@ class Watch:
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
         self._passes: tuple[list[Pass], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
+        self.changes = 0
         self.streams = None if replicas.are_simulated else ReplicasStreams(replicas.devices)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self._silent_order: Arrivals | None = None  # in which the last ones came that lost hooks

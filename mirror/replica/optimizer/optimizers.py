@@ -93,7 +93,8 @@ class Optimizers:
         if run is None:
             self._gradients.unreduced.flush()
         else:
-            self._gradients.unreduced.settle(run.shares())
+            gradients = self._gradients.unreduced
+            gradients.settle(gradients.shares_in(run))
 
     def clear(self, parameters: Parameters) -> bool:
         """Drops the gradients of all these, if none is pending; returns whether it did."""

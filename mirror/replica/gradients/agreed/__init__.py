@@ -1,0 +1,1 @@
+"""Gradients of several workers: agreed buckets, whose tails say what each worker has brought."""

@@ -1,0 +1,275 @@
+"""AgreedGradients: gradients of replicas of several workers, reduced in agreed buckets.
+
+A class of its own, so that the gradients of one process are as they were. What is agreed, and
+when buckets travel: [Note: Agreed buckets] in ``sequence.py``; what a pass counts for: [Note:
+Shares of workers] in ``weights.py``.
+
+Local replicas are summed first, on their own devices; the first one's sums travel, in one buffer
+per bucket, and come back to all. There is no thread beside: torch.distributed's sums are
+asynchronous, so the hook that completes a bucket launches it, and whoever looks waits.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from mirror.compiler import opaque
+from mirror.execution.current import current, replica_of
+from mirror.execution.replicas import Replicas, Together
+from mirror.execution.runner import Runner
+from mirror.replica.collectives.reducer import Reducer
+from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.variable import ReplicaParameter, Variable
+from mirror.replica.copies.variables import variable_of
+from mirror.replica.finite import Finite
+from mirror.replica.gradients.agreed.bucket import Bucket
+from mirror.replica.gradients.agreed.flights import Flights
+from mirror.replica.gradients.agreed.reduction import Reduction
+from mirror.replica.gradients.agreed.sequence import BucketSequence, agree
+from mirror.replica.gradients.agreed.summands import refuse_graphs
+from mirror.replica.gradients.agreed.unfit import Unfit
+from mirror.replica.gradients.agreed.weights import KeptBack, Weights
+from mirror.replica.gradients.arrivals import (
+    Arrivals,
+    are_usual,
+    local_grad,
+    set_local_grad,
+    take,
+    weigh,
+)
+from mirror.replica.gradients.gradients import Gradients
+from mirror.timeline import CROSS, REDUCTION
+
+
+class AgreedGradients(Gradients):
+    """The gradients of this worker's replicas that are not reduced yet.
+
+    Args:
+        registry: knows all parameters of the strategy, in the order in which they came.
+        As ``Gradients``.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        reducer: Reducer,
+        finite: Finite | None,
+        registry: Registry,
+    ) -> None:
+        super().__init__(replicas, runner, reducer, finite)
+        self._workers, self._registry = replicas.workers, registry
+        self.deferred = self._kept_back = KeptBack()
+        self._flights = Flights(self._workers)
+        self._sequence: BucketSequence | None = None
+        self._launching_hooks: list[Any] = []
+        self._unfit = Unfit(self._workers, finite)
+        self._reduction = Reduction(
+            replicas, runner, reducer, self.watch, self._kept_back, self._flights, self._unfit
+        )
+        self._dropped = self._reduction.dropped
+
+    # What passes count for
+
+    def shares_in(self, run: Together) -> Weights:
+        """Returns what backward passes inside a run count for."""
+        weights = run.weights()
+        if not self._replicas.weighted:
+            return Weights(dict.fromkeys(weights, 1.0), None)
+        return Weights(weights, float(sum(weights.values())))
+
+    def equal_shares(self) -> Weights:
+        """Returns what backward passes in the cross-replica context count for."""
+        if not self._replicas.weighted:
+            return Weights(super().equal_shares(), None)
+        weight = self._workers.weight
+        return Weights(dict.fromkeys(range(len(self.pending)), weight), weight)
+
+    # What has arrived
+
+    def has_arrived(self, replica_id: int) -> bool:
+        """Whether backward passes have brought a replica what is not reduced."""
+        if self.unsettled[replica_id]:
+            self.watch.look_here(replica_id)
+        return bool(self.pending[replica_id] or self._flights)
+
+    def have_arrived(self) -> bool:
+        """Whether backward passes have brought any replica what is not reduced."""
+        if not (self.watch.may_have_arrived or any(self._noted)):
+            return False
+        self.watch.look()
+        return any(self.pending) or bool(self._flights)
+
+    def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
+        """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced.
+
+        Some workers may have launched its bucket and some not: all reduce what there is now.
+        """
+        self.watch.look()
+        if self.deferring or self.deferred:
+            self.deferred.drop(variable, replicas)
+            return
+        if self._sequence is None or len(self._sequence.buckets) == 1:
+            return  # nothing is launched before somebody looks
+        replica = replica_of(self._replicas)
+        if replica is not None and self.has_arrived(replica.replica_id):
+            self._dropped.update((variable, r) for r in replicas)
+            self.observe(replica)
+        elif replica is None and self.have_arrived():
+            self._dropped.update((variable, r) for r in replicas)
+            self.flush()
+
+    def forget(self, variable: Variable) -> None:
+        """Drops what is pending of a variable that is gone."""
+        super().forget(variable)
+        if self._sequence is not None:
+            self._sequence.forget(variable)
+
+    def discard(self) -> None:
+        """Drops what is not reduced; the other workers hear of it if they wait for it."""
+        self.watch.drop_interrupted()
+        self.watch.find()
+        was_there = bool(self._flights) or any(self.pending)
+        for copies in self.pending:
+            for copy in copies:
+                set_local_grad(copy, None)
+        self.watch.clear()
+        self.watch.forget_streams()
+        for unsettled in self.unsettled:
+            unsettled.clear()
+        self._dropped.clear()
+        if was_there and self._sequence is not None and not (self.deferring or self.deferred):
+            self._flights.abandon(self._sequence)
+
+    # Launching beside a pass
+
+    @opaque
+    def _arrived(self, sequence: BucketSequence, index: int, copy: ReplicaParameter) -> None:
+        """Launches a bucket if it is complete and its turn has come."""
+        with self.watch.lock:
+            if sequence is self._sequence and index == len(self._flights) and self._may_launch():
+                with torch.inference_mode(False), torch.no_grad():
+                    self._launch_beside(sequence.buckets[index])
+
+    def _may_launch(self) -> bool:
+        assert self._sequence is not None
+        if self.deferring or self.deferred or self._dropped:
+            return False
+        if self._sequence.changes != self.watch.changes:
+            return False
+        if self.watch.streams is not None and len(self.pending) > 1:
+            return False
+        running = self._runner.running
+        is_alone = running is None or running.lockstep.takes_turns
+        return is_alone or not self.watch.may_be_in_second_pass()
+
+    def _launch_beside(self, bucket: Bucket) -> None:
+        weights = self._weights_here()
+        if weights is None or len(weights) < len(self.pending) or not all(weights.values()):
+            return
+        grads = [list(map(local_grad, mine)) for mine in bucket.copies]
+        if not all(map(are_usual, grads)):
+            return
+        if self._unfit.are(grads):
+            return
+        del grads  # who else holds them is about to be counted
+        self.watch.strike(bucket.copies)
+        if not self._flights:
+            for unsettled in self.unsettled:
+                unsettled.append(self._flights)
+        columns = take(bucket.copies)
+        self._reduction.launch(bucket, columns, self._reduction.estimated(weights), weights)
+
+    def _weights_here(self) -> Weights | None:
+        """Returns what a pass that goes on counts for; ``None`` where that is not sure."""
+        replica, running = current.replica, self._runner.running
+        if replica is None:
+            return self.equal_shares() if running is None else None
+        if replica.replicas is not self._replicas or running is None:
+            return None
+        return self.shares_in(running)
+
+    # Reducing
+
+    def reduce(self, shares: Mapping[int, float]) -> None:
+        """Sums all workers' gradients into every replica's ``.grad``.
+
+        Raises:
+            DivergenceError: a worker is at another reduction, or has failed.
+            GradientError: gradients of some worker are not finite, and that is looked for.
+            StrategyError: they carry a graph.
+        """
+        assert isinstance(shares, Weights)
+        self._replicas.timeline.begin(CROSS, REDUCTION, "gradients of all workers")
+        with torch.inference_mode(False), torch.no_grad():
+            self._learn()
+            if self._sequence is not None:  # also before another is agreed on: some may be at it
+                self._reduction.make(self._sequence, shares)
+            if not self._fits():
+                self._reduction.make(self._agree(shares.total or 0.0), shares)
+        self._kept_back.let_go()
+        self._dropped.clear()
+        self.watch.forget_streams()
+        self._replicas.timeline.end(CROSS, REDUCTION)
+
+    def _learn(self) -> Arrivals:
+        """Notes in which order gradients have come, and does without hooks if as before."""
+        launched = self._flights.copies(len(self.pending))
+        arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
+        if self._arrivals is None or not self._arrivals.are(arrived):
+            self._arrivals = Arrivals(arrived)
+        elif self._may_be_silent and self._arrivals.is_regular:
+            self.watch.silence(self._arrivals)
+        return self._arrivals
+
+    def _fits(self) -> bool:
+        """Whether there is a sequence of all that is trained now."""
+        sequence, changes = self._sequence, self.watch.changes
+        if sequence is None:
+            return False
+        if sequence.changes == changes:
+            return True
+        return sequence.fits(self._trained(), changes)
+
+    def _trained(self) -> list[Variable]:
+        variables = map(variable_of, self._registry.parameters())
+        return [v for v in variables if v is not None and v.targets[0].requires_grad]
+
+    def _agree(self, weight: float) -> BucketSequence:
+        """Agrees with the other workers on another sequence."""
+        assert self._arrivals is not None
+        arrived = self._arrivals.variables
+        changes = self.watch.changes
+        gc.collect()  # what is gone on some workers only
+        variables, sparse = agree(self._workers, self._trained(), arrived, weight)
+        for hook in self._launching_hooks:
+            hook.remove()
+        self._sequence = sequence = BucketSequence(
+            variables, sparse, changes, self._reducer, self._replicas.devices
+        )
+        self._launching_hooks = [
+            mine[-1].watch(partial(self._arrived, sequence, index))
+            for index, bucket in enumerate(sequence.buckets[:-1])  # nothing hides the last one
+            for mine in bucket.copies
+        ]
+        return sequence
+
+    def _defer(self, shares: Mapping[int, float]) -> None:
+        assert isinstance(shares, Weights)
+        with torch.inference_mode(False), torch.no_grad():
+            arrivals = self._learn()
+            columns = take(arrivals.copies)
+            refuse_graphs(columns)
+            self.watch.clear()
+            self._unfit.look(arrivals.variables, columns, shares)
+            if self._unfit.is_looked_for:
+                self._unfit.meet()
+            weigh(columns, self._reduction.exact(shares))
+            self.deferred.add(arrivals.variables, columns)
+        self._kept_back.has_passes = True
+        self.watch.forget_streams()

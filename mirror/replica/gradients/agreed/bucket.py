@@ -1,0 +1,156 @@
+"""Bucket: variables whose gradients travel between workers in one buffer, and how they lie there.
+
+On all workers alike: a gradient travels in the order in memory of its variable, whatever its own.
+There it stays, as [Note: Gradients in flat buffers] has it: ``p.grad`` is a view of the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from mirror.comm.packing import ALIGNMENT_BYTES, lie_alike
+from mirror.replica.copies.variable import ReplicaParameter, Variable
+from mirror.replica.gradients.agreed.tail import COUNTS
+
+_EXACT = (torch.float32, torch.float64)  # a weight may stand in a tail of these
+
+
+class Bucket:
+    """Some of the variables of all workers' sequence.
+
+    Args:
+        wire_dtype: what travels, if not the gradients' own dtype.
+        devices: the replicas'.
+
+    Attributes:
+        variables: in order; ``None`` for one that is gone.
+        copies, targets: of each, per replica.
+        wire: the dtype that travels.
+        all_count: the flags of a worker that has all gradients.
+        ends_exactly: whether a weight can stand in its tail.
+        num_elements: of the buffer, without the tail.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        wire_dtype: torch.dtype | None,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self.variables: list[Variable | None] = list(variables)
+        targets = [variable.targets[0] for variable in variables]
+        replicas, device = range(len(devices)), devices[0]
+        self.copies: list[list[ReplicaParameter]] = [
+            [v.copies[r] for v in variables] for r in replicas
+        ]
+        self.targets: list[list[nn.Parameter]] = [
+            [v.targets[r] for v in variables] for r in replicas
+        ]
+        self.device = device
+        self.dtype = real_dtype(targets[0]) if targets else torch.float32
+        self.wire = self.dtype if wire_dtype is None else wire_dtype
+        self.all_count = [COUNTS] * len(variables)
+        self.ends_exactly = self.wire in _EXACT
+        self._are_complex = [target.is_complex() for target in targets]
+        self.has_complex = any(self._are_complex)
+        self._is_contiguous = all(target.is_contiguous() for target in targets)
+        self._layouts = [_layout(target) for target in targets]
+        sizes = [_number(shape) for shape, _ in self._layouts]
+        item = self.dtype.itemsize
+        gaps = [-size * item % ALIGNMENT_BYTES // item for size in sizes]
+        self._step, self._sizes = 1, sizes
+        self._gaps: list[Tensor] = []
+        if any(gaps):
+            zeros = torch.zeros(ALIGNMENT_BYTES, dtype=self.dtype, device=device)
+            self._gaps = [zeros[:gap] for gap in gaps]
+            self._sizes, self._step = [*chain(*zip(sizes, gaps, strict=True))], 2
+        self.num_elements = sum(self._sizes)
+
+    def forget(self, variable: Variable) -> None:
+        """Lets go of a variable that is gone; its place stays, as the others may have it yet."""
+        if variable not in self.variables:
+            return
+        i = self.variables.index(variable)
+        self.variables[i] = None
+        for mine, targets in zip(self.copies, self.targets, strict=True):
+            mine[i] = targets[i] = nn.Parameter(torch.empty(0))  # type: ignore[call-overload]
+
+    def zeros(self, i: int, device: torch.device) -> Tensor:
+        """Returns a gradient that counts for nothing."""
+        shape, strides = self._layouts[i]
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device).zero_()
+
+    def real(self, column: Sequence[Tensor]) -> list[Tensor]:
+        """Returns gradients of one replica as real numbers."""
+        return [
+            torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+            for grad in column
+        ]
+
+    def packed(self, grads: Sequence[Tensor], scale: float, tail: Sequence[float]) -> Tensor:
+        """Returns a new buffer with real gradients, multiplied by ``scale``, and a tail."""
+        if self._is_contiguous and False not in [grad.is_contiguous() for grad in grads]:
+            pieces = [grad.view(-1) for grad in grads]
+        else:
+            pieces = list(self._in_order(grads))
+        if self._gaps:
+            pieces = [*chain(*zip(pieces, self._gaps, strict=True))]
+        pieces.append(torch.tensor(tail, dtype=self.dtype, device=self.device))
+        if self.wire == self.dtype:
+            buffer = torch.cat(pieces)
+        else:
+            size = self.num_elements + len(tail)
+            buffer = torch.empty(size, dtype=self.wire, device=self.device)
+            torch.cat(pieces, out=buffer)
+        if scale != 1.0:
+            buffer.narrow(0, 0, self.num_elements).mul_(scale)
+        return buffer
+
+    def _in_order(self, grads: Sequence[Tensor]) -> Iterator[Tensor]:
+        for grad, (shape, strides) in zip(grads, self._layouts, strict=True):
+            ordered = grad
+            if grad.stride() != strides:
+                ordered = torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device)
+                ordered.copy_(grad)
+            yield ordered.as_strided((ordered.numel(),), (1,))
+
+    def unpacked(self, buffer: Tensor) -> list[Tensor]:
+        """Returns the gradients in a buffer; to autograd they are no views of it."""
+        rest = buffer.numel() - self.num_elements
+        pieces = torch.unsafe_split_with_sizes(buffer, [*self._sizes, rest])
+        grads = [
+            piece.as_strided_(*layout)
+            for piece, layout in zip(pieces[: -1 : self._step], self._layouts, strict=True)
+        ]
+        if not self.has_complex:
+            return grads
+        return [
+            torch.view_as_complex(grad) if is_complex else grad
+            for grad, is_complex in zip(grads, self._are_complex, strict=True)
+        ]
+
+
+def real_dtype(target: Tensor) -> torch.dtype:
+    """Returns the dtype of the real numbers that a gradient is made of."""
+    return torch.view_as_real(target.detach()).dtype if target.is_complex() else target.dtype
+
+
+def _layout(target: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape and strides of a variable's gradient where it travels."""
+    shape: tuple[int, ...] = tuple(target.shape)
+    if target.is_complex():
+        shape = (*shape, 2)
+    elif lie_alike([target]):
+        return shape, target.stride()
+    return shape, torch.empty(shape, device="meta").stride()
+
+
+def _number(shape: Sequence[int]) -> int:
+    number = 1
+    for size in shape:
+        number *= size
+    return number

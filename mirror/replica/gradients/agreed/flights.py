@@ -1,0 +1,129 @@
+"""Flights: buckets on their way between the workers, and how far this worker has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from mirror.comm.workers.alone import Alone
+from mirror.errors import DivergenceError
+from mirror.replica.copies.variable import ReplicaParameter
+from mirror.replica.gradients.agreed.bucket import Bucket
+from mirror.replica.gradients.agreed.sequence import BucketSequence
+from mirror.replica.gradients.agreed.tail import Tail, read, written
+
+# Between the marks of two reductions, as buckets have marks of their own; and of two runs.
+_STRIDE, _PHASE = 7, 5
+
+
+@dataclass(slots=True)
+class Flight:
+    """One bucket on its way.
+
+    Attributes:
+        buffer: what all workers' are summed in.
+        weight: this worker's, where the buffer is too coarse for it.
+    """
+
+    bucket: Bucket
+    buffer: Tensor
+    number: int
+    waits: list[Callable[[], None]]
+    weight: Tensor | None
+
+    def landed(self) -> Tail:
+        """Waits until it is there; returns what its tail says."""
+        for wait in self.waits:
+            wait()
+        tail = read(self.buffer[self.bucket.num_elements :].tolist())
+        return tail if self.weight is None else tail._replace(weight=float(self.weight))
+
+
+class Flights:
+    """The buckets that this worker has launched and not collected, in the sequence's order."""
+
+    def __init__(self, workers: Alone) -> None:
+        self._workers = workers
+        self._launched: list[Flight] = []
+        self._abandoned: list[Flight] = []
+        self._num_reductions = 0
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    def launch(
+        self,
+        bucket: Bucket,
+        grads: Sequence[Tensor],
+        flags: Sequence[float],
+        *,
+        scale: float = 1.0,
+        weight: float = 0.0,
+        more: bool = False,
+        unfit: bool = False,
+        left: bool = False,
+        phase: int = 0,
+    ) -> None:
+        """Sends this worker's summand of the next bucket on its way.
+
+        Args:
+            scale: what the gradients are to be multiplied by.
+            weight, more, unfit, left: for its tail.
+            phase: what the marks of all workers must have in common besides.
+        """
+        index = len(self._launched)
+        number = self._num_reductions * _STRIDE + index + phase * _PHASE
+        own_weight, waits = None, list[Callable[[], None]]()
+        what = f"gradients, bucket {index + 1} of reduction {self._num_reductions + 1}"
+        if not bucket.ends_exactly and index == 0:
+            own_weight = torch.tensor([weight], device=bucket.device)
+            waits.append(self._workers.all_reduce(what, own_weight))
+            weight = 0.0
+        tail = written(flags, number, weight, more=more, unfit=unfit, left=left)
+        buffer = bucket.packed(grads, scale, tail)
+        waits.append(self._workers.all_reduce(what, buffer))
+        self._launched.append(Flight(bucket, buffer, number, waits, own_weight))
+
+    def copies(self, num_replicas: int) -> list[list[ReplicaParameter]]:
+        """Returns each replica's copies whose gradients are on their way."""
+        buckets = [flight.bucket for flight in self._launched]
+        return [[*chain(*(b.copies[r] for b in buckets))] for r in range(num_replicas)]
+
+    def land(self) -> list[tuple[Flight, Tail]]:
+        """Waits for all buckets of a reduction, and ends it.
+
+        Raises:
+            DivergenceError: another worker has been at another reduction, or has failed.
+        """
+        tails = [flight.landed() for flight in self._launched]
+        flights, self._launched = self._launched, []
+        self._abandoned.clear()  # these were before
+        self._num_reductions += 1
+        for flight, tail in zip(flights, tails, strict=True):
+            if tail.left:
+                raise DivergenceError(
+                    "all workers must reduce the same gradients, but a worker has failed after "
+                    "its backward pass, while this one has gone on; its own error says why"
+                )
+            if not tail.is_marked(flight.number, self._workers.size):
+                raise DivergenceError(
+                    "all workers must reduce the same gradients in the same order, but a worker "
+                    f"is at another reduction than this one's number {self._num_reductions}: it "
+                    "has made a backward pass, or a step, more or less"
+                )
+        return list(zip(flights, tails, strict=True))
+
+    def abandon(self, sequence: BucketSequence) -> None:
+        """Ends a reduction that this worker has failed in: the others hear of it."""
+        with suppress(Exception):  # they may be gone, and the worker has failed already
+            for bucket in sequence.buckets[len(self._launched) :]:
+                zeros = [bucket.zeros(i, bucket.device) for i in range(len(bucket.variables))]
+                self.launch(bucket, zeros, [0.0] * len(zeros), left=True)
+        self._abandoned += self._launched  # their memory is in use until the others have sent
+        self._launched = []
+        self._num_reductions += 1

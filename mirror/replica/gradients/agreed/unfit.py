@@ -1,0 +1,60 @@
+"""Unfit gradients: what one worker finds that is not finite, all workers raise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mirror.comm.workers.alone import Alone
+from mirror.errors import GradientError
+from mirror.replica.copies.variable import Variable
+from mirror.replica.finite import Finite
+from mirror.replica.gradients.arrivals import Column
+
+
+class Unfit:
+    """What was found of this worker's gradients since all have met last.
+
+    Args:
+        finite: what looks; ``None``: nobody does.
+
+    Attributes:
+        is_looked_for: whether somebody does.
+        found: the error that there will be.
+    """
+
+    def __init__(self, workers: Alone, finite: Finite | None) -> None:
+        self._workers, self._finite = workers, finite
+        self.is_looked_for = finite is not None
+        self.found: GradientError | None = None
+
+    def are(self, columns: Sequence[Column]) -> bool:
+        """Whether some of these are; nothing is noted."""
+        return self._finite is not None and not self._finite.are(columns)
+
+    def look(
+        self,
+        variables: Sequence[Variable | None],
+        columns: Sequence[Column],
+        shares: Mapping[int, float],
+    ) -> None:
+        """Notes the first gradient that is not finite, of replicas that count."""
+        if self._finite is None or self.found is not None:
+            return
+        grads = [mine if shares.get(r) else [] for r, mine in enumerate(columns)]
+        if self.are(grads):
+            try:
+                self._finite.refuse(grads, variables)
+            except GradientError as error:
+                self.found = error
+
+    def meet(self) -> None:
+        """Raises GradientError on all workers if some has found any."""
+        mine, self.found = self.found, None
+        said = self._workers.exchange(
+            "a look for gradients that are not finite", None, lambda: str(mine or "").encode()
+        )
+        if mine is not None:
+            raise mine
+        for found in said:
+            if found:
+                raise GradientError(found.decode())
