@@ -4,6 +4,8 @@ Every contestant keeps processes of its own and waits while another has its turn
 each one turn, and ratios are taken within one run. All get the same model, optimizer, global
 batch and total number of threads.
 
+With ``--workers W`` it is ``several_workers.py``: mirror in several processes, beside DDP.
+
 Afterwards ``host_time.py`` and ``peak_memory.py`` run, unless --parts leaves them out.
 
     python benchmarks/train_step.py --tensorflow tf/bin/python --json FILE --plot FILE.png
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import peak_memory
+import several_workers
 import torch
 from arguments import ROUNDS, at_least, new_file, new_picture
 from cases import CASES, FOR_GPUS, Case
@@ -70,6 +73,9 @@ QUICK = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints tables; returns 1 when a target was missed, else 0."""
+    given = sys.argv[1:] if argv is None else argv
+    if "--workers" in given:
+        return several_workers.main(given)
     arguments = _arguments(argv)
     field = Field(
         arguments.devices,

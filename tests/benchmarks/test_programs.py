@@ -265,3 +265,23 @@ def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):
     for name, (median, low, high) in rows.items():
         assert f"| {name:58} |" in result.stdout
         assert 0 < low <= median <= high
+
+
+@pytest.mark.slow
+def test_train_compares_several_workers_with_ddp(tmp_path):
+    found = tmp_path / "found.json"
+    model = "0.7 MB, 8 tensors"
+    result = run(
+        "train_step.py", "--workers", 2, "--rounds", 2, "--models", model, "--json", found
+    )
+    assert result.returncode in (0, 1), result.stderr  # a busy machine may miss the limits
+    rows = {row["name"]: row for row in json.loads(found.read_text())}
+    assert list(rows) == [
+        "DDP 2 x 1",
+        "mirror 2 x 1, way 1, unchanged loop",
+        "mirror 2 x 1, way 3, step in run",
+        "DDP 4 x 1",
+        "mirror 2 x 2, way 1, unchanged loop",
+        "mirror 2 x 2, way 3, step in run",
+    ]
+    assert rows["DDP 2 x 1"]["ratio"] == 1.0
