@@ -14,11 +14,13 @@ from itertools import chain
 
 import torch
 
+from mirror.cluster.launchers import resolver_of
 from mirror.comm import choose, self_test, trials
 from mirror.comm.auto import Choice, Facts, facts_of, pick
 from mirror.comm.nccl import libnccl
 from mirror.devices import describe, is_simulated, num_cuda_devices, resolve
 from mirror.doctor.cluster import ONE_PROCESS, ClusterReport, examine_cluster
+from mirror.doctor.links import LinkReport, measure_links
 from mirror.torch_private import PrivateName, private_names, range_warnings
 
 _SIMULATED = ("cpu",) * 4
@@ -52,6 +54,7 @@ class Diagnosis:
         warnings: what may be wrong here though every test passed.
         lacking: the private names that this torch does not have.
         cluster: what the variables of launchers say.
+        links: what was measured between workers; ``None`` where there are no others.
     """
 
     num_gpus: int
@@ -64,12 +67,15 @@ class Diagnosis:
     warnings: tuple[str, ...] = ()
     lacking: tuple[PrivateName, ...] = ()
     cluster: ClusterReport = ONE_PROCESS
+    links: LinkReport | None = None
 
     @property
     def healthy(self) -> bool:
-        """Whether no self-test failed, and no launcher's variables are wrong."""
-        failures = (backend.failure for backend in self.backends)
-        return self.cluster.failure is None and all(failure is None for failure in failures)
+        """Whether no test failed, and no launcher's variables are wrong."""
+        failures = [self.cluster.failure, *(backend.failure for backend in self.backends)]
+        if self.links is not None:
+            failures.append(self.links.failure)
+        return all(failure is None for failure in failures)
 
     def to_json(self) -> str:
         """Returns everything as one JSON object."""
@@ -98,6 +104,7 @@ class Diagnosis:
             ],
             "auto": asdict(self.auto),
             "cluster": self.cluster.to_dict(),
+            "between_workers": None if self.links is None else self.links.to_dict(),
             "healthy": self.healthy,
             "warnings": list(self.warnings),
             "torch_lacks": [asdict(name) for name in self.lacking],
@@ -116,6 +123,7 @@ class Diagnosis:
             ("backends", self._backends()),
             ("auto", [f"{self.auto.name}: {self.auto.reason}"]),
             ("cluster", self.cluster.lines()),
+            ("links", [] if self.links is None else self.links.lines()),
         ]
         if self.num_gpus == 0:
             paragraphs.append(("simulate", _how_to_simulate()))
@@ -203,6 +211,7 @@ def diagnose(
     resolved = resolve(devices)
     facts = facts_of(resolved)
     nccl_reason = libnccl.missing_reason()
+    cluster = examine_cluster()
     return Diagnosis(
         num_gpus=num_gpus,
         facts=facts,
@@ -213,8 +222,18 @@ def diagnose(
         auto=pick(facts, lambda name: choose.unavailable_reason(name, resolved)),
         warnings=range_warnings(),
         lacking=tuple(name for name in private_names().values() if name.is_lacking),
-        cluster=examine_cluster(),
+        cluster=cluster,
+        links=_links(cluster, tell),
     )
+
+
+def _links(cluster: ClusterReport, tell: Callable[[str], None] | None) -> LinkReport | None:
+    """Returns what was measured between workers, if the launcher says that there are others."""
+    place = cluster.place
+    if place is None or place.world_size == 1:
+        return None
+    resolver_of(cluster.launchers[0]).apply()
+    return measure_links(place.world_size, tell)
 
 
 def _report(

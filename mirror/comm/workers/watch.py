@@ -108,16 +108,17 @@ class Watch:
             raise self._lost(wait, [0], f"the store, in its process, is gone: {board.broken[0]}")
         if waited < self._seconds:
             return
-        look = board.look
-        if monotonic() - look.at > _REASON_SECONDS + self._seconds / 2:
+        look, others = board.look, set(range(board.size)) - {board.rank}
+        if look.at < monotonic() - waited / 2:
             raise self._lost(wait, [0], "the store, in its process, does not answer")
-        longest = max(look.silent)
-        silent = [rank for rank, seconds in enumerate(look.silent) if seconds > longest / 2]
-        if longest < _REASON_SECONDS:
-            late = [rank for rank, one in enumerate(look.positions) if one.lacks(wait)]
-            raise self._lost(wait, late, f"it did not come within {self._seconds:g} s")
-        why = f"it has said nothing for {longest:.0f} s"
-        raise self._lost(wait, silent, f"{why}, and timeout_seconds={self._seconds:g}")
+        long = max(waited / 2, _REASON_SECONDS)
+        silent = sorted(rank for rank in others if look.silent[rank] > long)
+        if silent:
+            seconds = min(look.silent[rank] for rank in silent)
+            why = f"nothing was heard of it for {seconds:.0f} s, and timeout_seconds="
+            raise self._lost(wait, silent, f"{why}{self._seconds:g}")
+        late = sorted(rank for rank in others if look.positions[rank].lacks(wait))
+        raise self._lost(wait, late, f"it has not come within timeout_seconds={self._seconds:g}")
 
     def _broken(self, wait: Wait, error: RuntimeError) -> MirrorError:
         """Returns what is behind an error of torch's: what the others say, or do not any more."""
