@@ -6,8 +6,8 @@
     def test_it(backend, schedule, n): ...
 
 A fault mostly needs one value, or two that meet. So those of the product's cases run in which
-every two values of two parameters come together; the rest is left to ``make exhaustive-test``. A
-value may be a ``pytest.param`` with marks, which all of its cases get.
+every two values of two parameters come together; the rest is left to ``make exhaustive-test``, or
+has the marks that come first. A value may be a ``pytest.param`` with marks, for all of its cases.
 """
 
 import itertools
@@ -17,14 +17,16 @@ import pytest
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
-def pairwise(**axes):
+def pairwise(marks=EXHAUSTIVE, /, **axes):
     """Parametrizes a test: cases in which every two values meet; the rest is exhaustive."""
-    return _parametrized(axes, 2)
+    return _parametrized(axes, covering(list(map(len, axes.values())), 2), marks)
 
 
-def each_once(**axes):
-    """The same, with cases in which every value comes once."""
-    return _parametrized(axes, 1)
+def each_once(marks=EXHAUSTIVE, /, **axes):
+    """The same, with as many cases as the longest has values: every value comes once, or more."""
+    lengths = list(map(len, axes.values()))
+    diagonal = [tuple(i % length for length in lengths) for i in range(max(lengths))]
+    return _parametrized(axes, diagonal, marks)
 
 
 def covering(lengths, strength):
@@ -43,14 +45,13 @@ def _meetings(case, strength):
     return set(itertools.combinations(enumerate(case), strength))
 
 
-def _parametrized(axes, strength):
+def _parametrized(axes, chosen, marks_of_others):
     lists = [[_param(name, i, value) for i, value in enumerate(axes[name])] for name in axes]
-    chosen = set(covering(map(len, lists), strength))
     cases = []
     for places in itertools.product(*(range(len(values)) for values in lists)):
         params = [values[i] for values, i in zip(lists, places, strict=True)]
         marks = [mark for param in params for mark in param.marks]
-        marks += [] if places in chosen else EXHAUSTIVE
+        marks += [] if places in chosen else marks_of_others
         name = "-".join(param.id for param in params)
         cases.append(pytest.param(*(param.values[0] for param in params), marks=marks, id=name))
     return pytest.mark.parametrize(",".join(axes), cases)

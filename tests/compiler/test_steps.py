@@ -19,6 +19,7 @@ from tests.compiler.compiled import (
     trained_plainly,
 )
 from tests.oracle import assert_same, assert_same_training
+from tests.pairs import each_once
 
 # The compiler looks at .grad of whatever comes into a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -100,8 +101,11 @@ def test_a_compiled_optimizer_step(inside, make_strategy):
     assert_same_training(model, optimizer, plain, plain_optimizer)
 
 
-@pytest.mark.parametrize("where", ["model", "before the optimizer", "in the optimizer"])
-@pytest.mark.parametrize("inside", [True, False])
+@each_once(
+    [pytest.mark.slow],
+    inside=[True, False],
+    where=["model", "before the optimizer", "in the optimizer"],
+)
 def test_a_compiled_step_that_raises_leaves_all_usable(inside, where, make_strategy):
     class Fragile(Net):
         breaks = False

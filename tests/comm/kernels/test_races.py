@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pairs import EXHAUSTIVE
+from tests.pairs import EXHAUSTIVE, pairwise
 from tests.shared import made_once
 
 DRIVER = Path(__file__).with_name("race_driver.cpp")
@@ -65,9 +65,10 @@ def run(program, *arguments):
 
 
 # replicas, blocks, threads per block; up to 64 threads in all
-@pytest.mark.parametrize("grid", [(1, 1, 3), (2, 2, 4), (3, 2, 3), (6, 2, 2), (8, 2, 4)], ids=str)
-@pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+GRIDS = [(1, 1, 3), (2, 2, 4), (3, 2, 3), (6, 2, 2), (8, 2, 4)]
+
+
+@pairwise(algorithm=ALGORITHMS, shift=SHIFTS, grid=GRIDS)
 def test_the_kernels_have_no_race(sanitized, algorithm, grid, shift):
     # Counters begin so that they wrap around in the middle.
     done = run(sanitized, algorithm, *grid, 20, 0xFFFFFFF0, 3001, shift)

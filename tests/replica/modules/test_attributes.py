@@ -11,6 +11,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, assert_same_training
+from tests.pairs import each_once
 from tests.replica.modules.setting import (
     MODELS,
     Base,
@@ -293,8 +294,7 @@ def test_a_value_that_replicas_sat_out_is_missed_with_an_error(make_strategy):
         model(torch.randn(4, 4))
 
 
-@pytest.mark.parametrize("in_run", [False, True])
-@pytest.mark.parametrize("kind", MODELS)
+@each_once([pytest.mark.slow], kind=[*MODELS], in_run=[False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_models_set_attributes_as_on_one_device(kind, in_run, make_strategy):
     torch.compiler.reset()

@@ -8,6 +8,7 @@ from torch.testing._internal.common_modules import module_db
 
 import mirror
 from tests.oracle import assert_same
+from tests.pairs import EXHAUSTIVE
 
 # Numerics of single layers are PyTorch's own business; some of them warn by the way.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,7 +23,8 @@ NOT_SPLIT = {
 }
 
 MODES = ["training", "eval", "no_grad"]
-MOST_INPUTS = 40  # some entries have hundreds; these are spread evenly over them
+# Of an entry's inputs, spread evenly over them: some entries have hundreds.
+MOST_INPUTS = pytest.mark.parametrize("most", [12, pytest.param(40, marks=EXHAUSTIVE)])
 
 
 @pytest.fixture
@@ -30,8 +32,8 @@ def pair(make_strategy):
     return make_strategy(2)
 
 
-def samples(info, mode):
-    """The entry's inputs, at most MOST_INPUTS of them."""
+def samples(info, mode, most=12):
+    """The entry's inputs, at most so many of them."""
     inputs = info.module_inputs_func(
         info,
         device="cpu",
@@ -40,7 +42,7 @@ def samples(info, mode):
         training=mode == "training",
     )
     inputs = [sample for sample in inputs if sample.forward_input is not None]
-    return inputs[:: -(-len(inputs) // MOST_INPUTS)]
+    return inputs[:: -(-len(inputs) // most)]
 
 
 def build(info, sample, mode):
@@ -189,12 +191,13 @@ def matches(actual, expected):
     return True
 
 
+@MOST_INPUTS
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
-def test_replicas_that_do_the_same_equal_one_device(info, mode, pair):
+def test_replicas_that_do_the_same_equal_one_device(info, mode, most, pair):
     """Every replica gets the whole input: the mean of equal gradients is the plain gradient."""
     compared = 0
-    for i, sample in enumerate(samples(info, mode)):
+    for i, sample in enumerate(samples(info, mode, most)):
         plain = build(info, sample, mode)
         module = pair.mirror(copy.deepcopy(plain))
         with torch.set_grad_enabled(mode != "no_grad"):
@@ -209,14 +212,15 @@ def test_replicas_that_do_the_same_equal_one_device(info, mode, pair):
     assert compared > 0
 
 
+@MOST_INPUTS
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "info", [i for i in module_db if i.name not in NOT_SPLIT], ids=lambda info: info.name
 )
-def test_a_transparent_call_equals_one_device(info, mode, pair):
+def test_a_transparent_call_equals_one_device(info, mode, most, pair):
     """On the whole, or on the parts where examples are not independent (BatchNorm)."""
     compared = 0
-    for i, sample in enumerate(samples(info, mode)):
+    for i, sample in enumerate(samples(info, mode, most)):
         plain = build(info, sample, mode)
         with torch.set_grad_enabled(mode != "no_grad"):
             if halves(copy.deepcopy(plain), fresh(sample.forward_input)) is None:

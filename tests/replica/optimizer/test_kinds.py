@@ -9,6 +9,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
+from tests.pairs import pairwise
 from tests.replica.optimizer.kinds import (
     KINDS,
     LOG,
@@ -114,9 +115,7 @@ def compared(way, strategy, make_optimizer, with_closure=False, tolerance=None):
     assert_same(results[1], results[0], tolerance=tolerance)
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pairwise(schedule=["lockstep", "staggered"], kind=KINDS, way=[1, 2, 3])
 def test_what_a_step_changes_it_changes_once(make_strategy, schedule, kind, way):
     compared(way, make_strategy(3, schedule=schedule), kind)
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing._internal.common_optimizers import optim_db
 
 from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.pairs import each_once
 
 # Some optimizers announce with a warning that they are experimental.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -68,8 +69,11 @@ def pair_of_optimizers(info, kwargs, plain, model):
         return None
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("info", NO_CLOSURE, ids=lambda info: info.name)
+@each_once(
+    [pytest.mark.slow],
+    info=[pytest.param(info, id=info.name) for info in NO_CLOSURE],
+    way=[1, 2, 3],
+)
 def test_every_optimizer_equals_one_device(info, way, make_strategy):
     strategy = make_strategy(2)
     compared = 0
