@@ -1,7 +1,8 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
-# make test   the linters, the type checker and all tests but those marked slow
+# make test   the linters, the type checker and all tests but those marked slow: some ten minutes
+# make quick  the contract on two simulated devices, the layers, the public API: half a minute
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
-# make exhaustive-test   every fault at every point: hours, on a slow machine
+# make exhaustive-test   whole products, long soaks, every fault at every point: hours
 # make third-party  trains programs over public libraries, and writes docs/third-party.md
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
 # make core TORCH=2.7.0   the three ways, optimizers and the compiler with that torch, likewise
@@ -14,11 +15,13 @@ VENV ?= .venv
 TORCH ?= 2.13.0
 
 BIN := $(VENV)/bin
+QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.py \
+    tests/test_circles.py tests/project/test_public_api.py
 # A process for each core, with one intra-op thread: small tensors gain nothing from more.
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test slow-test exhaustive-test lint bench third-party smoke smoke-here core core-here clean
+.PHONY: demo test quick slow-test exhaustive-test lint bench third-party smoke smoke-here core core-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -26,6 +29,10 @@ demo: $(VENV)/examples.stamp
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(PARALLEL)
+
+quick: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -k "not x1 and not x3 and not importing" \
+	    $(PARALLEL) $(QUICK)
 
 slow-test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not exhaustive" $(PARALLEL)
