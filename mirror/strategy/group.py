@@ -126,7 +126,7 @@ class Group:
         told = parts if replicas.mirrors else parts[:1]
         beside = [part for part in told if part.name not in of_copies]
         self.beside_copies = Parts(replicas.num_replicas, beside)
-        self._simulates = replicas.num_replicas > 1 and is_simulated(replicas.devices)
+        self._simulates = replicas.mirrors and is_simulated(replicas.devices)
         if guards.replicas_every and replicas.mirrors:
             Every(guards.replicas_every, runner, self.comparison.check_sums)
         if guards.finite_gradients and not replicas.mirrors:

@@ -22,6 +22,7 @@ from mirror.replica.optimizer.global_hooks import global_hooks
 from mirror.replica.optimizer.grad_scaler import watch_torchs_scaler
 from mirror.replica.optimizer.groups import Once, Parameters, replicas_in
 from mirror.replica.optimizer.making import watch_making
+from mirror.replica.optimizer.once import whole_loss
 from mirror.replica.optimizer.optimizer import OptimizerMirror
 from mirror.replica.optimizer.optimizers import optimizers_of
 from mirror.replica.optimizer.schedulers import watch_schedulers
@@ -73,13 +74,25 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if replica is None:
         mirror.step_everywhere(step, args, kwargs, closure)
-        return None
+        if closure is None or not mirror.replicas.workers.are_several:
+            return None
+        workers = mirror.replicas.workers
+
+        def whole() -> Any:
+            return whole_loss(mirror.replicas, closure(), workers.weight)
+
+        return _with_closure(args, kwargs, whole)
     if closure is not None:
         with torch.enable_grad():
             once = Once(closure())
-        args, kwargs = (args[0], once, *args[2:]), {k: kwargs[k] for k in kwargs if k != "closure"}
+        args, kwargs = _with_closure(args, kwargs, once)
     mirror.step_here(step, replica, closure is not None)
     return args, kwargs
+
+
+def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a step with another closure."""
+    return (args[0], closure, *args[2:]), {k: kwargs[k] for k in kwargs if k != "closure"}
 
 
 def _step_by_turns(step: Any, optimizer: Optimizer, context: Replica) -> Any:

@@ -9,7 +9,8 @@ outside ``run``, whatever the object keeps and wherever, a wrapped optimizer inc
 
     argument                  what the one call gets
     functions (closures)      a closure that calls each replica's, in a run, and returns their loss
-    0-d floating tensors      the loss of the whole batch: their mean, weighted as gradients are
+    0-d floating tensors      the loss of the whole batch: their mean, weighted as gradients are,
+                              over all workers
     anything else             the argument, which must be equal on all replicas
 """
 
@@ -19,6 +20,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mirror.compiler import let_go, letting_go, take_hold
@@ -26,7 +28,7 @@ from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError, in_words
 from mirror.execution.current import current
 from mirror.execution.part import nothing
-from mirror.execution.replicas import Replica, Together
+from mirror.execution.replicas import Replica, Replicas, Together
 from mirror.execution.run import Run
 from mirror.execution.runner import runner_of
 from mirror.replica.bits import same_bits
@@ -181,7 +183,8 @@ def _joined(run: Together, what: str, closures: list[_Closure], *leaves: Any) ->
         closures.append(_Closure(run, dict(zip(run.active, leaves, strict=True))))
         return closures[-1]
     if all(leaf is first for leaf in leaves):
-        return first
+        is_own = isinstance(first, Tensor) and run.replicas.workers.are_several
+        return _mean(run, *leaves) if is_own else first
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
             return _mean(run, *leaves)
@@ -199,18 +202,49 @@ def _joined(run: Together, what: str, closures: list[_Closure], *leaves: Any) ->
 def _mean(run: Together, *leaves: Any) -> Any:
     """Returns the loss of the whole batch, of the replicas' losses."""
     first = leaves[0]
-    is_loss = isinstance(first, float) or (
-        isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point()
-    )
-    if not is_loss:
+    if not _is_loss(first):
         return first
     shares = [run.shares()[r] for r in run.active]
     if isinstance(first, float):
-        return sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
-    parts = sewn(runner_of(run.replicas), run.active, leaves)
-    home = run.replicas.devices[0]
-    scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
-    return summed(scaled, home)
+        loss: Any = sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
+    else:
+        parts = sewn(runner_of(run.replicas), run.active, leaves)
+        home = run.replicas.devices[0]
+        scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
+        loss = summed(scaled, home)
+    if not run.replicas.workers.are_several:
+        return loss
+    return whole_loss(run.replicas, loss, sum(run.weights().values()))
+
+
+def whole_loss(replicas: Replicas, loss: Any, weight: float) -> Any:
+    """Returns the loss of all workers' examples, by which all decide alike.
+
+    Its gradient is that of this worker's own.
+
+    Args:
+        weight: what this worker's loss counts for, if gradients are means.
+    """
+    if not _is_loss(loss):
+        return loss
+    own = torch.as_tensor(loss).detach()
+    parcels = replicas.workers.exchange_tensors("a loss", None, [own], [weight])
+    weights = [parcel.numbers[0] for parcel in parcels]
+    if replicas.weighted:
+        weights = [one / (sum(weights) or 1.0) for one in weights]
+    else:
+        weights = [1.0] * len(weights)
+    whole = sum(parcel.tensors[0] * w for parcel, w in zip(parcels, weights, strict=True) if w)
+    if isinstance(loss, float):
+        return float(whole)
+    grounded = loss if weight else torch.nan_to_num(loss) * 0.0  # of nothing, that may be NaN
+    return grounded + (torch.as_tensor(whole).to(own) - grounded.detach())
+
+
+def _is_loss(leaf: Any) -> bool:
+    if isinstance(leaf, float):
+        return True
+    return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -35,7 +35,9 @@ class OneDevice:
 
     def backward(self, loss_of, *batch):
         """Has the gradients of a loss, the mean over a global batch, arrive."""
-        loss_of(*batch).backward()
+        loss = loss_of(*batch)
+        loss.backward()
+        return loss
 
     def keep(self, *modules, grads=True):
         """Notes gradients, or values, for the comparison."""
@@ -62,16 +64,18 @@ class Worker(OneDevice):
     def backward(self, loss_of, *batch):
         parts = self.own_parts(batch)
         if self.way == 1:
-            loss_of(*(torch.cat(leaf) for leaf in zip(*parts, strict=True))).backward()
-            return
+            loss = loss_of(*(torch.cat(leaf) for leaf in zip(*parts, strict=True)))
+            loss.backward()
+            return loss
         values = [
             mirror.PerReplica(leaf, weights=[len(part[0]) for part in parts])
             for leaf in zip(*parts, strict=True)
         ]
         if self.way == 2:
-            self.strategy.reduce("mean", self.strategy.run(loss_of, args=tuple(values))).backward()
-        else:
-            self.strategy.run(lambda *leaves: loss_of(*leaves).backward(), args=tuple(values))
+            loss = self.strategy.reduce("mean", self.strategy.run(loss_of, args=tuple(values)))
+            loss.backward()
+            return loss
+        return self.strategy.run(lambda *leaves: loss_of(*leaves).backward(), args=tuple(values))
 
     def own_parts(self, batch):
         """Returns this worker's parts of a global batch, one per replica."""
@@ -105,11 +109,7 @@ def assert_as_one_device(crew, program, counts=(1, 1), way=1, sizes=SIZES, toler
     for found in crew(len(counts)).run(as_worker, program, counts, way, sizes=sizes, **how):
         assert len(found) == len(wanted)
         for i, (mine, whole) in enumerate(zip(found, wanted, strict=True)):
-            assert (mine is None) == (whole is None), (
-                i,
-                [m is None for m in found],
-                [m is None for m in wanted],
-            )
+            assert (mine is None) == (whole is None), i
             if mine is not None:
                 assert mine.is_sparse == whole.is_sparse
                 if mine.is_sparse:

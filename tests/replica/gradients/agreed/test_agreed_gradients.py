@@ -53,22 +53,25 @@ def leaves_out(place):
         place.keep(model)
 
 
-def uses_by_sign(place):
+class BySign(Heads):
     """Which head an example goes through, its own data decide: workers use unlike ones."""
-    with place.scope():
-        model = Heads()
 
-    def loss_of(x, y):
+    def forward(self, x):
+        h = self.body(x).tanh()
         up = x[:, 0] > 0
-        total = model.body(x).sum() * 0.0
-        for i, some in enumerate((up, ~up)):
+        found = h[:, :3] * 0.0
+        for head, some in zip(self.heads, (up, ~up), strict=False):
             if some.any():
-                total = total + F.cross_entropy(model(x[some], (i,)), y[some], reduction="sum")
-        return total / max(len(y), 1)
+                found[some] = head(h[some])
+        return found
 
+
+def uses_by_sign(place):
+    with place.scope():
+        model = BySign()
     for batch in place.batches:
         model.zero_grad()
-        place.backward(loss_of, *batch)
+        place.backward(cross_entropy(model), *batch)
         place.keep(model)
 
 
@@ -232,6 +235,23 @@ def is_adversarial(place):
     place.keep(maker, judge, grads=False)
 
 
+def asks_for_losses(place):
+    """An optimizer that takes a closure, and decides by its loss."""
+    with place.scope():
+        model = net()
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), max_iter=4, line_search_fn="strong_wolfe"
+        )
+    for batch in place.batches[:2]:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            return place.backward(cross_entropy(model), *batch)
+
+        optimizer.step(closure)
+        place.keep(model, grads=False)
+
+
 PROGRAMS = [
     leaves_out,
     uses_by_sign,
@@ -245,6 +265,11 @@ PROGRAMS = [
     mixes_dtypes,
     is_adversarial,
 ]
+
+
+@pytest.mark.parametrize("way", [1, 2])
+def test_workers_decide_by_the_loss_of_all(crew, way):
+    assert_as_one_device(crew, asks_for_losses, way=way, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
