@@ -28,6 +28,7 @@ _BEAT_SECONDS, _LOOK_SECONDS = 1.0, 0.5
 _BEATS_PER_LOOK = 10  # while nobody waits: the store may be gone when somebody does
 # For how long worker 0, whose process has the store, waits for the others to read its last words.
 _LAST_SECONDS = 3.0
+_GONE_SECONDS = 2.0  # who has been silent for that long is not waited for
 _KEPT_ENDS = 8
 
 # Tells the user's line where an error was raised, or, of none, where the main thread is.
@@ -206,8 +207,12 @@ class Board:
             return
         deadline = monotonic() + _LAST_SECONDS
         while monotonic() < deadline:
-            others = self._looked().positions[1:]
-            if not any(other.end is None and other.num_open for other in others):
+            look = self._looked()
+            every = zip(look.positions, look.silent, strict=True)
+            if not any(
+                position.end is None and position.num_open and silent < _GONE_SECONDS
+                for position, silent in every
+            ):
                 return
             sleep(0.05)
 

@@ -180,6 +180,7 @@ class Workers(Alone):
     def running(self) -> Iterator[None]:
         """Lasts as long as an outermost run; notes what it raises, for who waits for it."""
         self._check_usable()
+        self._board.note = ""
         try:
             yield
         except Exception as error:

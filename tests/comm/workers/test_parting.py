@@ -66,7 +66,7 @@ def part(seeds):
     gc.freeze()  # what there is already: or every collection takes long
     told = []
     for seed in seeds:
-        workers = Workers(1, lambda: "train.py:1", 30.0)
+        workers = Workers(1, lambda: "train.py:1", 30.0, lambda error: "train.py:1")
         program = _two_programs(seed)[workers.rank]
         begun = time.monotonic()
         try:
