@@ -7,7 +7,9 @@ from time import monotonic
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
+from mirror.comm.workers.attempt import of_this_attempt
 from mirror.comm.workers.board import Board, LineOf
 from mirror.comm.workers.errand import TIMED_OUT, Errand
 from mirror.errors import WorkerLostError
@@ -26,8 +28,7 @@ def met(seconds: float, line_of: LineOf) -> Board:
         WorkerLostError: somebody has not come.
     """
     if not dist.is_initialized():
-        timeout = timedelta(seconds=seconds)
-        begin = Errand(lambda: dist.init_process_group("gloo", timeout=timeout))
+        begin = Errand(lambda: _begin(seconds))
         deadline = monotonic() + seconds + _GRACE_SECONDS
         while True:
             try:
@@ -45,3 +46,11 @@ def met(seconds: float, line_of: LineOf) -> Board:
     if not _boards or _boards[0][0] is not store:
         _boards[:] = [(store, Board(store, dist.get_rank(), dist.get_world_size(), line_of))]
     return _boards[0][1]
+
+
+def _begin(seconds: float) -> None:
+    """Makes the default process group, as the environment says."""
+    timeout = timedelta(seconds=seconds)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    fresh = of_this_attempt(store, rank, size, seconds)
+    dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)
