@@ -105,3 +105,61 @@ def losses(counts):
 def test_losses_are_summands_of_that_of_all_workers(crew):
     found, expected = both(crew, losses, (1, 2))
     assert_same(found, expected)
+
+
+BATCHES = [7, 2, 3, 8]
+
+
+def data():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in BATCHES]
+
+
+def network(kind):
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), kind(4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def trained(counts, way):
+    """Trains a model with SyncBatchNorm; returns its parameters and running statistics."""
+    with strategy_of(counts) as strategy:
+        model = strategy.mirror(network(mirror.nn.SyncBatchNorm))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def loss_of(x):
+            return (model(x) + x.sum(1, keepdim=True)).square().mean()
+
+        def step(x):
+            optimizer.zero_grad()
+            loss_of(x).backward()
+            optimizer.step()
+
+        for x in strategy.distribute_dataset(data()):
+            if way == 3:
+                strategy.run(step, args=(x,))
+                continue
+            losses = strategy.run(loss_of, args=(x,))
+            optimizer.zero_grad()
+            strategy.reduce("mean", losses).backward()
+            optimizer.step()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    return [state] * len(strategy.devices)
+
+
+def trained_on_one_device():
+    model = network(nn.BatchNorm1d)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in data():
+        optimizer.zero_grad()
+        (model(x) + x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("way", [2, 3])
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2)], ids=str)
+def test_a_training_with_it_is_that_of_one_device(crew, counts, way):
+    expected = trained_on_one_device()
+    for found in crew(len(counts)).run(trained, counts, way):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[0][name], value, rtol=1e-6, atol=1e-6)
