@@ -156,6 +156,7 @@ class Agreed(_Around):
     Args:
         num_left: how many steps this worker has, ``None`` if unknown.
         sample: what to make an empty step of, if this worker has none.
+        reads_ahead: whether it may be known during a step that there is another one.
         drops_remainder: whether to drop a last step of fewer examples than the first one.
 
     Raises:
@@ -169,19 +170,21 @@ class Agreed(_Around):
         num_left: int | None,
         *,
         sample: Step | None,
+        reads_ahead: bool,
         drops_remainder: bool,
     ) -> None:
         super().__init__(reader)
         self._workers = workers
         self._drops_remainder = drops_remainder
-        self._held: Step | None = None
+        self._tells = reads_ahead and not drops_remainder
+        self._held: tuple[Step, int] | None = None
         self._told: Callable[[], list[int]] | None = None
         self._empty: Step | None = None
         self._note(sample)
         own = _UNKNOWN if num_left is None else num_left
         said = workers.exchange(
             "the start of a pass over a distributed dataset",
-            drops_remainder,
+            (drops_remainder, self._tells),
             lambda: _PLAN.pack(own, num_left == 0 and self._empty is None),
         )
         plans = [_PLAN.unpack(one) for one in said]
@@ -198,15 +201,13 @@ class Agreed(_Around):
             StopIteration: no worker has another.
             BatchError: a worker has had none, or more than its dataset has told.
         """
-        if self._held is not None:
-            step, self._held = self._held, None
-            return step
-        step, total = self._next()
+        held, self._held = self._held, None
+        step, total = held or self._next()
         if self._drops_remainder:
             if self.steps.first_size is None:
                 self.steps.first_size = total
             elif total < self.steps.first_size:
-                self._held, _ = self._next()  # or it was the last
+                self._held = self._next()  # or it was the last
         return step
 
     def _next(self) -> tuple[Step, int]:
@@ -227,7 +228,7 @@ class Agreed(_Around):
         if own is None:
             assert self._empty is not None
             own = self._empty.empty()
-        if self._left is None and not self._drops_remainder:
+        if self._left is None and self._tells:
             self._tell()
         return own, total
 

@@ -211,7 +211,8 @@ class DistributedDataset(Uncopied):
         else:
             position = self._saved.position
             if self._is_own and position.num_consumed:
-                sample = self._source.sample(position.order)
+                found = self._source.sample(position.order)
+                sample = None if found is None else Step([found], None, self._assembly)
             self._source.reorder(position.order)
             with streams_at(position.order["streams"]):
                 batches = self._source.begin(position.num_consumed, position.order)
@@ -220,25 +221,24 @@ class DistributedDataset(Uncopied):
         depth = self._options.prefetch
         reader: Reader = Prefetcher(steps, depth) if depth else OnDemand(steps)
         if self._is_own:
-            num_steps = self._own_steps()
-            if num_steps is not None:
-                num_steps -= -(-position.num_consumed // self._assembly.batches_per_step)
             reader = Agreed(
                 reader,
                 self._workers,
-                num_steps,
-                sample=None if sample is None else Step([sample], None, self._assembly),
+                self._own_steps(position.num_consumed),
+                sample=sample,
+                reads_ahead=depth > 0,
                 drops_remainder=self._options.drop_remainder,
             )
         elif self._workers.are_several:
             reader = Alike(reader, self._workers, position.order, self._source.num_batches())
         return reader, position
 
-    def _own_steps(self) -> int | None:
-        """Returns how many steps this worker's batches make, ``None`` if that is not sure."""
+    def _own_steps(self, num_consumed: int = 0) -> int | None:
+        """Returns how many steps this worker's batches still make, ``None`` if not sure."""
         if not self._source.has_sure_length:
             return None
-        return -(-len(cast(Sized, self._source.dataset)) // self._assembly.batches_per_step)
+        length, per_step = len(cast(Sized, self._source.dataset)), self._assembly.batches_per_step
+        return -(-length // per_step) - -(-num_consumed // per_step)
 
     def _end_iterations(self) -> None:
         for iterator in list(self._iterators):

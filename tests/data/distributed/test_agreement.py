@@ -181,6 +181,10 @@ def test_the_last_step_is_dropped_if_all_workers_together_have_fewer(crew):
         passes_of, Own("list", [[2, 2], [2, 1, 4]]), sharding="off", drop_remainder=True
     )
     assert found == [[[[0, 1], [10, 11], []]], [[[100, 101], [110], [120, 121, 122, 123]]]]
+    found = crew(2).run(
+        passes_of, Own("iterator", [[2, 1, 1], [2, 2, 2]]), sharding="off", drop_remainder=True
+    )
+    assert found == [[[[0, 1], [10]]], [[[100, 101], [110, 111]]]]
 
 
 @pytest.mark.parametrize("kind", ["list", "iterator"])
