@@ -45,7 +45,9 @@ def met(seconds: float, line_of: LineOf) -> Board:
     store = default_store()
     if not _boards or _boards[0][0] is not store:
         _boards[:] = [(store, Board(store, dist.get_rank(), dist.get_world_size(), line_of))]
-    return _boards[0][1]
+    board = _boards[0][1]
+    board.line_of = line_of
+    return board
 
 
 def _begin(seconds: float) -> None:
