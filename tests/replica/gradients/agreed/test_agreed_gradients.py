@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import mirror
 from tests.replica.gradients.agreed.beside_one_device import (
     assert_as_one_device,
     cross_entropy,
@@ -28,6 +29,13 @@ def trains(place):
 @pytest.mark.parametrize("way", [1, 2, 3])
 def test_training_is_that_of_one_device(crew, counts, way):
     assert_as_one_device(crew, trains, counts, way)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2)])
+def test_gradients_may_travel_in_half_precision(crew, counts):
+    coarse = mirror.CommunicationOptions(bytes_per_pack=200, wire_dtype=torch.bfloat16)
+    options = {"communication_options": coarse, "tolerance": 1e-2}
+    assert_as_one_device(crew, trains, counts, 3, **options)
 
 
 class Heads(nn.Module):
