@@ -26,6 +26,8 @@ def merge(metrics: Any) -> Any:
             strategy.run(evaluate, args=(model, batch, metrics))  # metric.update(outputs, y)
         accuracy = mirror.metrics.merge(metrics).compute()
 
+    Where there are several workers, ``compute()`` is over all of them, and all must call it.
+
     Args:
         metrics: a PerReplica of ``torchmetrics.Metric`` or ``MetricCollection``, or a structure
             of them. Replicas that have updated nothing count nothing. A metric that is not

@@ -5,6 +5,7 @@ import torch
 
 import mirror
 from tests.oracle import assert_same
+from tests.several import both, strategy_of
 
 torchmetrics = pytest.importorskip("torchmetrics")
 classification = torchmetrics.classification
@@ -137,3 +138,27 @@ def test_one_metric_for_all_is_copied():
     merged = mirror.metrics.merge(metric)
     assert merged is not metric
     assert merged.compute() == 3.0
+
+
+def of_workers(counts):
+    with strategy_of(counts) as strategy:
+        metrics = strategy.distribute_values_from_function(
+            lambda _: {"mean": torchmetrics.MeanMetric(), "all": torchmetrics.CatMetric()}
+        )
+
+        def update(metrics):
+            r = mirror.get_replica_context().replica_id_in_sync_group
+            for metric in metrics.values():
+                metric.update(torch.arange(r + 1.0))
+
+        strategy.run(update, args=(metrics,))
+        merged = mirror.metrics.merge(metrics)
+        found = {name: metric.compute() for name, metric in merged.items()}
+    return [found] * len(strategy.devices)
+
+
+@pytest.mark.slow
+def test_a_merged_metric_computes_over_all_workers(crew):
+    found, expected = both(crew, of_workers, (1, 2))
+    for mine in found:
+        assert_same(mine, expected[0])
