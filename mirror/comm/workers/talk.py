@@ -33,7 +33,7 @@ class Talk:
     def exchange(self, what: str, signature: object, said: bytes) -> list[bytes]:
         """Returns what every worker has said, by rank."""
         self._num_exchanges += 1
-        words = f"{what}{_of(signature)} at {self._where()}"
+        words = f"{what}{_of(signature, what)} at {self._where()}"
         mine = Envelope.of(key_of(self._num_exchanges, what, signature), words, said)
         sealed = self._gather(mine.sealed(), words)
         envelopes = list(map(Envelope.opened, sealed))
@@ -60,9 +60,9 @@ class Talk:
         return [raw.numpy().tobytes() for raw in every]
 
 
-def _of(signature: object) -> str:
-    """Returns what an operation is of, in words."""
-    if signature is None:
+def _of(signature: object, what: str) -> str:
+    """Returns what an operation is of, in words, if its name does not say it already."""
+    if signature is None or " of " in what:
         return ""
     words = repr(signature)
     return f" of {words if len(words) <= _MAX_SIGNATURE else words[: _MAX_SIGNATURE - 3] + '...'}"
