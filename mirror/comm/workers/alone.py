@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_MOST_COUNTED = 64  # calls of one backward pass that are looked at
+
 
 class Parcel(NamedTuple):
     """What one worker says to the others.
@@ -36,6 +38,7 @@ class Alone:
         num_replicas: the number of replicas of all workers.
         weight: what this worker's replicas counted for, together, in its last outermost run. A
             backward pass outside ``run`` counts for that.
+        counted: the same of the runs, in grad mode, since gradients were reduced last.
         num_runs: how many outermost runs have ended: the same on all workers.
         agreed: after how many of them all workers' weights were added up last, and their sum.
         reference: the weights of all workers as they were agreed on last; ``None`` before.
@@ -52,6 +55,7 @@ class Alone:
         self.first, self.num_replicas = sum(counts[:rank]), sum(counts)
         self.weight = float(counts[rank])
         self.num_runs = 0
+        self.counted: list[float] = []
         self.agreed = (-1, 0.0)
         self.reference: float | None = None
 
@@ -63,6 +67,8 @@ class Alone:
     def ran(self, weight: float) -> None:
         """Notes that an outermost run has ended, and what this worker's counted for."""
         self.weight, self.num_runs = weight, self.num_runs + 1
+        if torch.is_grad_enabled() and len(self.counted) < _MOST_COUNTED:
+            self.counted.append(weight)
 
     def exchange(
         self, what: str, signature: object = None, payload: Callable[[], bytes] = bytes

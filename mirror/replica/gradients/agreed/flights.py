@@ -67,13 +67,14 @@ class Flights:
         more: bool = False,
         unfit: bool = False,
         left: bool = False,
+        mixed: bool = False,
         phase: int = 0,
     ) -> None:
         """Sends this worker's summand of the next bucket on its way.
 
         Args:
             scale: what the gradients are to be multiplied by.
-            weight, more, unfit, left: for its tail.
+            weight, more, unfit, left, mixed: for its tail.
             phase: what the marks of all workers must have in common besides.
         """
         index = len(self._launched)
@@ -84,7 +85,7 @@ class Flights:
             own_weight = torch.tensor([weight], device=bucket.device)
             waits.append(self._workers.all_reduce(what, own_weight))
             weight = 0.0
-        tail = written(flags, number, weight, more=more, unfit=unfit, left=left)
+        tail = written(flags, number, weight, more=more, unfit=unfit, left=left, mixed=mixed)
         buffer = bucket.packed(grads, scale, tail)
         waits.append(self._workers.all_reduce(what, buffer))
         self._launched.append(Flight(bucket, buffer, number, waits, own_weight))

@@ -16,6 +16,7 @@ from mirror.replica.gradients.agreed.bucket import Bucket
 from mirror.replica.gradients.agreed.flights import Flight, Flights
 from mirror.replica.gradients.agreed.rows import sum_rows
 from mirror.replica.gradients.agreed.sequence import BucketSequence
+from mirror.replica.gradients.agreed.several_calls import SeveralCalls
 from mirror.replica.gradients.agreed.summands import Summands
 from mirror.replica.gradients.agreed.tail import IS_THERE, Tail
 from mirror.replica.gradients.agreed.unfit import Unfit
@@ -50,6 +51,7 @@ class Reduction:
     ) -> None:
         self._replicas, self._workers, self._runner = replicas, replicas.workers, runner
         self._watch, self._kept_back, self._flights, self._unfit = watch, kept_back, flights, unfit
+        self._several_calls = SeveralCalls(self._workers, runner)
         self._summands = Summands(replicas, reducer, kept_back, watch.streams)
         self.dropped: set[tuple[Variable, int]] = set()
 
@@ -58,6 +60,7 @@ class Reduction:
         more = True
         while more:
             more = self._once(sequence, weights)
+        self._several_calls.forget()
 
     def _once(self, sequence: BucketSequence, weights: Weights) -> bool:
         is_exact = bool(self._kept_back)
@@ -75,6 +78,8 @@ class Reduction:
         landed = self._land()
         if any(tail.unfit for _, tail in landed):
             self._unfit.meet()
+        if any(tail.mixed for _, tail in landed):
+            self._several_calls.compare()
         factor, least = 1.0, IS_THERE * self._workers.size
         if weights.total is not None and not is_exact:
             total = landed[0][1].weight
@@ -123,6 +128,7 @@ class Reduction:
             weight=weights.total or 0.0,
             more=more,
             unfit=self._unfit.found is not None,
+            mixed=self._several_calls.are_unlike(weights),
             # A worker that has left out a pass is behind by a run.
             phase=0 if self._runner.running is None else self._workers.num_runs,
         )

@@ -8,6 +8,7 @@ weight    the worker's; see [Note: Shares of workers]
 more      how many workers have gradients left, of a second pass: all reduce once more
 unfit     how many have found a gradient that is not finite
 left      how many have failed, and will not be there for the rest
+mixed     how many have made several calls of unlike weights since the last reduction
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 COUNTS, IS_THERE = 1.0, 2.0**-10
 _MARKS = 16
 _MARKED = [[float(i == mark) for i in range(_MARKS)] for mark in range(_MARKS)]
-NUM_OTHERS = _MARKS + 4
+NUM_OTHERS = _MARKS + 5
 
 
 class Tail(NamedTuple):
@@ -30,6 +31,7 @@ class Tail(NamedTuple):
     more: float
     unfit: float
     left: float
+    mixed: float
 
     def is_marked(self, number: int, size: int) -> bool:
         """Whether all workers have given it this mark."""
@@ -44,13 +46,14 @@ def written(
     more: bool = False,
     unfit: bool = False,
     left: bool = False,
+    mixed: bool = False,
 ) -> list[float]:
     """Returns a worker's tail as numbers.
 
     Args:
         number: of the reduction and the bucket: marked modulo 16.
     """
-    return [*flags, *_MARKED[number % _MARKS], weight, more, unfit, left]
+    return [*flags, *_MARKED[number % _MARKS], weight, more, unfit, left, mixed]
 
 
 def read(numbers: Sequence[float]) -> Tail:
