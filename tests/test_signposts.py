@@ -163,7 +163,6 @@ mirror.HierarchicalCopyAllReduce                  hierarchical
 mirror.ReductionToOneDevice                       naive
 mirror.CrossDeviceOps                             backend
 mirror.OneDeviceStrategy                          MirroredStrategy
-mirror.MultiWorkerMirroredStrategy                one machine
 mirror.distribute                                 mirror.MirroredStrategy
 mirror.experimental                               mirror.MirroredStrategy
 mirror.experimental_set_strategy                  scope

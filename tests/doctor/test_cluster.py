@@ -6,6 +6,7 @@ import pytest
 
 from mirror import cli
 from mirror.doctor.cluster import examine_cluster
+from mirror.errors import WorkerLostError
 
 TORCHRUN = {
     "RANK": "3",
@@ -82,11 +83,16 @@ def test_it_says_what_it_found_or_what_is_wrong(environ, lines):
     assert environ == before
 
 
+def nobody_comes(*_):
+    raise WorkerLostError("not all workers have come to the start within 30 s")
+
+
 @pytest.mark.parametrize(("rank", "code"), [("1", 0), ("9", 1)])
 def test_the_doctor_of_a_worker_shows_it_and_fails_where_it_is_wrong(
     monkeypatch, capsys, rank, code
 ):
-    monkeypatch.setattr("mirror.doctor.links._SECONDS", 0.1)
+    # torch looks for the address, and then for who is there, for longer than it is told to.
+    monkeypatch.setattr("mirror.comm.workers.workers.met", nobody_comes)
     for name, text in (TORCHRUN | {"RANK": rank}).items():
         monkeypatch.setenv(name, text)
     assert cli.main(["doctor", "--devices", "cpu"]) == code

@@ -62,7 +62,7 @@ class Talk:
 
 def _of(signature: object, what: str) -> str:
     """Returns what an operation is of, in words, if its name does not say it already."""
-    if signature is None or " of " in what:
+    if signature is None or isinstance(signature, str) or " of " in what:
         return ""
     words = repr(signature)
     return f" of {words if len(words) <= _MAX_SIGNATURE else words[: _MAX_SIGNATURE - 3] + '...'}"
