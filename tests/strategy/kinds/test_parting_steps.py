@@ -128,10 +128,7 @@ def _check(seeds, told_by_both):
         assert bool(lost) == (_waits(one) != _waits(other)), (seed, told)
         for kind, words, seconds in told:
             assert seconds < 10, (seed, told)
-            # The mark in a bucket's tail tells that another is elsewhere, and not where.
-            if kind != "ended" and "must reduce the same gradients" in words:
-                assert "at another reduction" in words
-            elif kind in ("DivergenceError", "WorkerLostError"):
+            if kind in ("DivergenceError", "WorkerLostError"):
                 assert "worker 0 of 2: " in words, (seed, words)
                 assert "worker 1 of 2: " in words, (seed, words)
                 assert "test_parting_steps.py:" in words, (seed, words)

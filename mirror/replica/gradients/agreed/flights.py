@@ -28,6 +28,7 @@ class Flight:
     Attributes:
         buffer: what all workers' are summed in.
         weight: this worker's, where the buffer is too coarse for it.
+        what: which reduction it is of, in words.
     """
 
     bucket: Bucket
@@ -35,6 +36,7 @@ class Flight:
     number: int
     waits: list[Callable[[], None]]
     weight: Tensor | None
+    what: str
 
     def landed(self) -> Tail:
         """Waits until it is there; returns what its tail says."""
@@ -80,7 +82,8 @@ class Flights:
         index = len(self._launched)
         number = self._num_reductions * _STRIDE + index + phase * _PHASE
         own_weight, waits = None, list[Callable[[], None]]()
-        what = f"gradients, bucket {index + 1} of reduction {self._num_reductions + 1}"
+        of = f"reduction {self._num_reductions + 1}" + (f", in run {phase + 1}" if phase else "")
+        what = f"gradients, bucket {index + 1} of {of}"
         if not bucket.ends_exactly and index == 0:
             own_weight = torch.tensor([weight], device=bucket.device)
             waits.append(self._workers.all_reduce(what, own_weight))
@@ -88,7 +91,7 @@ class Flights:
         tail = written(flags, number, weight, more=more, unfit=unfit, left=left, mixed=mixed)
         buffer = bucket.packed(grads, scale, tail)
         waits.append(self._workers.all_reduce(what, buffer))
-        self._launched.append(Flight(bucket, buffer, number, waits, own_weight))
+        self._launched.append(Flight(bucket, buffer, number, waits, own_weight, of))
 
     def copies(self, num_replicas: int) -> list[list[ReplicaParameter]]:
         """Returns each replica's copies whose gradients are on their way."""
@@ -112,10 +115,12 @@ class Flights:
                     "its backward pass, while this one has gone on; its own error says why"
                 )
             if not tail.is_marked(flight.number, self._workers.size):
+                # All have seen that, and say where they are: which is not the same.
+                self._workers.exchange(f"gradients: {flight.what}")
                 raise DivergenceError(
                     "all workers must reduce the same gradients in the same order, but a worker "
-                    f"is at another reduction than this one's number {self._num_reductions}: it "
-                    "has made a backward pass, or a step, more or less"
+                    f"is at another one than this one's {flight.what}: it has made a backward "
+                    "pass, or a step, more or less"
                 )
         return list(zip(flights, tails, strict=True))
 
