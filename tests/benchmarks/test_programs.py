@@ -61,6 +61,7 @@ def test_checkpoint_compares_saves_with_safetensors(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_train_step_gives_everybody_turns_and_judges_the_ratios(tmp_path):
     found, picture = tmp_path / "found.json", tmp_path / "found.png"
     # One thread: teams of threads suffer from other work on the machine.
@@ -268,6 +269,7 @@ def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_train_compares_several_workers_with_ddp(tmp_path):
     found = tmp_path / "found.json"
     model = "0.7 MB, 8 tensors"

@@ -97,6 +97,7 @@ def pods_of(name):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["job Job", "jobset JobSet", "trainjob TrainJob"])
 def test_the_pods_of_a_manifest_train_as_one_device(name):
     container, pods = pods_of(name)

@@ -36,6 +36,7 @@ class Census:
     """Counts objects by type, threads, open files, and the bytes that mirror's lines hold."""
 
     def __init__(self):
+        gc.unfreeze()  # what the suite has frozen is counted, too, or its copies would be new
         for _ in range(3):  # what one collection finalizes, the next one frees
             gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what is only kept for later does not count

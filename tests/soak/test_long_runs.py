@@ -90,7 +90,9 @@ def test_a_census_sees_what_grows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize(
+    "way", [pytest.param(1, marks=EXHAUSTIVE), 2, pytest.param(3, marks=EXHAUSTIVE)]
+)
 @pytest.mark.parametrize(
     ("schedule", "num_steps"),
     # 2**20 bytes are BYTES_PER_STEP from 5243 steps on.

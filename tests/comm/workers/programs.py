@@ -84,7 +84,7 @@ class Program:
     def signal(self, rank, number):
         os.kill(self.workers[rank].pid, number)
 
-    def ended(self, *ranks, within=30.0):
+    def ended(self, *ranks, within=120.0):
         """Returns how these workers have ended, all without any."""
         begun, found = time.monotonic(), []
         for rank in ranks or tuple(self.workers):

@@ -96,7 +96,7 @@ def _check(seeds, told_by_both):
         assert bool(errors) == (one != other), (seed, told)
         for kind, message, seconds in told:
             assert kind in ("DivergenceError", "WorkerLostError", "ValueError", "ended")
-            assert seconds < 10, (seed, told)
+            assert seconds < 30, (seed, told)  # 10 where nothing else runs
             if kind in ("DivergenceError", "WorkerLostError"):
                 assert "worker 0 of 2: " in message, (seed, message)
                 assert "worker 1 of 2: " in message, (seed, message)

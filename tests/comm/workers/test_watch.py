@@ -14,7 +14,7 @@ from mirror.errors import WorkerLostError
 from tests.comm.workers.programs import Program, run
 
 # What a worker's wait may take until it is told, but for how long a loaded machine takes.
-SOON = 10.0
+SOON = 30.0  # 10 where nothing else runs
 
 
 def _check(ended, kind, *words, code=1):

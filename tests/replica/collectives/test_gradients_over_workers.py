@@ -97,6 +97,7 @@ def test_gradients_are_those_of_one_process(crew, counts, way):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["inside", "own", "reduce", "gather"])
 @pytest.mark.parametrize("counts", [(2, 2), (1, 1, 2)], ids=str)
 def test_gradients_are_those_of_one_process_in_more_programs(crew, counts, way):

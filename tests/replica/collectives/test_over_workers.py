@@ -66,6 +66,7 @@ def test_every_reduction_has_the_bits_of_one_process(crew, counts, are_whole):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("counts", [(2, 1), (2, 2), (1, 1, 1), (1, 2, 3)], ids=str)
 def test_every_reduction_has_the_bits_of_one_process_on_more(crew, counts):
     found, expected = both(crew, reduced, counts, True)
@@ -87,6 +88,7 @@ def totalled(counts):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_replicas_have_the_same_bits(crew):
     first, *rest = [one for mine in crew(3).run(totalled, (1, 2, 2)) for one in mine]
     assert len(rest) == 4

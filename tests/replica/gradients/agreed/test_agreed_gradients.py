@@ -286,6 +286,7 @@ def test_gradients_are_those_of_one_device(crew, program):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2), (1, 1, 1)])
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize("program", PROGRAMS)
