@@ -44,9 +44,6 @@ class Alone:
         reference: the weights of all workers as they were agreed on last; ``None`` before.
     """
 
-    rank = 0
-    size = 1
-
     def __init__(self, num_local: int) -> None:
         self._have(0, (num_local,))
 

@@ -9,43 +9,33 @@ from tests.replica.workers.programs import Net, rank, strategy_of
 BATCH = torch.arange(48.0).reshape(12, 4).sin()
 
 
+def buffers_after_training(strategy, batches, aggregation):
+    with strategy.scope():
+        model = Net()
+    if aggregation is not None:
+        model.norm.register_buffer("seen", torch.zeros(()))
+        mirror.set_aggregation(model.norm, "seen", aggregation)
+
+    def step(x):
+        if aggregation is not None:
+            model.norm.seen += x.sum()
+        return model(x)
+
+    for _ in range(2):
+        strategy.run(step, args=(mirror.PerReplica(list(batches)),))
+    return {name: value.tolist() for name, value in model.named_buffers()}
+
+
 def trained(num_local, aggregation):
     with strategy_of(num_local) as strategy:
-        with strategy.scope():
-            model = Net()
-        if aggregation is not None:
-            model.norm.register_buffer("seen", torch.zeros(()))
-            mirror.set_aggregation(model.norm, "seen", aggregation)
-
-        def step(x):
-            if aggregation is not None:
-                model.norm.seen += x.sum()
-            return model(x)
-
-        for _ in range(2):
-            per_worker = BATCH.chunk(2)[rank()]
-            parts = per_worker.chunk(num_local)
-            strategy.run(step, args=(mirror.PerReplica(list(parts)),))
-        return {name: value.tolist() for name, value in model.named_buffers()}
+        batches = BATCH.chunk(2)[rank()].chunk(num_local)
+        return buffers_after_training(strategy, batches, aggregation)
 
 
 def of_one_process(num_local, aggregation):
     with mirror.MirroredStrategy(["cpu"] * 2 * num_local) as strategy:
         torch.manual_seed(0)
-        with strategy.scope():
-            model = Net()
-        if aggregation is not None:
-            model.norm.register_buffer("seen", torch.zeros(()))
-            mirror.set_aggregation(model.norm, "seen", aggregation)
-
-        def step(x):
-            if aggregation is not None:
-                model.norm.seen += x.sum()
-            return model(x)
-
-        for _ in range(2):
-            strategy.run(step, args=(mirror.PerReplica(list(BATCH.chunk(2 * num_local))),))
-        return {name: value.tolist() for name, value in model.named_buffers()}
+        return buffers_after_training(strategy, BATCH.chunk(2 * num_local), aggregation)
 
 
 @pytest.mark.parametrize("aggregation", [None, "sum", "mean", "first"])
