@@ -1,0 +1,123 @@
+"""Partitioners: into how many pieces a variable is cut along its first axis, as TensorFlow's.
+
+A partitioner is a function of a shape and a dtype that returns the number of pieces along every
+axis, all but the first of which are 1; a plain number stands for those along the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mirror.errors import in_words
+
+Partitioner = Callable[[Sequence[int], torch.dtype], "Sequence[int] | int"]
+
+
+@dataclass(frozen=True)
+class FixedShards:
+    """Cuts every variable into so many pieces, or into its rows if these are fewer.
+
+    Raises:
+        ValueError: no positive number of pieces.
+    """
+
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        _check_positive("num_shards", self.num_shards)
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:
+        return _along_rows(shape, self.num_shards)
+
+
+@dataclass(frozen=True)
+class MinSize:
+    """Cuts variables into pieces of at least about ``min_shard_bytes``, up to ``max_shards``.
+
+    A variable of ``b`` bytes has ``ceil(b / min_shard_bytes)`` pieces: the last ones may be
+    smaller, as TensorFlow's are.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    min_shard_bytes: int = 256 << 10
+    max_shards: int = 1
+
+    def __post_init__(self) -> None:
+        _check_positive("min_shard_bytes", self.min_shard_bytes)
+        _check_positive("max_shards", self.max_shards)
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return _along_rows(shape, min(self.max_shards, -(-num_bytes // self.min_shard_bytes)))
+
+
+@dataclass(frozen=True)
+class MaxSize:
+    """Cuts variables into pieces of at most ``max_shard_bytes``, where a row is not larger.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    max_shard_bytes: int
+    max_shards: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive("max_shard_bytes", self.max_shard_bytes)
+        if self.max_shards is not None:
+            _check_positive("max_shards", self.max_shards)
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[int]:
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        rows_per_shard = max(1, self.max_shard_bytes // max(1, row_bytes))
+        shards = -(-shape[0] // rows_per_shard) if shape else 1
+        return _along_rows(
+            shape, shards if self.max_shards is None else min(shards, self.max_shards)
+        )
+
+
+def num_pieces(
+    partitioner: Partitioner | None, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> int:
+    """Returns into how many pieces a variable is cut; scalars never are.
+
+    Raises:
+        ValueError: the partitioner cuts along another axis, or returns no such numbers.
+    """
+    if partitioner is None or not shape:
+        return 1
+    found = partitioner(torch.Size(shape), dtype)
+    counts = [found, *[1] * (len(shape) - 1)] if isinstance(found, int) else found
+    if not isinstance(counts, Sequence) or not all(_is_int(n) and int(n) >= 1 for n in counts):
+        raise ValueError(
+            f"a partitioner returns the number of pieces along every axis, integers from 1 on; "
+            f"for {name} of shape {tuple(shape)} it has returned {in_words(found)}"
+        )
+    if len(counts) != len(shape) or any(n != 1 for n in counts[1:]):
+        raise ValueError(
+            f"variables are cut along their first axis alone, so a partitioner returns "
+            f"[n{', 1' * (len(shape) - 1)}] for {name} of shape {tuple(shape)}; it has returned "
+            f"{list(counts)}"
+        )
+    return max(1, min(counts[0], shape[0]))
+
+
+def _along_rows(shape: Sequence[int], shards: int) -> list[int]:
+    if not shape:
+        return []
+    return [max(1, min(shards, shape[0])), *[1] * (len(shape) - 1)]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer from 1 on, got {in_words(value)}")
