@@ -22,8 +22,8 @@ are those of torch._dynamo, which are looked up when they are used: mirror does 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +52,7 @@ _WHY = (
     "be a mirrored model itself, compiled after it was mirrored, or be called by strategy.run"
 )
 _UNLIMITED = nullcontext()
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 def opaque(function: FunctionT) -> FunctionT:
@@ -103,16 +104,24 @@ def call_held(hold: Hold, module: nn.Module, args: Any, kwargs: Any) -> Any:
         set_eval_frame(prior)
 
 
-def limits_for(num_replicas: int) -> AbstractContextManager[Any]:
+def limits_for(num_replicas: int) -> AbstractContextManager[None]:
     """Lets every replica compile a function as often as one device may."""
-    if not _is_used():
-        return _UNLIMITED
+    return _raised_limits(num_replicas) if _is_used() else _UNLIMITED
+
+
+@contextmanager
+def _raised_limits(num_replicas: int) -> Iterator[None]:
+    # Not config.patch: each patch makes a context variable, and the thread's context keeps it for
+    # good. One a step would be a leak.
     config = sys.modules["torch._dynamo.config"]
-    limits: AbstractContextManager[Any] = config.patch(
-        recompile_limit=config.recompile_limit * num_replicas,
-        accumulated_recompile_limit=config.accumulated_recompile_limit * num_replicas,
-    )
-    return limits
+    limits = {name: getattr(config, name) for name in _LIMITS}
+    try:
+        for name, limit in limits.items():
+            setattr(config, name, limit * num_replicas)
+        yield
+    finally:
+        for name, limit in limits.items():
+            setattr(config, name, limit)
 
 
 def forget_compiled() -> None:

@@ -1,5 +1,6 @@
 """torch.compile of mirrored models: results as eager, one compilation per replica."""
 
+import contextvars
 import copy
 
 import pytest
@@ -106,6 +107,21 @@ def test_the_recompile_limit_counts_for_every_replica(make_strategy):
         x = torch.ones(size, 6)
         assert_same(call(x), model(x))
     assert len(backend.replicas) == 12
+
+
+def test_no_step_leaves_a_variable_in_the_threads_context(make_strategy):
+    """A context keeps what it is given, and each patch of torch's config gives it a variable."""
+    strategy = make_strategy(2)
+    with strategy.scope():
+        model = Net()
+    call = torch.compile(model, backend=Backend(), fullgraph=True)
+    x = torch.ones(4, 6)
+    numbers = []
+    for _ in range(4):
+        strategy.run(call, (x,))
+        call(x)
+        numbers.append(len(contextvars.copy_context()))
+    assert numbers[1:] == numbers[1:2] * 3
 
 
 def test_functions_in_run_compile_in_one_graph(make_strategy):
