@@ -28,9 +28,12 @@ def _check(ended, kind, *words, code=1):
 
 STEPS = """
 workers = made(SECONDS)
-ready()
+knows = False
 while True:
     workers.exchange("step")  # line of the loop
+    if not knows and all("train.py" in p.line for p in workers._board.look.positions):
+        knows = True  # where the others were
+        ready()
     time.sleep(0.02)
 """
 
@@ -40,7 +43,6 @@ while True:
 def test_a_killed_worker_is_named_and_where_it_was_last(lost):
     with Program(STEPS.replace("SECONDS", "60.0")) as program:
         program.ready()
-        time.sleep(1.5)
         program.signal(lost, signal.SIGKILL)
         (ended,) = program.ended(1 - lost)
     _check(
@@ -57,7 +59,6 @@ def test_a_killed_worker_is_named_and_where_it_was_last(lost):
 def test_all_others_know_which_of_three_was_killed():
     with Program(STEPS.replace("SECONDS", "60.0"), size=3) as program:
         program.ready()
-        time.sleep(1.5)
         program.signal(1, signal.SIGKILL)
         for ended in program.ended(0, 2):
             _check(ended, "WorkerLostError", "worker 1 of 3 is lost", "worker 1 of 3: .*train.py")
