@@ -17,6 +17,9 @@ MirrorError
     CheckpointError(RuntimeError)         a checkpoint is missing, damaged or foreign
     RecordError(ValueError)               a record is damaged, or does not hold what it should
     WorkerLostError(RuntimeError)         a worker, another process of the training, is gone
+    ActorDied(RuntimeError)               the process of an actor, a server or a worker, has ended
+    RemoteError(RuntimeError)             an actor's method has raised
+    WireError(RuntimeError)               something from a connection is no message, or cannot go
     ClusterError(ValueError, RuntimeError)  what is said of the cluster is wrong, or missing
         ClusterTypeError(TypeError)       or of another type
 """
@@ -30,6 +33,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "ActorDied",
     "BackendError",
     "BatchError",
     "CheckpointError",
@@ -42,10 +46,12 @@ __all__ = [
     "GradientError",
     "MirrorError",
     "RecordError",
+    "RemoteError",
     "ReplicaMismatchError",
     "ShapeError",
     "StrategyError",
     "StructureError",
+    "WireError",
     "WorkerLostError",
 ]
 
@@ -108,6 +114,50 @@ class CheckpointError(MirrorError, RuntimeError):
 
 class WorkerLostError(MirrorError, RuntimeError):
     """Another process of the training is gone, or has not moved for the timeout."""
+
+
+class ActorDied(MirrorError, RuntimeError):
+    """The process of an actor, a parameter server or a worker, has ended, or was never there.
+
+    Attributes:
+        name: the actor's.
+    """
+
+    def __init__(self, name: str, what: str = "its process has ended") -> None:
+        super().__init__(name, what)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
+
+
+class RemoteError(MirrorError, RuntimeError):
+    """A method of an actor has raised; the message ends with its traceback there.
+
+    Attributes:
+        type_name: the name of the exception's class.
+        message: its text.
+        traceback: of the actor's process.
+        original: the exception, rebuilt here; ``None`` where pickle cannot. Also ``__cause__``.
+    """
+
+    def __init__(
+        self,
+        type_name: str,
+        message: str,
+        traceback: str = "",
+        original: BaseException | None = None,
+    ) -> None:
+        super().__init__(type_name, message, traceback)
+        self.type_name, self.message, self.traceback = type_name, message, traceback
+        self.original = self.__cause__ = original
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.message}\n{self.traceback}".rstrip()
+
+
+class WireError(MirrorError, RuntimeError):
+    """What came over a connection is not what was agreed, or something cannot be sent over it."""
 
 
 class ClusterError(MirrorError, ValueError, RuntimeError):

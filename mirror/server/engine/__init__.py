@@ -1,0 +1,1 @@
+"""Actors: objects in processes of their own, called over connections; knows no model."""

@@ -1,0 +1,37 @@
+"""Which engine is used, by its name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from mirror.errors import BackendError
+from mirror.server.engine.processes import ProcessEngine
+from mirror.server.engine.protocol import Engine
+
+NAMES = ("auto", "process", "ray")
+
+
+def make_engine(name: str = "auto") -> Engine:
+    """Returns a new engine.
+
+    Args:
+        name: "process": processes of this machine. "ray": actors of Ray, on the cluster that the
+            program is connected to, else on this machine. "auto": of Ray if the program has
+            called ``ray.init``, else processes.
+
+    Raises:
+        BackendError: there is none of this name, or what it needs is not installed.
+    """
+    if name not in NAMES:
+        raise BackendError(f"an engine is one of {', '.join(NAMES)}; got {name!r}")
+    if name == "ray" or (name == "auto" and _has_ray_begun()):
+        ray_engine = importlib.import_module("mirror.server.engine.ray_engine")
+        engine: Engine = ray_engine.RayEngine()
+        return engine
+    return ProcessEngine()
+
+
+def _has_ray_begun() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(getattr(ray, "is_initialized", lambda: False)())

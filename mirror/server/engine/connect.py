@@ -1,0 +1,136 @@
+"""Clients of an actor, by its address: of any process that has the engine's key."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+from mirror.server.engine.handshake import ACTOR_SECONDS, introduce
+from mirror.server.engine.link import Link, Pending, failed
+from mirror.server.engine.protocol import (
+    ActorDied,
+    Address,
+    Array,
+    Client,
+    Header,
+    Sendable,
+    WireError,
+)
+
+KEY_VARIABLE = "MIRROR_ENGINE_KEY"
+"""The key in hexadecimal, for processes that no engine has started."""
+
+_keys: dict[str, bytes] = {}
+
+
+def know(engine: str, key: bytes) -> None:
+    """Notes an engine's key: this process is the engine's, or one of its actors."""
+    _keys[engine] = key
+
+
+def connect(address: Address) -> Client:
+    """Returns a client of an actor; it connects at the first call.
+
+    Args:
+        address: the ``address`` of an actor or a client.
+
+    Raises:
+        WireError: this is no address, or the key is not known here.
+    """
+    engine = address.get("engine") if isinstance(address, dict) else None
+    if engine == "ray":
+        ray_engine = importlib.import_module("mirror.server.engine.ray_engine")
+        client: Client = ray_engine.connect(address)
+        return client
+    if engine != "process":
+        raise WireError(f"an address is what an actor has as its address; got {address!r}")
+    return SocketClient(address)
+
+
+class SocketClient:
+    """Calls an actor over sockets; connects when there is something to say, and again.
+
+    Args:
+        confirm: called before anybody is told that the actor has died.
+    """
+
+    def __init__(self, address: Address, confirm: Callable[[], object] | None = None) -> None:
+        self._confirm = confirm
+        self.name: str = address["name"]
+        self._address = dict(address)
+        self._link: Link | None = None
+        self._lock = threading.Lock()
+        self._key = _key_of(address)
+
+    @property
+    def address(self) -> Address:
+        """See ``Client``."""
+        return dict(self._address)
+
+    def call(
+        self,
+        method: str,
+        header: Header | None = None,
+        buffers: Sequence[Sendable] = (),
+        *,
+        into: Sequence[Array] | None = None,
+    ) -> Pending:
+        """See ``Client``."""
+        link = self._link
+        if link is None or not link.is_usable:
+            try:
+                link = self._connected()
+            except ActorDied as error:
+                if self._confirm is not None:
+                    self._confirm()
+                return failed(error)
+        return link.call(method, header or {}, buffers, into)
+
+    def close(self) -> None:
+        """See ``Client``."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.end(WireError(f"{self.name}: the client is closed"))
+
+    def _connected(self) -> Link:
+        with self._lock:
+            if self._link is None or not self._link.is_usable:
+                self._link = Link(self._socket(), self.name, self._confirm)
+            return self._link
+
+    def _socket(self) -> socket.socket:
+        where = self._address["host"], self._address["port"]
+        try:
+            sock = socket.create_connection(where, timeout=ACTOR_SECONDS)
+        except OSError as error:
+            raise ActorDied(self.name, f"nobody listens at {where} ({error})") from None
+        try:
+            # One call is one small packet, which must not wait for another.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            introduce(sock, self._key)
+        except (EOFError, OSError) as error:
+            sock.close()
+            raise ActorDied(self.name, f"its process has ended ({error})") from None
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+
+def _key_of(address: Address) -> bytes:
+    key = _keys.get(address["id"])
+    if key is None and KEY_VARIABLE in os.environ:
+        try:
+            key = bytes.fromhex(os.environ[KEY_VARIABLE])
+        except ValueError:
+            raise WireError(f"{KEY_VARIABLE} is a key in hexadecimal") from None
+    if key is None:
+        raise WireError(
+            f"{address['name']} is an actor of another program's engine, whose key is not known "
+            f"here; actors know their engine's, other processes find it in {KEY_VARIABLE}"
+        )
+    return key

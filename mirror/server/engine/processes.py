@@ -1,0 +1,213 @@
+"""The engine of one machine: actors are processes, forked where torch is imported already.
+
+[Note: Who ends with whom]
+An actor never outlives who has started it, not even one killed by SIGKILL. It ends with its
+tether, which the kernel closes with the owner; the fork server ends with the connection to the
+owner, or when it has another parent; and the kernel kills actors with the fork server. So
+whichever goes, and whatever was forked in between and holds descriptors open, nothing is left.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing import spawn
+from os import environ
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from mirror.server.engine.actor_process import receive_words, send_words
+from mirror.server.engine.connect import SocketClient, know
+from mirror.server.engine.frames import RAISED, Frame
+from mirror.server.engine.handshake import new_key
+from mirror.server.engine.link import Pending, remote_error
+from mirror.server.engine.nursery import Child, nursery
+from mirror.server.engine.protocol import ActorDied, Address, Array, Header, Sendable, WireError
+
+_NEWS_SECONDS = 1.0
+_OF_SPAWN = (
+    "sys_path",
+    "sys_argv",
+    "dir",
+    "orig_dir",
+    "init_main_from_name",
+    "init_main_from_path",
+)
+
+
+class ProcessEngine:
+    """Starts actors as processes on this machine.
+
+    Args:
+        host: where they listen: this machine alone, unless told otherwise.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.id = secrets.token_hex(8)
+        self._host, self._key = host, new_key()
+        self._actors: list[ProcessActor] = []
+        self._is_closed = False
+        self._ends = weakref.finalize(self, _end_all, self._actors)
+        know(self.id, self._key)
+        nursery()  # begins to import torch
+
+    def start(self, name: str, role: str, init: Header) -> ProcessActor:
+        """See ``Engine``."""
+        if self._is_closed:
+            raise WireError("this engine is closed; make another")
+        config = {"id": self.id, "key": self._key.hex(), "role": role, "init": init}
+        actor = ProcessActor(name, self._host, config)
+        self._actors.append(actor)
+        try:
+            actor.restart()
+        except BaseException:
+            self._actors.remove(actor)
+            actor.end()
+            raise
+        return actor
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        self._is_closed = True
+        self._ends()
+
+    def __enter__(self) -> ProcessEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _end_all(actors: list[ProcessActor]) -> None:
+    for actor in actors:
+        actor.end()
+    actors.clear()
+
+
+class ProcessActor:
+    """An actor in a process of this machine, as who has started it holds it."""
+
+    def __init__(self, name: str, host: str, config: dict[str, Any]) -> None:
+        self.name = name
+        self._config = config
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        # Bound, it keeps the port for the next process of this actor; it never listens.
+        self._port = socket.socket(family, socket.SOCK_STREAM)
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._port.bind((host, 0))
+        where = {"host": host, "port": self._port.getsockname()[1]}
+        self._config |= where
+        self._client = SocketClient(
+            {"engine": "process", "id": config["id"], "name": name, **where}, self._confirm
+        )
+        self._child: Child | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+        self._is_ended = False
+
+    @property
+    def address(self) -> Address:
+        """See ``Client``."""
+        return self._client.address
+
+    @property
+    def pid(self) -> int:
+        """Its process's."""
+        assert self._child is not None
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        """See ``Actor``."""
+        child = self._child
+        return child is not None and not child.ended.is_set()
+
+    def call(
+        self,
+        method: str,
+        header: Header | None = None,
+        buffers: Sequence[Sendable] = (),
+        *,
+        into: Sequence[Array] | None = None,
+    ) -> Pending:
+        """See ``Client``."""
+        return self._client.call(method, header, buffers, into=into)
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        """See ``Actor``."""
+        with self._lock:
+            self._callbacks.append(callback)
+            if self._child is not None and not self.alive and not self._is_ended:
+                threading.Thread(target=callback, daemon=True).start()
+
+    def kill(self) -> None:
+        """See ``Actor``."""
+        if self._child is not None:
+            self._child.kill()
+
+    def restart(self) -> None:
+        """See ``Actor``."""
+        with self._lock:
+            if self._is_ended:
+                raise WireError(f"{self.name}: its engine is closed")
+            if self._child is not None:
+                self._child.kill()
+            self._client.close()
+            child = nursery().fork(self.name)
+            try:
+                self._set_up(child)
+            except BaseException:
+                child.kill()
+                raise
+            self._child = child
+        child.on_end(lambda: self._note_death(child))
+
+    def close(self) -> None:
+        """See ``Client``."""
+        self._client.close()
+
+    def end(self) -> None:
+        """Ends it for good."""
+        with self._lock:
+            self._is_ended = True
+            self._client.close()
+            self._port.close()
+            if self._child is not None:
+                self._child.kill()
+
+    def _set_up(self, child: Child) -> None:
+        prepared = spawn.get_preparation_data(self.name)
+        kept = {key: prepared[key] for key in _OF_SPAWN if key in prepared}
+        try:
+            send_words(child.tether, {**self._config, "environ": dict(environ), "prepared": kept})
+            answer = receive_words(child.tether)
+        except OSError:
+            answer = None
+        if answer is None:
+            child.ended.wait()
+            raise ActorDied(self.name, f"its process has ended ({child.code}) before it stood")
+        if "failed" in answer:
+            pickled = [np.frombuffer(bytes.fromhex(text), np.uint8) for text in answer["pickle"]]
+            raise remote_error(Frame(RAISED, 0, answer["failed"], pickled))
+
+    def _confirm(self) -> None:
+        """Waits for the news of a death that a connection has told: afterwards it is not alive."""
+        if self._child is not None:
+            self._child.ended.wait(_NEWS_SECONDS)
+
+    def _note_death(self, child: Child) -> None:
+        with self._lock:
+            callbacks = [] if self._is_ended else list(self._callbacks)
+        for callback in callbacks:
+            callback()
