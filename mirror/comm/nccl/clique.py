@@ -34,9 +34,9 @@ import torch
 
 from mirror.accelerator.events import record_event, spoil_no_capture, stream_address
 from mirror.comm.nccl.calls import Call, are_joint
-from mirror.comm.nccl.communicators import Communicators
+from mirror.comm.nccl.communicators import Communicators, Place
 from mirror.comm.nccl.failures import failed, timed_out
-from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, NcclLibrary, UniqueId
+from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, NcclLibrary
 from mirror.comm.nccl.operations import Operation
 from mirror.errors import MirrorError
 
@@ -56,7 +56,7 @@ class _Refused(Exception):
 
 
 class Clique:
-    """One communicator per replica; replica ``i`` is rank ``i``.
+    """One communicator per replica; in one process, replica ``i`` is rank ``i``.
 
     Any thread may call it; one operation goes on at a time. Two cliques over the same GPUs must
     not be called from two threads at once: their kernels may wait for each other.
@@ -68,12 +68,14 @@ class Clique:
         devices: Sequence[torch.device],
         timeout_seconds: float,
         init_seconds: float,
+        place: Place | None = None,
     ) -> None:
         """Makes the communicators.
 
         Args:
             timeout_seconds: what an operation may take.
             init_seconds: what making them may take.
+            place: of these devices among the ranks of several processes.
 
         Raises:
             BackendError: NCCL refuses.
@@ -82,7 +84,7 @@ class Clique:
         self._library = library
         self._devices = tuple(devices)
         self.timeout_seconds = timeout_seconds
-        self._communicators = Communicators(library, self._devices)
+        self._communicators = Communicators(library, self._devices, place)
         self._state_word = ctypes.c_int(SUCCESS)  # of whoever has the mutex
         self._state_address = ctypes.byref(self._state_word)
         self._turn = threading.Lock()
@@ -148,6 +150,10 @@ class Clique:
         finally:
             self._end_watching()
 
+    def check(self) -> None:
+        """Raises what has gone wrong, if anything has."""
+        self._raise_failure()
+
     def is_idle(self) -> bool:
         """Whether all that was enqueued is done, or has failed."""
         return not self._under_way or self._failure is not None
@@ -187,13 +193,8 @@ class Clique:
                 self._calling = None
 
     def _make(self) -> None:
-        unique_id = UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(unique_id))
-
-        def make() -> None:
-            self._communicators.make(unique_id, self._call)
-
-        self._settle(self._group(make, self._call))
+        ranks = self._communicators.identified(self._call)
+        self._settle(self._group(lambda: self._communicators.make(ranks, self._call), self._call))
 
     def _group(self, make_calls: Callable[[], None], call: Callable[[str], int]) -> int:
         """Makes the calls as one; returns what comes of them: SUCCESS or IN_PROGRESS."""
