@@ -30,7 +30,9 @@ from mirror.strategy.current import (
     in_cross_replica_context,
 )
 from mirror.strategy.inspection import is_mirrored, set_aggregation
+from mirror.strategy.kinds.central_storage import CentralStorageStrategy
 from mirror.strategy.kinds.multi_worker import MultiWorkerMirroredStrategy
+from mirror.strategy.kinds.one_device import OneDeviceStrategy
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions, Guards
 from mirror.strategy.replica_context import ReplicaContext
@@ -43,6 +45,7 @@ from mirror.values import PerReplica
 __all__ = [
     "BackendError",
     "BatchError",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
@@ -59,6 +62,7 @@ __all__ = [
     "MirrorError",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
     "PerReplica",
     "PreemptionCheckpointHandler",
     "ReduceOp",

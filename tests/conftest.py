@@ -77,6 +77,20 @@ def strategy(devices):
 
 
 @pytest.fixture
+def central():
+    """Gives ``central(n)``: a strategy of n simulated devices with a home beside them."""
+    made = []
+
+    def make(n=2, **options):
+        made.append(mirror.CentralStorageStrategy(["cpu"] * n, **options))
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()
+
+
+@pytest.fixture
 def make_strategy():
     """Gives ``make(n, **options)``: a strategy of n simulated devices, closed after the test."""
     made = []

@@ -162,7 +162,7 @@ mirror.NcclAllReduce                              nccl
 mirror.HierarchicalCopyAllReduce                  hierarchical
 mirror.ReductionToOneDevice                       naive
 mirror.CrossDeviceOps                             backend
-mirror.OneDeviceStrategy                          MirroredStrategy
+mirror.StrategyExtended                           MirroredStrategy
 mirror.distribute                                 mirror.MirroredStrategy
 mirror.experimental                               mirror.MirroredStrategy
 mirror.experimental_set_strategy                  scope

@@ -104,6 +104,7 @@ TESTED_BY = {
     "strategy/arguments.py": "strategy/test_gradients.py",
     "strategy/backend.py": "strategy/test_constructor.py",
     "strategy/base.py": "strategy/test_run.py",
+    "strategy/compiling.py": "steps/running/test_compiled_step.py",
     "strategy/group.py": "strategy/test_constructor.py",
     "strategy/inspection.py": "replica/copies/test_identity.py",
     "strategy/mirrored.py": "strategy/test_constructor.py",

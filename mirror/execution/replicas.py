@@ -42,6 +42,9 @@ class Replicas:
         device_types: the types of their devices, and ``"cpu"``.
         are_simulated: whether their devices are CPU devices.
         is_one_device: whether they are all on one device.
+        home: where parameters are in the cross-replica context, and optimizers step.
+        is_apart: whether that is a storage of its own; else it is the first replica's.
+        steps_once: whether one step of an optimizer does for all.
     """
 
     __slots__ = (
@@ -50,11 +53,14 @@ class Replicas:
         "communicator",
         "device_types",
         "devices",
+        "home",
+        "is_apart",
         "is_nested",
         "is_one_device",
         "mirrors",
         "names",
         "num_replicas",
+        "steps_once",
         "strategy",
         "timeline",
         "weighted",
@@ -70,12 +76,15 @@ class Replicas:
         weighted: bool,
         is_nested: bool = False,
         workers: Alone | None = None,
+        home: torch.device | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self.communicator = communicator
         self.num_replicas = len(self.devices)
         self.workers = workers = Alone(self.num_replicas) if workers is None else workers
-        self.mirrors = workers.num_replicas > 1
+        self.is_apart = home is not None
+        self.home = self.devices[0] if home is None else home
+        self.mirrors = workers.num_replicas > 1 or self.is_apart
         whose = f"worker {workers.rank}, " if workers.are_several else ""
         self.names = tuple(
             f"replica {workers.first + r} of {workers.num_replicas} ({whose}{device})"
@@ -88,6 +97,7 @@ class Replicas:
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
+        self.steps_once = self.is_one_device or self.is_apart
 
 
 class OfReplicas(Generic[T]):

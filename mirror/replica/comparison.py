@@ -39,6 +39,9 @@ class Variable(Protocol):
     name: str
 
     @property
+    def home(self) -> Tensor: ...
+
+    @property
     def targets(self) -> Sequence[Tensor]: ...
 
     def owner(self) -> Tensor | None: ...
@@ -101,20 +104,22 @@ class Comparison:
             def what(variable: Variable = variable) -> str:
                 return f"parameter {path_of(variable.owner(), variable.name)!r}"
 
-            see(variable.targets[0], what)
+            see(variable.home, what)
         self._optimizers.show_first(see)
 
     def _show(self, look: Look) -> None:
         names = self._replicas.names
+        whose = f"home ({self._replicas.home})" if self._replicas.is_apart else names[0]
         for variable in self._variables:
-            first, *others = variable.targets
-            for r, other in enumerate(others, 1):
+            for r, other in enumerate(variable.targets):
+                if other is variable.home:
+                    continue
 
                 def what(variable: Variable = variable, r: int = r) -> str:
                     path = path_of(variable.owner(), variable.name)
-                    return f"parameter {path!r} differs on {names[r]} from {names[0]}"
+                    return f"parameter {path!r} differs on {names[r]} from {whose}"
 
-                look(first, other, what)
+                look(variable.home, other, what)
         self._optimizers.check(look)
 
 

@@ -43,7 +43,7 @@ class Strategy(Uncopied):
 
     Args:
         devices: one per replica.
-        schedule, weighted, workers: see ``Group``.
+        schedule, weighted, workers, home: see ``Group``.
     """
 
     _instead = "make a strategy in each process; copy.deepcopy(model) gives an ordinary model"
@@ -58,6 +58,7 @@ class Strategy(Uncopied):
         schedule: str,
         weighted: bool,
         workers: Alone | None = None,
+        home: torch.device | None = None,
     ) -> None:
         self._devices = tuple(devices)
         self._backend = communicator.name
@@ -70,11 +71,10 @@ class Strategy(Uncopied):
             options=options,
             guards=guards,
             workers=workers,
+            home=home,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         weakref.finalize(self, end_threads, self._group.runner.locksteps)
-
-    # What it is
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -19,7 +19,8 @@ def compiled_step(
     """Returns a step of this group's replicas that is compiled when it is called.
 
     Raises:
-        CompileError: there are other workers, and no ``fallback``.
+        CompileError: there are other workers, or parameters have a home of their own, and no
+            ``fallback``.
         TypeError: ``step`` is no function that ``run`` takes.
         ValueError: an unknown ``fallback`` or ``mode``.
     """
@@ -27,11 +28,19 @@ def compiled_step(
     check_choice("mode", mode, MODES)
     check_call(step, (), {})
     has_others = group.replicas.workers.are_several
+    is_eager = has_others or group.replicas.is_apart
     if has_others and fallback == "error":
         raise CompileError(
             "compiled steps are for the replicas of one process, and this strategy has several "
             "workers; call strategy.run(step, ...), in which a model may be compiled by "
             "torch.compile, or pass fallback='eager', which does so"
+        )
+    if group.replicas.is_apart and fallback == "error":
+        raise CompileError(
+            "compiled steps have the optimizer step on the replicas' devices, and this strategy "
+            "keeps parameters and optimizer state on the parameter device; call "
+            "strategy.run(step, ...), in which a model may be compiled by torch.compile, or pass "
+            "fallback='eager', which does so; or use mirror.MirroredStrategy"
         )
     coherence = Coherence(
         group.replicas, group.runner, group.variables, group.access, group.beside_copies
@@ -43,5 +52,5 @@ def compiled_step(
         return Maker(group.replicas, group.registry, group.reducer, coherence, group.finite, mode)
 
     return CompiledStep(
-        step, run, taking_part, coherence, make, fallback=fallback, is_eager=has_others
+        step, run, taking_part, coherence, make, fallback=fallback, is_eager=is_eager
     )

@@ -24,6 +24,7 @@ from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.comparison import Comparison
 from mirror.replica.copies.assigned import assigned_part
 from mirror.replica.copies.buffers import Buffers
+from mirror.replica.copies.home.home_variables import HomeVariables
 from mirror.replica.copies.recorded import Recorded
 from mirror.replica.copies.registry import Registry
 from mirror.replica.copies.variables import Variables
@@ -31,10 +32,12 @@ from mirror.replica.finite import Finite, stop_watching, watch_only_replica
 from mirror.replica.gradients.access import Access
 from mirror.replica.gradients.agreed.agreed_gradients import AgreedGradients
 from mirror.replica.gradients.gradients import Gradients
+from mirror.replica.gradients.home.access import AccessAtHome, GradientsAtHome
 from mirror.replica.gradients.passes import watch_passes
 from mirror.replica.gradients.plain import PlainVariables
 from mirror.replica.modules.modules import Modules
 from mirror.replica.modules.own_values import Attributes
+from mirror.replica.optimizer.home.optimizers_at_home import OptimizersAtHome
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
 from mirror.replica.optimizer.optimizers import Optimizers
 from mirror.replica.workers.comparison import ComparisonOverWorkers
@@ -61,6 +64,7 @@ class Group:
         options: how the replicas communicate.
         guards: what is watched meanwhile.
         workers: the processes whose replicas train together; ``None``: this one alone.
+        home: where parameters and optimizer state are; ``None``: with the replicas.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Group:
         options: CommunicationOptions,
         guards: Guards,
         workers: Alone | None = None,
+        home: torch.device | None = None,
     ) -> None:
         replicas = Replicas(
             devices,
@@ -82,23 +87,34 @@ class Group:
             weighted=weighted,
             is_nested=current.replica is not None,
             workers=workers,
+            home=home,
         )
         runner = Runner(replicas, schedule=schedule, timeout_seconds=options.timeout_seconds)
         registry, recorded = Registry(), Recorded()
         reducer = Reducer(replicas, options.bytes_per_pack, options.wire_dtype)
         finite = Finite(replicas.names) if guards.finite_gradients else None
-        gradients = Gradients(replicas, runner, reducer, finite)
-        if replicas.workers.are_several:
-            gradients = AgreedGradients(replicas, runner, reducer, finite, registry)
-        access = Access(replicas, runner, gradients)
-        variables, buffers = Variables(replicas, registry, access), Buffers(replicas, registry)
+        gradients: Gradients
+        access: Access
+        variables: Variables
+        if replicas.is_apart:
+            gradients = at_home = GradientsAtHome(replicas, runner, reducer, finite)
+            access = seen = AccessAtHome(replicas, runner, at_home)
+            variables = HomeVariables(replicas, registry, access)
+            self.optimizers: Optimizers = OptimizersAtHome(replicas, runner, seen)
+        else:
+            gradients = Gradients(replicas, runner, reducer, finite)
+            if replicas.workers.are_several:
+                gradients = AgreedGradients(replicas, runner, reducer, finite, registry)
+            access = Access(replicas, runner, gradients)
+            variables = Variables(replicas, registry, access)
+            self.optimizers = Optimizers(replicas, runner, access)
+        buffers = Buffers(replicas, registry)
         attributes = Attributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry
         self.gradients, self.variables = gradients, variables
         self.modules = Modules(
             replicas, runner, registry, recorded, variables, buffers, attributes
         )
-        self.optimizers = Optimizers(replicas, runner, access)
         several = replicas.workers.are_several
         compares = ComparisonOverWorkers if several else Comparison
         self.comparison = compares(runner, self.variables, self.optimizers)

@@ -88,8 +88,13 @@ class MirroredStrategy(Strategy):
             schedule=schedule,
             weighted=gradient_reduction == "mean",
             workers=self._meet(len(resolved), options),
+            home=self._home(resolved),
         )
 
     def _meet(self, num_local: int, options: CommunicationOptions) -> Alone | None:
         """Returns the processes whose replicas train together; ``None``: this one alone."""
+        return None
+
+    def _home(self, devices: Sequence[torch.device]) -> torch.device | None:
+        """Returns where parameters are, if not with the replicas."""
         return None

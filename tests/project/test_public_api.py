@@ -8,6 +8,7 @@ import mirror
 NAMES = {
     "BackendError",
     "BatchError",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
@@ -24,6 +25,7 @@ NAMES = {
     "MirrorError",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
     "PerReplica",
     "PreemptionCheckpointHandler",
     "ReduceOp",

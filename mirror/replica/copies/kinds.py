@@ -16,6 +16,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
@@ -92,3 +93,18 @@ def set_to(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         )
     parameter.data = source
     return parameter
+
+
+def value_on(value: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy of ``value`` in memory of its own, with its strides."""
+    return value.detach().to(device, copy=True)
+
+
+def alike(a: Tensor | None, b: Tensor) -> bool:
+    """Whether ``b`` can be copied into ``a``."""
+    return (
+        a is not None
+        and a.layout is b.layout is torch.strided
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+    )

@@ -57,7 +57,7 @@ def _another(parameter: MirroredParameter) -> Tensor:
     memory of its own, on all replicas.
     """
     variable = parameter._mirrored
-    target = variable.targets[0]
+    target = variable.home
     another: nn.Parameter = parameter_like(
         target, type(target), target.detach().clone(), requires_grad=True
     )
@@ -129,7 +129,7 @@ def _spread(inputs: Any) -> list[tuple[Any, ...]]:
 
 def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
     is_outside = parameter._mirrored.here() is None
-    copies = parameter._mirrored.copies if is_outside else (parameter._resolve(),)
+    copies = parameter._mirrored.leaves if is_outside else (parameter._resolve(),)
     if not copies[0].requires_grad:
         return copies
     with WithoutSubclass():

@@ -27,8 +27,7 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         return variable.first() if here is None else variable.copies[here]
 
     def _hand_out(self, handle: Tensor | None) -> None:
-        if self._mirrored.here() is None:
-            self._mirrored.handles.add(handle)
+        self._mirrored.hand_out(handle)
 
     @property
     def grad(self) -> Tensor | None:

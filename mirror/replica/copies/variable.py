@@ -27,7 +27,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sized
 from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -40,7 +39,14 @@ from mirror.replica.copies.hooks import (
     refuse_own_hook,
     refuse_post_accumulate_hook,
 )
-from mirror.replica.copies.kinds import copied_once, derived, parameter_like, set_to
+from mirror.replica.copies.kinds import (
+    alike,
+    copied_once,
+    derived,
+    parameter_like,
+    set_to,
+    value_on,
+)
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 from mirror.torch_private import WithoutSubclass
 
@@ -189,7 +195,10 @@ class Variable:
 
     Attributes:
         owner: returns the mirrored parameter, ``None`` once it is gone.
-        version: of the first copy when all copies were last known to be equal.
+        home, shown: the target that optimizers step, and the copy that the cross-replica context
+            sees: the first replica's, unless home is a storage of its own.
+        leaves: where gradients arrive there, ``shown`` first.
+        version: of ``shown`` when all copies were last known to be equal.
         hooks: gradient hooks by handle id. See [Note: Gradient hooks].
         handles: the tensors through which raw storage left in the cross-replica context.
     """
@@ -199,14 +208,18 @@ class Variable:
         "copies",
         "gradients",
         "handles",
+        "home",
         "hooks",
+        "leaves",
         "mirror",
         "name",
         "owner",
         "replicas",
+        "shown",
         "targets",
         "version",
     )
+    copy_kind: type[ReplicaParameter] = ReplicaParameter
 
     def __init__(
         self,
@@ -222,19 +235,26 @@ class Variable:
         self.handles = Handles()
         self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle wants the class
         requires_grad = parameter.requires_grad
-        first, others = parameter.detach(), replicas.devices[1:]
-        values = [first, *(_value_on(first, device) for device in others)]
+        values = self._first_values(parameter.detach())
         kind = type(parameter)
         made = [parameter_like(parameter, kind, value, requires_grad) for value in values]
         self.targets: tuple[nn.Parameter, ...] = tuple(made)
         for target in self.targets:
             target.variable = self  # type: ignore[attr-defined]
         self.copies = tuple(self._copy(r, value, requires_grad) for r, value in enumerate(values))
-        self.version = self.copies[0]._version
+        self._find_home(parameter)
+        self.version = self.shown._version
+
+    def _first_values(self, value: Tensor) -> list[Tensor]:
+        """Returns the values of the copies: the first one's is the parameter's own."""
+        return [value, *(value_on(value, device) for device in self.replicas.devices[1:])]
+
+    def _find_home(self, parameter: nn.Parameter) -> None:
+        self.home, self.shown, self.leaves = self.targets[0], self.copies[0], self.copies
 
     def _copy(self, replica_id: int, value: Tensor, requires_grad: bool) -> ReplicaParameter:
         target = self.targets[replica_id]
-        kind = derived(ReplicaParameter, type(target))
+        kind = derived(self.copy_kind, type(target))
         copy: ReplicaParameter = parameter_like(target, kind, value, requires_grad)
         copy.variable, copy.replica_id = self, replica_id
         self.gradients.watch(copy)
@@ -253,13 +273,18 @@ class Variable:
 
         A compiler that follows a call of a mirrored module ends here, and the call is split.
         """
-        return self.copies[0]
+        return self.shown
 
     # Values
 
     def changed(self) -> bool:
         """Whether the first copy may differ from the others by a change in the cross context."""
-        return bool(self.handles) or self.copies[0]._version != self.version
+        return bool(self.handles) or self.shown._version != self.version
+
+    def hand_out(self, handle: Tensor | None) -> None:
+        """Notes that raw storage left: in the cross-replica context, a possible change."""
+        if self.here() is None:
+            self.handles.add(handle)
 
     def carry(self, source: int = 0, others: Iterable[int] | None = None) -> None:
         """Gives one replica's values to others: the first one's to all."""
@@ -271,7 +296,7 @@ class Variable:
                 self.targets[r].data.copy_(value)
             else:  # some were given data of another shape or kind
                 self._give(r, value)
-        self.version = self.copies[0]._version
+        self.version = self.shown._version
         self.handles.strike_dead()
 
     def set_data(self, data: Tensor) -> None:
@@ -280,7 +305,7 @@ class Variable:
         for r in range(len(self.copies)) if here is None else (here,):
             self._give(r, data)
         if here is None:
-            self.version = self.copies[0]._version
+            self.version = self.shown._version
             self.handles.add(data)
         elif replica is not None:
             replica.run.assigned[self] = True
@@ -292,7 +317,7 @@ class Variable:
         others = (target for r, target in enumerate(self.targets) if r != replica_id)
         # Replicas that are given one tensor must not share it.
         if any(share_storage(value, target) for target in others):
-            value = _value_on(data, device)
+            value = value_on(data, device)
         self.targets[replica_id].data = value
         DATA.__set__(self.copies[replica_id], value)
         owner = self.owner()
@@ -322,24 +347,3 @@ class Variable:
         REQUIRES_GRAD.__set__(copy, requires_grad)
         self.targets[replica_id].requires_grad_(requires_grad)
         self.gradients.watch(copy)
-
-
-def settle(variables: Iterable[Variable]) -> None:
-    """Takes variables as equal on all replicas, as after a step on each."""
-    for variable in variables:
-        variable.version = variable.copies[0]._version
-
-
-def _value_on(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy of ``value`` in memory of its own, with its strides."""
-    return value.detach().to(device, copy=True)
-
-
-def alike(a: Tensor | None, b: Tensor) -> bool:
-    """Whether ``b`` can be copied into ``a``."""
-    return (
-        a is not None
-        and a.layout is b.layout is torch.strided
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-    )

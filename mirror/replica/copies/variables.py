@@ -12,7 +12,7 @@ of a forward from before ``p`` was mirrored ends there, too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,12 +23,18 @@ from mirror.replica.copies.hooks import refuse_post_accumulate_hook
 from mirror.replica.copies.kinds import derived, refuse_operations
 from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.copies.registry import Registry
-from mirror.replica.copies.variable import GradientAccess, Variable, settle
+from mirror.replica.copies.variable import GradientAccess, Variable
 from mirror.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 
 
 class Variables:
-    """The mirrored parameters of a strategy."""
+    """The mirrored parameters of a strategy.
+
+    Attributes:
+        kind: what each of them is.
+    """
+
+    kind: type[Variable] = Variable
 
     def __init__(self, replicas: Replicas, registry: Registry, gradients: GradientAccess) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
@@ -62,9 +68,9 @@ class Variables:
         if has_post_accumulate_hooks(parameter):
             refuse_post_accumulate_hook()
         grad, hooks = parameter.grad, hooks_of(parameter)
-        if parameter.device != self._replicas.devices[0]:
-            parameter.data = parameter.data.to(self._replicas.devices[0])
-        variable = Variable(parameter, name, self._replicas, gradients, self.mirror)
+        if parameter.device != self._replicas.home:
+            parameter.data = parameter.data.to(self._replicas.home)
+        variable = self.kind(parameter, name, self._replicas, gradients, self.mirror)
         self._by_id[id(parameter)] = variable
         self._registry.own(parameter, self._forgetting())
         parameter.grad = None
@@ -111,7 +117,7 @@ class Variables:
         for variable in variables:
             variable.carry(0, others)
         for variable in tuple(self._by_id.values()):
-            if variable.handles or variable.copies[0]._version != variable.version:
+            if variable.handles or variable.shown._version != variable.version:
                 variable.carry()
 
     def _follow_first(self) -> None:
@@ -130,6 +136,12 @@ class Variables:
             for r in idle:
                 if variable.copies[r].requires_grad != requires_grad:
                     variable.require_grad_of(r, requires_grad)
+
+
+def settle(variables: Iterable[Variable]) -> None:
+    """Takes variables as equal on all replicas, as after a step on each."""
+    for variable in variables:
+        variable.version = variable.shown._version
 
 
 def variable_of(key: Any) -> Variable | None:

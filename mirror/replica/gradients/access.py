@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from mirror.execution.part import Part
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.copies.hooks import GradientHook
-from mirror.replica.copies.variable import ReplicaParameter, Variable, alike
+from mirror.replica.copies.kinds import alike
+from mirror.replica.copies.variable import ReplicaParameter, Variable
 from mirror.replica.copies.variables import Variables
 from mirror.replica.gradients.arrivals import local_grad, plus, set_local_grad
 from mirror.replica.gradients.gradients import Gradients
@@ -236,18 +238,23 @@ class Access:
         if "_is_received" in parameter.__dict__:
             return
         parameter.__dict__["_is_received"] = True
+        whose = weakref.ref(variable)  # which may hold the parameter, and no hook is seen by gc
 
         def arrived(parameter: Tensor) -> None:
+            variable = whose()
+            assert variable is not None
             with WithoutSubclass():
                 grad = local_grad(parameter)
                 set_local_grad(parameter, None)
             here = variable.here() or 0
             copy = variable.copies[here]
+            grad = None if grad is None else grad.to(copy.device)
             set_local_grad(copy, plus(local_grad(copy), grad))
             self.unreduced.pending[here].append(copy)
 
         with WithoutSubclass():
-            parameter.register_post_accumulate_grad_hook(arrived)
+            register: Callable[..., object] = Tensor.register_post_accumulate_grad_hook
+            register(parameter, arrived)
 
 
 def _followers(replica: Replica) -> tuple[int, ...]:

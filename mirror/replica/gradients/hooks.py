@@ -15,8 +15,9 @@ def run_hooks(variables: Sequence[Variable], columns: Sequence[Column]) -> None:
     """Has the hooks of variables see, and replace, the reduced gradients: a list per replica."""
     for i, variable in enumerate(variables):
         if variable.hooks:
-            grad = through_hooks(variable.hooks, columns[0][i])
-            columns[0][i] = grad
+            home, device = variable.home.device, columns[0][i].device
+            grad = through_hooks(variable.hooks, columns[0][i].to(home))
+            columns[0][i] = grad.to(device)
             for column in columns[1:]:
                 column[i] = grad.to(column[i].device, copy=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -83,6 +84,8 @@ def call_in_turn(
         runner.prepare()
         if _is_lazy(module):
             modules.record(module)  # it gets its parameters now, and is mirrored at its next use
+        elif replicas.is_apart and next(module.parameters(), None) is not None:
+            return _call_on_first(runner, args, kwargs, partial(call_held, hold, module))
         current.in_whole_call = True
         try:
             return _call_whole(runner, args, kwargs, whole)
@@ -127,6 +130,20 @@ def _call_whole(
         split.finish()
     _take_changes(runner, [part], [0], args, kwargs)
     return result
+
+
+def _call_on_first(
+    runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+) -> Any:
+    """Calls a module in a run of the first replica, where parameters have a home of their own.
+
+    At home there are no buffers, and it is not where the arguments are to go.
+    """
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return runner.run(lambda replica_id: call(args, kwargs), (0,)).results[0]
+
+    return _call_whole(runner, args, kwargs, whole)
 
 
 def _held(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
@@ -63,10 +63,15 @@ class Parameters:
 
 def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
     return [
-        p._mirrored.targets[replica_id] if isinstance(p, MirroredParameter) else p
+        stepped_by(p._mirrored, replica_id) if isinstance(p, MirroredParameter) else p
         for p in parameters
         if replica_id == 0 or isinstance(p, MirroredParameter)
     ]
+
+
+def stepped_by(variable: Variable, replica_id: int) -> nn.Parameter:
+    """Returns the parameter under which a replica has optimizer state: the first one, home."""
+    return variable.targets[replica_id] if replica_id else variable.home
 
 
 def _own_options(options: dict[str, Any], replica_id: int) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from mirror.compiler import Hold
@@ -41,7 +40,7 @@ from mirror.devices import using
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replica
 from mirror.replica.comparison import Look, See
-from mirror.replica.copies.variable import settle
+from mirror.replica.copies.variables import settle
 from mirror.replica.optimizer.global_hooks import has_hooks
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored
 from mirror.replica.optimizer.loan import Loan
@@ -104,17 +103,14 @@ class OptimizerMirror:
             return
         if not loan.parameters.are_mirrored:
             refuse_what_is_not_mirrored(optimizer)
-        steps_once = self._steps_once(optimizer) and not has_closure
+        by_itself = has_closure and not self.replicas.is_apart
+        steps_once = self._steps_once(optimizer) and not by_itself
 
         def action(payloads: dict[int, Any]) -> dict[int, Any]:
             self._meet(context, payloads)
             loan.refresh(only_first=steps_once)
             if steps_once:
-                active = context.run.active
-                if 0 not in active:
-                    # Its gradients would be those of an earlier step: nobody has cleared them.
-                    self._optimizers.carry(loan.parameters.variables, active[0], (0,))
-                self._step_first(optimizer)
+                self._step_first(optimizer, context.run.active[0])
             return payloads
 
         self._merge(context, "optimizer.step", action, options_of(optimizer))
@@ -195,13 +191,14 @@ class OptimizerMirror:
     def _steps_once(self, optimizer: Optimizer) -> bool:
         """Whether one replica's step does for all. See [Note: One device, one step]."""
         return (
-            self.replicas.is_one_device
+            self.replicas.steps_once
             and not has_hooks(optimizer)
             and is_torchs_own(type(optimizer))
         )
 
-    def _step_first(self, optimizer: Optimizer) -> None:
+    def _step_first(self, optimizer: Optimizer, leader: int) -> None:
         """Steps the first replica, and has the others take over. See [Note: One device...]."""
+        self._optimizers.gather(self.loan.parameters, leader)
         try:
             self.loan.lend(0, sys._getframe())
             with using(self.replicas.devices[0]):
@@ -209,20 +206,8 @@ class OptimizerMirror:
             self.loan.is_begun = False
         finally:
             self.loan.give_back()
-            self._follow()
-
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Gives the other replicas, on the same device, what a step of the first one wrote."""
-        parameters = self.loan.parameters
-        moved, targets = parameters.variables, parameters.targets
-        if [target for target in targets[0] if target.grad is None]:
-            moved = [v for v in moved if v.targets[0].grad is not None or v.changed()]
-            targets = list(zip(*[variable.targets for variable in moved], strict=True))
-        for others in targets[1:]:
-            torch._foreach_copy_(others, targets[0])
-        settle(moved)
-        self.states.follow_first()
+            self._optimizers.spread(self.loan.parameters)
+            self.states.follow_first()
 
     # Steps outside run
 
@@ -240,7 +225,7 @@ class OptimizerMirror:
             return
         self.runner.unfinished = True
         if steps_once:
-            self._step_first(optimizer)
+            self._step_first(optimizer, 0)
             loan.lend_nothing(step)
             return
         function = raw_step(type(optimizer))

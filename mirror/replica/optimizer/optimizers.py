@@ -14,6 +14,7 @@ from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.comparison import Look, See
 from mirror.replica.copies.variable import Variable
+from mirror.replica.copies.variables import settle
 from mirror.replica.gradients.access import Access
 from mirror.replica.optimizer.groups import Parameters
 
@@ -106,6 +107,25 @@ class Optimizers:
         for variable in variables:
             variable.carry(source, others)
             self._gradients.carry(variable, source, others)
+
+    # One step for all: see [Note: One device, one step]
+
+    def gather(self, parameters: Parameters, leader: int) -> None:
+        """Gives the first replica what its step for all needs, if it sits the run out."""
+        if leader:
+            # Its gradients would be those of an earlier step: nobody has cleared them.
+            self.carry(parameters.variables, leader, (0,))
+
+    @torch.no_grad()
+    def spread(self, parameters: Parameters) -> None:
+        """Gives the other replicas, on the same device, what a step of the first one wrote."""
+        moved, targets = parameters.variables, parameters.targets
+        if [target for target in targets[0] if target.grad is None]:
+            moved = [v for v in moved if v.targets[0].grad is not None or v.changed()]
+            targets = list(zip(*[variable.targets for variable in moved], strict=True))
+        for others in targets[1:]:
+            torch._foreach_copy_(others, targets[0])
+        settle(moved)
 
     # What the part does
 

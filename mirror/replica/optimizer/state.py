@@ -21,6 +21,7 @@ from mirror.execution.replicas import Replicas
 from mirror.replica.comparison import Look, See
 from mirror.replica.copies.variable import Variable
 from mirror.replica.copies.variables import variable_of
+from mirror.replica.optimizer.groups import stepped_by
 from mirror.replica.paths import path_of
 from mirror.values import are_identical, map_structure
 
@@ -170,7 +171,7 @@ class ReplicaStates:
             self._by_replica[0] = defaultdict(dict)
             for key, value in self.shared.raw_items():
                 variable = variable_of(key)
-                self._by_replica[0][key if variable is None else variable.targets[0]] = value
+                self._by_replica[0][key if variable is None else variable.home] = value
             self.shared.seen, self._are_behind = False, True
 
     def follow_first(self) -> None:
@@ -198,7 +199,7 @@ class ReplicaStates:
             return
         names = self._replicas.names
         for variable in variables:
-            first = self._by_replica[0].get(variable.targets[0], {})
+            first = self._by_replica[0].get(variable.home, {})
             for r in range(1, self._replicas.num_replicas):
                 other = self._by_replica[r].get(variable.targets[r], {})
                 for key in first.keys() | other.keys():
@@ -211,7 +212,7 @@ class ReplicaStates:
     def show_first(self, variables: Sequence[Variable], see: See) -> None:
         """Shows what the first replica has to ``see``."""
         for variable in variables:
-            for key, value in self._by_replica[0].get(variable.targets[0], {}).items():
+            for key, value in self._by_replica[0].get(variable.home, {}).items():
                 see(value, partial(_named, key, variable))
 
     def find_here(self, key: Any) -> Here | None:
@@ -223,7 +224,7 @@ class ReplicaStates:
         if variable is None:
             mine, owner = key, key
         else:
-            mine, owner = variable.targets[replica.replica_id], variable.owner()
+            mine, owner = stepped_by(variable, replica.replica_id), variable.owner()
         self.catch_up()  # the first one's, too, may be about to change
         state = self._by_replica[replica.replica_id]
         return state, mine, owner if replica.replica_id == 0 else None
@@ -233,14 +234,15 @@ class ReplicaStates:
             state: dict[Any, Any] = defaultdict(dict)
             for key, value in self._by_replica[source].items():
                 variable = variable_of(key)
-                mine = key if variable is None else variable.targets[r]
+                mine = key if variable is None else stepped_by(variable, r)
                 state[mine] = self._copied(value, source, r)
             self._by_replica[r] = state
             if r == 0:
                 self.publish_first()
 
     def _copied(self, value: Any, source: int, destination: int) -> Any:
-        home, device = self._replicas.devices[source], self._replicas.devices[destination]
+        places = (self._replicas.home, *self._replicas.devices[1:])
+        home, device = places[source], places[destination]
 
         def copied(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):

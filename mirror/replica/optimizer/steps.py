@@ -12,6 +12,9 @@ not. So:
     only numbers, names and lists     others', unless it has changed
                                       what it keeps: then once
     any other, and LBFGS              once                             once
+    with a home of its own: torch's   one, at home                     one, at home; with closures
+    own without hooks                                                  or hooks: once
+    any other there                   once                             once
 
 "Once" is over the mirrored parameters, in the cross-replica context; the others take over what
 has changed (see [Note: Once] in ``once.py``). Over several GPUs that costs a broadcast of the
@@ -33,6 +36,7 @@ from torch.optim import Optimizer
 from mirror.devices import random_state
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica
+from mirror.replica.optimizer.global_hooks import has_hooks
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored, replicas_reached
 from mirror.replica.optimizer.once import call_once, is_watched, watched, wrap_in_subclasses
 from mirror.replica.optimizer.options import options_of, refuse_different
@@ -123,11 +127,14 @@ def _step_in_run(
     if context.tracing is not None:
         return step(optimizer, *args, **kwargs)
     _refuse_wrappers(optimizer)
-    if is_torchs_own(kind) or replicas_reached(optimizer) is not context.replicas:
+    is_apart = context.replicas.is_apart
+    if is_torchs_own(kind) and not (is_apart and has_hooks(optimizer)):
+        return step(optimizer, *args, **kwargs)
+    if replicas_reached(optimizer) is not context.replicas:
         return step(optimizer, *args, **kwargs)
     if any(lent.is_within_step(sys._getframe()) for lent in context.lent):
         return step(optimizer, *args, **kwargs)  # a subclass's step has called its base's
-    if _may_step_by_turns(optimizer) and not (args or kwargs):
+    if not is_apart and _may_step_by_turns(optimizer) and not (args or kwargs):
         return _by_turns[0](step, optimizer, context)
     result, _ = call_once(
         context,

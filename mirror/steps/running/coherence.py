@@ -21,8 +21,7 @@ from mirror.execution.parts import Parts
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.execution.step_ends import step_ends
-from mirror.replica.copies.variable import settle
-from mirror.replica.copies.variables import Variables
+from mirror.replica.copies.variables import Variables, settle
 from mirror.replica.gradients.access import Access
 from mirror.steps.places import Place
 

@@ -1,0 +1,1 @@
+"""Variables whose truth is a storage of its own, on the parameter device."""

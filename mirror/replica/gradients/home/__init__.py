@@ -1,0 +1,1 @@
+"""Reduced gradients at home, where parameters have a storage of their own."""

@@ -1,0 +1,1 @@
+"""Steps at home, where parameters have a storage of their own."""
