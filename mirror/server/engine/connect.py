@@ -91,9 +91,13 @@ class SocketClient:
 
     def close(self) -> None:
         """See ``Client``."""
+        self.part(WireError(f"{self.name}: the client is closed"))
+
+    def part(self, error: Exception) -> None:
+        """Ends the connection; calls that are not done fail with the error."""
         link, self._link = self._link, None
         if link is not None:
-            link.end(WireError(f"{self.name}: the client is closed"))
+            link.end(error)
 
     def _connected(self) -> Link:
         with self._lock:

@@ -2,28 +2,29 @@
 
 ::
 
-    "mir1"  kind  JSON's length  number     17 bytes, little-endian
-    {"h": header, "b": [["<f4", [3, 4]], ...], ...}
+    "mir1"  kind  bytes of signature  bytes of header  number     21 bytes, little-endian
+    ["pull", ["<f4", [3, 4]], ...]                                the signature, in JSON
+    {"version": 3}                                                the header, in JSON; empty: {}
     the bytes of the buffers, one after another
 
 The kernel takes buffers where they are and puts them where they are to be: no copy is made here,
-but of what is small.
+but of what is small. Signatures come again and again, so they are made and read once.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import socket
 import struct
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mirror.errors import in_words
-from mirror.server.engine.protocol import Array, Sendable, WireError
+from mirror.server.engine.protocol import Array, Header, Sendable, WireError
 
 CALL, ANSWER, RAISED = range(3)
 
@@ -33,36 +34,42 @@ MAX_BYTES = 64 << 30
 """Bytes of all buffers of one frame."""
 
 _MAGIC = b"mir1"
-_HEAD = struct.Struct("<4sBIQ")
+_HEAD = struct.Struct("<4sBIIQ")
 _STAGING = 1 << 16
 _AT_ONCE = 256  # buffers that one system call takes; Linux allows 1024
-_KINDS = "biufc"
+_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLqQefdgFDG"}
+_DTYPES |= {dtype.newbyteorder().str: dtype.newbyteorder() for dtype in _DTYPES.values()}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().decode
 
-Content = dict[str, Any]
-Place = Callable[[int, list[tuple[np.dtype[Any], tuple[int, ...]]]], "list[Array] | None"]
+Spec = tuple[np.dtype[Any], tuple[int, ...]]
+"""What a buffer is: its dtype and shape."""
+Place = Callable[[int, Sequence[Spec]], "list[Array] | None"]
 """Says where the buffers of a frame, by its number, are to be received; None: in new arrays."""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """What has come."""
+class Frame(NamedTuple):
+    """What has come: of a call a method's name, a header and buffers."""
 
     kind: int
     number: int
-    content: Content
+    method: str
+    header: Header
     buffers: list[Array]
 
 
 class Outgoing:
     """A frame on its way out, as far as the socket takes it."""
 
+    __slots__ = ("_next", "_pieces")
+
     def __init__(
-        self, kind: int, number: int, content: Content, buffers: Sequence[Sendable]
+        self, kind: int, number: int, method: str, header: Header, buffers: Sequence[Sendable]
     ) -> None:
         arrays = [_array(buffer) for buffer in buffers]
-        specs = [[array.dtype.str, array.shape] for array in arrays]
+        signature = _signature(method, tuple([(array.dtype, array.shape) for array in arrays]))
         try:
-            text = json.dumps({**content, "b": specs}, separators=(",", ":")).encode()
+            text = _encode(header).encode() if header else b""
         except (TypeError, ValueError) as error:
             raise WireError(f"a header is JSON: {error}; send data as buffers") from None
         if len(text) > MAX_HEADER:
@@ -70,9 +77,11 @@ class Outgoing:
                 f"a header has at most {MAX_HEADER} bytes of JSON, this one has {len(text)}; send "
                 "data as buffers"
             )
-        pieces = [memoryview(_HEAD.pack(_MAGIC, kind, len(text), number) + text)]
-        pieces += [array.reshape(-1).view(np.uint8).data for array in arrays if array.nbytes]
-        self._pieces = pieces
+        head = _HEAD.pack(_MAGIC, kind, len(signature), len(text), number)
+        self._pieces = [memoryview(head + signature + text)]
+        for array in arrays:
+            if array.nbytes:
+                self._pieces.append(array.reshape(-1).view(np.uint8).data)
         self._next = 0
 
     def send(self, sock: socket.socket) -> bool:
@@ -100,7 +109,7 @@ class Outgoing:
 
 def _array(buffer: Sendable) -> Array:
     array = buffer if isinstance(buffer, np.ndarray) else _of_bytes(buffer)
-    if array.dtype.kind not in _KINDS:
+    if array.dtype.str not in _DTYPES:
         raise WireError(
             f"a buffer holds plain numbers; got {in_words(buffer)}; of a bfloat16 tensor send "
             "tensor.view(torch.uint16).numpy()"
@@ -129,8 +138,8 @@ class Reader:
         self._sock, self._place = sock, place
         self._staging = memoryview(bytearray(_STAGING))
         self._start = self._end = 0
-        # What an interrupt ends for good: nobody knows any more where in a frame this is.
-        self._steps = self._run()
+        self._partial: Generator[Frame | None, None, None] | None = None
+        self._is_reading = False
 
     @property
     def has_more(self) -> bool:
@@ -142,32 +151,83 @@ class Reader:
 
         Raises:
             EOFError: the other side has closed the connection, or it was lost.
-            WireError: what came is no frame.
+            WireError: what came is no frame, or an interrupt came before, inside a frame.
         """
+        if self._is_reading:
+            raise WireError("reading a frame was interrupted")
+        self._is_reading = True
         try:
-            return next(self._steps)
-        except StopIteration:
-            raise WireError("reading a frame was interrupted") from None
+            frame = self._next()
         except ConnectionError as error:
             raise EOFError(str(error)) from None
+        self._is_reading = False
+        return frame
 
-    def _run(self) -> Generator[Frame | None, None, None]:
-        head = memoryview(bytearray(_HEAD.size))
-        while True:
-            yield from self._fill(head)
-            magic, kind, length, number = _HEAD.unpack(head)
-            if magic != _MAGIC or kind > RAISED or length > MAX_HEADER:
-                raise WireError(f"a frame begins with {_MAGIC!r}; got {bytes(head)!r}")
-            text = bytearray(length)
-            yield from self._fill(memoryview(text))
-            content, specs = _parsed(text)
-            buffers = self._place(number, specs) if self._place else None
-            if buffers is None:
-                buffers = [np.empty(shape, dtype) for dtype, shape in specs]
-            for buffer in buffers:
-                if buffer.nbytes:
-                    yield from self._fill(buffer.reshape(-1).view(np.uint8).data)
-            yield Frame(kind, number, content, buffers)
+    def _next(self) -> Frame | None:
+        if self._partial is None:
+            if not self.has_more and not self._stage():
+                return None
+            frame = self._staged()
+            if frame is not None:
+                return frame
+            self._partial = self._read()
+        frame = next(self._partial)
+        if frame is not None:
+            self._partial = None
+        return frame
+
+    def _stage(self) -> bool:
+        """Takes what there is; returns whether that is anything."""
+        try:
+            count = self._sock.recv_into(self._staging)
+        except BlockingIOError:
+            return False
+        if not count:
+            raise EOFError("the other side has closed the connection")
+        self._start, self._end = 0, count
+        return True
+
+    def _staged(self) -> Frame | None:
+        """Returns the next frame if all of it is staged, as small ones are."""
+        start = self._start
+        place = start + _HEAD.size
+        if place > self._end:
+            return None
+        kind, length, text_length, number = _head(self._staging[start:place])
+        start, place = place, place + length + text_length
+        if place > self._end:
+            return None
+        signature = bytes(self._staging[start : start + length])
+        method, specs, num_bytes = _read_signature(signature)
+        if place + num_bytes > self._end:
+            return None
+        header = _header(bytes(self._staging[start + length : place])) if text_length else {}
+        buffers = self._made(number, specs)
+        for buffer in buffers:
+            if buffer.nbytes:
+                view = buffer.reshape(-1).view(np.uint8).data
+                view[:] = self._staging[place : place + view.nbytes]
+                place += view.nbytes
+        self._start = place
+        return Frame(kind, number, method, header, buffers)
+
+    def _read(self) -> Generator[Frame | None, None, None]:
+        head = bytearray(_HEAD.size)
+        yield from self._fill(memoryview(head))
+        kind, length, text_length, number = _head(head)
+        text = bytearray(length + text_length)
+        yield from self._fill(memoryview(text))
+        method, specs, _ = _read_signature(bytes(text[:length]))
+        header = _header(bytes(text[length:])) if text_length else {}
+        buffers = self._made(number, specs)
+        for buffer in buffers:
+            if buffer.nbytes:
+                yield from self._fill(buffer.reshape(-1).view(np.uint8).data)
+        yield Frame(kind, number, method, header, buffers)
+
+    def _made(self, number: int, specs: Sequence[Spec]) -> list[Array]:
+        buffers = self._place(number, specs) if self._place else None
+        return [np.empty(shape, dtype) for dtype, shape in specs] if buffers is None else buffers
 
     def _fill(self, view: memoryview) -> Generator[None, None, None]:
         while view.nbytes:
@@ -177,47 +237,66 @@ class Reader:
                 self._start += count
                 view = view[count:]
                 continue
-            is_large = view.nbytes >= _STAGING
+            if view.nbytes < _STAGING:
+                if not self._stage():
+                    yield None
+                continue
             try:
-                count = self._sock.recv_into(view if is_large else self._staging)
+                count = self._sock.recv_into(view)
             except BlockingIOError:
                 yield None
                 continue
             if not count:
                 raise EOFError("the other side has closed the connection")
-            if is_large:
-                view = view[count:]
-            else:
-                self._start, self._end = 0, count
+            view = view[count:]
 
 
-def _parsed(text: bytearray) -> tuple[Content, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
+def _head(head: bytearray | memoryview) -> tuple[int, int, int, int]:
+    magic, kind, length, text_length, number = _HEAD.unpack(head)
+    if magic != _MAGIC or kind > RAISED or max(length, text_length) > MAX_HEADER:
+        raise WireError(f"a frame begins with {_MAGIC!r}; got {bytes(head)!r}")
+    return kind, length, text_length, number
+
+
+def _header(text: bytes) -> Header:
     try:
-        content = json.loads(text)
-        if not isinstance(content, dict):
+        header = _decode(text.decode())
+        if isinstance(header, dict):
+            return header
+    except (ValueError, RecursionError):
+        pass
+    raise WireError(f"a frame's header is a dict in JSON, not {text[:60]!r}")
+
+
+@functools.lru_cache
+def _signature(method: str, arrays: tuple[Spec, ...]) -> bytes:
+    text = _encode([method, *((dtype.str, shape) for dtype, shape in arrays)]).encode()
+    if len(text) > MAX_HEADER:
+        raise WireError(f"{len(arrays)} buffers are too many for one frame")
+    return text
+
+
+@functools.lru_cache
+def _read_signature(text: bytes) -> tuple[str, tuple[Spec, ...], int]:
+    """Returns a method's name, the buffers' dtypes and shapes, and their bytes."""
+    try:
+        method, *entries = _decode(text.decode())
+        specs = tuple(_spec(name, shape) for name, shape in entries)
+        if not isinstance(method, str):
             raise TypeError
-        specs = [(_dtype(name), _shape(shape)) for name, shape in content.pop("b")]
-    except (TypeError, ValueError, KeyError, RecursionError, AttributeError):
-        shown = bytes(text[:60])
-        raise WireError(f"a frame's JSON says its buffers' dtypes and shapes: {shown!r}") from None
-    total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
-    if total > MAX_BYTES:
-        raise WireError(f"a frame has at most {MAX_BYTES} bytes of buffers, not {total}")
-    return content, specs
+    except (TypeError, ValueError, RecursionError):
+        raise WireError(
+            f"a frame's signature is a name, dtypes and shapes in JSON, not {text[:60]!r}"
+        ) from None
+    num_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
+    if num_bytes > MAX_BYTES:
+        raise WireError(f"a frame has at most {MAX_BYTES} bytes of buffers, not {num_bytes}")
+    return method, specs, num_bytes
 
 
-def _dtype(name: object) -> np.dtype[Any]:
-    if not isinstance(name, str) or len(name) > 4:
+def _spec(name: object, shape: object) -> Spec:
+    if not isinstance(name, str) or name not in _DTYPES or not isinstance(shape, list):
         raise TypeError
-    dtype = np.dtype(name)
-    if dtype.kind not in _KINDS or dtype.str != name:
-        raise TypeError
-    return dtype
-
-
-def _shape(shape: object) -> tuple[int, ...]:
-    if not isinstance(shape, list) or len(shape) > 32:
-        raise TypeError
-    if not all(type(size) is int and 0 <= size <= MAX_BYTES for size in shape):
+    if len(shape) > 32 or not all(type(size) is int and 0 <= size <= MAX_BYTES for size in shape):
         raise ValueError
-    return tuple(shape)
+    return _DTYPES[name], tuple(shape)

@@ -17,11 +17,8 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
 
-import numpy as np
-
-from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, Outgoing, Reader
+from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, Outgoing, Reader, Spec
 from mirror.server.engine.protocol import (
     ActorDied,
     Answer,
@@ -35,6 +32,8 @@ from mirror.server.engine.protocol import (
 
 class Pending:
     """A future whose answer comes over a link, or that has failed already."""
+
+    __slots__ = ("_answer", "_error", "_link", "into", "is_done")
 
     def __init__(self, link: Link | None, into: Sequence[Array] | None = None) -> None:
         self.into = into
@@ -63,7 +62,7 @@ class Pending:
         if frame.kind == RAISED:
             self._error = remote_error(frame)
         else:
-            self._answer = frame.content.get("h") or {}, frame.buffers
+            self._answer = frame.header, frame.buffers
         self._end()
 
     def fail(self, error: Exception) -> None:
@@ -125,7 +124,7 @@ class Link:
         pending = Pending(self, into)
         with self._sending:
             self._number = number = self._number + 1
-            out = Outgoing(CALL, number, {"m": method, "h": header}, buffers)
+            out = Outgoing(CALL, number, method, header, buffers)
             if self._error is not None:
                 return failed(self._error)
             self._pending[number] = pending
@@ -160,7 +159,8 @@ class Link:
         finally:
             with self._changed:
                 self._is_read = False
-                self._changed.notify_all()
+                if self._pending:
+                    self._changed.notify_all()
 
     def look(self, pending: Pending) -> None:
         """Reads what has come, if nobody does."""
@@ -226,9 +226,7 @@ class Link:
             with self._changed:
                 self._changed.notify_all()
 
-    def _place(
-        self, number: int, specs: list[tuple[np.dtype[Any], tuple[int, ...]]]
-    ) -> list[Array] | None:
+    def _place(self, number: int, specs: Sequence[Spec]) -> list[Array] | None:
         pending = self._pending.get(number)
         into = None if pending is None else pending.into
         if into is None or len(into) != len(specs):
@@ -245,7 +243,7 @@ def _left(deadline: float | None) -> float | None:
 
 def remote_error(frame: Frame) -> RemoteError:
     """Returns what a frame tells of an exception, with the exception if it can be rebuilt."""
-    content = frame.content
+    content = frame.header
     original = None
     if frame.buffers:
         try:

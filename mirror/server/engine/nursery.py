@@ -41,20 +41,30 @@ class Child:
         ended: set once it has ended, and what it has printed has been passed on.
     """
 
-    def __init__(self, nursery: Nursery, tether: socket.socket, outputs: list[Output]) -> None:
+    def __init__(
+        self,
+        tell: Callable[[dict[str, Any]], None],
+        tether: socket.socket,
+        outputs: list[Output],
+    ) -> None:
         self.tether = tether
         self.pid = 0
         self.code: int | None = None
         self.ended = threading.Event()
         self.forked = threading.Event()
         self.outputs = outputs
-        self._nursery = nursery
+        self._tell = tell
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
+    def begin_kill(self) -> None:
+        """Asks the fork server to, which alone knows whose number a process's still is."""
+        self.forked.wait()
+        self._tell({"kill": self.pid})
+
     def kill(self) -> None:
         """Ends it and waits until it has ended."""
-        self._nursery.kill(self)
+        self.begin_kill()
         self.ended.wait()
 
     def on_end(self, callback: Callable[[], None]) -> None:
@@ -112,7 +122,7 @@ class Nursery:
         ours, theirs = socket.socketpair()
         pipes = {stream: os.pipe() for stream in ("stdout", "stderr")}
         outputs = [Output(name, stream, read) for stream, (read, _) in pipes.items()]
-        child = Child(self, ours, outputs)
+        child = Child(self._tell, ours, outputs)
         passed = [theirs.fileno(), *(write for _, write in pipes.values())]
         with self._lock:
             number = next(self._numbers)
@@ -138,11 +148,9 @@ class Nursery:
             raise ActorDied(name, "the process that starts actors has ended")
         return child
 
-    def kill(self, child: Child) -> None:
-        """Asks the fork server to, which alone knows whose number a process's still is."""
-        child.forked.wait()
+    def _tell(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # its children end with it
-            self._control.send(json.dumps({"kill": child.pid}).encode())
+            self._control.send(json.dumps(message).encode())
 
     def close(self) -> None:
         """Ends the fork server, and with it all children."""

@@ -90,6 +90,8 @@ class ProcessEngine:
 
 def _end_all(actors: list[ProcessActor]) -> None:
     for actor in actors:
+        actor.begin_end()
+    for actor in actors:
         actor.end()
     actors.clear()
 
@@ -163,7 +165,7 @@ class ProcessActor:
                 raise WireError(f"{self.name}: its engine is closed")
             if self._child is not None:
                 self._child.kill()
-            self._client.close()
+            self._client.part(ActorDied(self.name))
             child = nursery().fork(self.name)
             try:
                 self._set_up(child)
@@ -177,11 +179,17 @@ class ProcessActor:
         """See ``Client``."""
         self._client.close()
 
+    def begin_end(self) -> None:
+        """Has it end, without waiting for that."""
+        self._is_ended = True
+        if self._child is not None:
+            self._child.begin_kill()
+
     def end(self) -> None:
         """Ends it for good."""
         with self._lock:
             self._is_ended = True
-            self._client.close()
+            self._client.part(ActorDied(self.name))
             self._port.close()
             if self._child is not None:
                 self._child.kill()
@@ -199,7 +207,7 @@ class ProcessActor:
             raise ActorDied(self.name, f"its process has ended ({child.code}) before it stood")
         if "failed" in answer:
             pickled = [np.frombuffer(bytes.fromhex(text), np.uint8) for text in answer["pickle"]]
-            raise remote_error(Frame(RAISED, 0, answer["failed"], pickled))
+            raise remote_error(Frame(RAISED, 0, "", answer["failed"], pickled))
 
     def _confirm(self) -> None:
         """Waits for the news of a death that a connection has told: afterwards it is not alive."""

@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mirror.errors import in_words
-from mirror.server.engine.frames import ANSWER, CALL, RAISED, Content, Frame, Outgoing, Reader
+from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, Outgoing, Reader
 from mirror.server.engine.handshake import welcome
-from mirror.server.engine.protocol import Sendable, WireError
+from mirror.server.engine.protocol import Header, Sendable, WireError
 
 PATIENCE_SECONDS = 0.03
 _MAX_THREADS = 256
@@ -178,14 +178,14 @@ class Service:
 
     def _outcome(self, frame: Frame) -> Outgoing:
         try:
-            header, buffers = _returned(self._method(frame)(frame.content["h"], frame.buffers))
-            return Outgoing(ANSWER, frame.number, {"h": header}, buffers)
+            header, buffers = _returned(self._method(frame)(frame.header, frame.buffers))
+            return Outgoing(ANSWER, frame.number, "", header, buffers)
         except BaseException as error:
             return raised(error, frame.number)
 
     def _method(self, frame: Frame) -> Callable[..., Any]:
-        name = frame.content.get("m")
-        if isinstance(name, str) and not name.startswith("_"):
+        name = frame.method
+        if not name.startswith("_"):
             method: Callable[..., Any] | None = getattr(self._target, name, None)
             if callable(method):
                 return method
@@ -195,10 +195,10 @@ class Service:
 
 def raised(error: BaseException, number: int = 0) -> Outgoing:
     """Returns the frame that tells of an exception."""
-    return Outgoing(RAISED, number, *told(error))
+    return Outgoing(RAISED, number, "", *told(error))
 
 
-def told(error: BaseException) -> tuple[Content, list[bytes]]:
+def told(error: BaseException) -> tuple[Header, list[bytes]]:
     """Returns an exception in words, and its pickle if another process can read that."""
     content = {
         "type": type(error).__name__,
@@ -220,7 +220,7 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be made)"
 
 
-def _returned(value: object) -> tuple[Content, list[Sendable]]:
+def _returned(value: object) -> tuple[Header, list[Sendable]]:
     if value is None:
         return {}, []
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], dict):

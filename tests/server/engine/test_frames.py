@@ -13,7 +13,7 @@ from mirror.server.engine import frames
 from mirror.server.engine.frames import ANSWER, CALL, Frame, Outgoing, Reader
 from mirror.server.engine.protocol import WireError
 
-HEAD = struct.Struct("<4sBIQ")
+HEAD = struct.Struct("<4sBIIQ")
 
 
 @pytest.fixture
@@ -26,27 +26,28 @@ def pair():
         end.close()
 
 
-def junk(kind=CALL, text=b'{"b":[]}', number=1, magic=b"mir1", length=None):
-    return HEAD.pack(magic, kind, len(text) if length is None else length, number) + text
+def junk(kind=CALL, signature=b'["m"]', header=b"", magic=b"mir1", lengths=None):
+    lengths = lengths or (len(signature), len(header))
+    return HEAD.pack(magic, kind, *lengths, 1) + signature + header
 
 
 def specs(*entries):
-    return junk(text=json.dumps({"b": entries}).encode())
+    return junk(signature=json.dumps(["m", *entries]).encode())
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n" * 2,
         b"\0" * 40,
         junk(kind=3),
         junk(magic=b"mir2"),
-        junk(length=2**32 - 1),
-        junk(text=b"["),
-        junk(text=b"[]"),
-        junk(text=b"{}"),
-        junk(text=b"\xff\xfe"),
-        junk(text=b"[" * 100_000),
+        junk(lengths=(2**32 - 1, 0)),
+        junk(lengths=(0, 2**32 - 1)),
+        *(junk(signature=text) for text in (b"", b"[", b"[]", b"{}", b"[3]", b"\xff\xfe")),
+        *(junk(header=text) for text in (b"[", b"[]", b"3", b"\xff\xfe", b"{}{}")),
+        junk(signature=b"[" * 60_000),
+        junk(header=b"[" * 60_000),
         specs(3),
         specs(["<f4"]),
         specs(["<f4", 3]),
@@ -73,7 +74,7 @@ def test_what_is_no_frame_is_said_to_be_none(pair, data):
 def test_random_changes_to_a_frame_never_do_anything_else(pair):
     """Each gives a frame, an error of this kind, or a wait for the rest."""
     source = random.Random(0)
-    good = b"".join(Outgoing(CALL, 7, {"m": "echo", "h": {"a": 1}}, [np.arange(6)])._pieces)
+    good = b"".join(Outgoing(CALL, 7, "echo", {"a": 1}, [np.arange(6)])._pieces)
     outcomes = set()
     for _ in range(1500):
         data = bytearray(good)
@@ -102,7 +103,7 @@ def test_random_changes_to_a_frame_never_do_anything_else(pair):
 @pytest.mark.parametrize("step", [1, 7, 1000, 65_536, 10**6])
 def test_a_frame_may_come_in_pieces_of_any_size(pair, step):
     sent = [np.arange(60_000 // (64 if step < 10 else 1)), np.ones(3, np.int8)]
-    data = b"".join(Outgoing(ANSWER, 2**63, {"h": {"a": 1}}, sent)._pieces) * 2
+    data = b"".join(Outgoing(ANSWER, 2**63, "m", {"a": 1}, sent)._pieces) * 2
     reader, got = Reader(pair[1]), []
     for start in range(0, len(data), step):
         piece = memoryview(data)[start : start + step]
@@ -111,7 +112,7 @@ def test_a_frame_may_come_in_pieces_of_any_size(pair, step):
                 piece = piece[pair[0].send(piece) :]
             while (frame := reader.receive()) is not None:
                 got.append(frame)
-    assert [(f.kind, f.number, f.content) for f in got] == [(ANSWER, 2**63, {"h": {"a": 1}})] * 2
+    assert [frame[:4] for frame in got] == [(ANSWER, 2**63, "m", {"a": 1})] * 2
     assert all(np.array_equal(a, b) for f in got for a, b in zip(f.buffers, sent, strict=True))
 
 
@@ -125,7 +126,7 @@ def test_the_end_of_a_connection_is_told_as_that_even_inside_a_frame(pair):
 
 
 def test_after_an_error_there_are_no_frames(pair):
-    pair[0].send(b"\0" * 17 + junk())
+    pair[0].send(b"\0" * HEAD.size + junk())
     reader = Reader(pair[1])
     for _ in range(2):
         with pytest.raises(WireError):
@@ -135,13 +136,13 @@ def test_after_an_error_there_are_no_frames(pair):
 def test_a_header_has_a_size_that_is_told(monkeypatch):
     monkeypatch.setattr(frames, "MAX_HEADER", 100)
     with pytest.raises(WireError, match="at most 100 bytes"):
-        Outgoing(CALL, 1, {"h": {"a": "b" * 100}}, [])
+        Outgoing(CALL, 1, "m", {"a": "b" * 100}, [])
 
 
 def test_large_buffers_are_not_copied_here(pair):
     """The kernel is given the array's own memory, and the receiver's."""
     sent, into = np.ones(1_000_000), np.zeros(1_000_000)
-    out = Outgoing(ANSWER, 1, {}, [sent])
+    out = Outgoing(ANSWER, 1, "", {}, [sent])
     assert np.shares_memory(np.frombuffer(out._pieces[1], np.uint8), sent)
     received = []
 
@@ -163,7 +164,7 @@ def test_large_buffers_are_not_copied_here(pair):
 
 def test_what_is_kept_may_be_changed(pair):
     values = np.ones(1_000_000)
-    out = Outgoing(ANSWER, 1, {}, [values])
+    out = Outgoing(ANSWER, 1, "", {}, [values])
     assert not out.send(pair[0])
     assert 0 < out.keep() < values.nbytes
     values[:] = 2
