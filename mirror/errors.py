@@ -12,6 +12,7 @@ MirrorError
     ShapeError(ValueError)                tensors of one collective differ in shape or dtype
     DivergenceError(RuntimeError)         replicas did not reach the same merge points
     CollectiveTimeoutError(TimeoutError)  a collective or a replica took too long
+    NanLossError(ArithmeticError)         what a training has logged is NaN or infinite
     ReplicaMismatchError(RuntimeError)    variables that must be equal have different bits
     GradientError(ArithmeticError)        a gradient is NaN or infinite
     CheckpointError(RuntimeError)         a checkpoint is missing, damaged or foreign
@@ -45,6 +46,7 @@ __all__ = [
     "DivergenceError",
     "GradientError",
     "MirrorError",
+    "NanLossError",
     "RecordError",
     "RemoteError",
     "ReplicaMismatchError",
@@ -102,6 +104,10 @@ class CollectiveTimeoutError(MirrorError, TimeoutError):
 
 class GradientError(MirrorError, ArithmeticError):
     """A replica's gradient has elements that are NaN or infinite."""
+
+
+class NanLossError(MirrorError, ArithmeticError):
+    """What a training has logged, its loss as a rule, is NaN or infinite."""
 
 
 class ReplicaMismatchError(MirrorError, RuntimeError):

@@ -1,1 +1,23 @@
 """Around a training loop: what a program does besides its steps."""
+
+from mirror.train.loop.hook import Hook
+from mirror.train.loop.saving import SaveEvery
+from mirror.train.loop.showing import LogEvery, ProgressBar
+from mirror.train.loop.state import TrainingState
+from mirror.train.loop.stopping import StopAfter, StopAtStep, StopOnNan
+from mirror.train.loop.training import Training
+from mirror.train.loop.writing import CSVWriter, TensorBoardWriter
+
+__all__ = [
+    "CSVWriter",
+    "Hook",
+    "LogEvery",
+    "ProgressBar",
+    "SaveEvery",
+    "StopAfter",
+    "StopAtStep",
+    "StopOnNan",
+    "TensorBoardWriter",
+    "Training",
+    "TrainingState",
+]

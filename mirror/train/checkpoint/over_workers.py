@@ -137,6 +137,10 @@ class Fellows:
             return is_wanted
         return b"1" in self._workers.exchange(what, payload=lambda: b"%d" % is_wanted)
 
+    def tell(self, what: str, said: bytes) -> list[bytes]:
+        """Gives every worker what each has to say, in the order of their ranks."""
+        return self._workers.exchange(what, payload=lambda: said)
+
     def _told(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
         """Returns what every worker makes; raises on all if it fails on one."""
         error: Exception | None = None

@@ -1,0 +1,33 @@
+"""SaveEvery: the hook that saves checkpoints while a training goes on."""
+
+from __future__ import annotations
+
+from mirror.train.loop.hook import Every, Hook
+from mirror.train.loop.state import TrainingState
+
+
+class SaveEvery(Hook):
+    """Saves every so many steps, or seconds; beside the training, which goes on.
+
+    Args:
+        steps: after steps that are multiples of it.
+        seconds: of real time.
+
+    Raises:
+        ValueError: neither or both are given, or one is not above 0.
+    """
+
+    def __init__(self, steps: int | None = None, *, seconds: float | None = None) -> None:
+        self._every = Every("SaveEvery", steps, seconds)
+
+    def begin(self, training: TrainingState) -> None:
+        if training.manager is None:
+            raise ValueError(
+                "SaveEvery needs something to save with; pass Training(..., "
+                "checkpoint=mirror.CheckpointManager(...))"
+            )
+        self._every.begin()
+
+    def after_step(self, training: TrainingState) -> None:
+        if self._every.is_due(training.step):
+            training.save()

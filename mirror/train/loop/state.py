@@ -1,0 +1,99 @@
+"""TrainingState: how far a training is, what it has logged, and what is asked of it."""
+
+from __future__ import annotations
+
+from mirror.errors import StrategyError
+from mirror.strategy.mirrored import MirroredStrategy
+from mirror.train.checkpoint.manager import CheckpointManager
+from mirror.train.loop.values import Value, as_value
+
+
+class TrainingState:
+    """What hooks see of a training, and may ask of it.
+
+    Attributes:
+        strategy: the one that trains.
+        manager: saves and restores, if something does.
+        step: how many steps have ended, those before the checkpoint included.
+        first_step: what it was when this process began.
+        last_step: where it will end, if a hook knows.
+        reason: why it is to end; empty while it goes on.
+        seconds_waiting: for batches, since the beginning.
+        num_steps: of all passes of the dataset, if that is known.
+    """
+
+    def __init__(self, strategy: MirroredStrategy, manager: CheckpointManager | None) -> None:
+        self.strategy, self.manager = strategy, manager
+        self.step = self.first_step = 0
+        self.last_step: int | None = None
+        self.reason = ""
+        self.seconds_waiting = 0.0
+        self.num_steps: int | None = None
+        self._values: dict[str, Value] = {}
+        self._logged: dict[str, int] = {}
+        self._is_to_save = False
+        self._is_open = False
+
+    def log(self, **values: object) -> None:
+        """Notes values of this step, for hooks to show or to write.
+
+        Numbers, tensors of one element, and values per replica, whose mean counts. Nobody waits
+        for a GPU before a hook wants to know them.
+
+        Raises:
+            TypeError: a value is none of these.
+            StrategyError: the training has not begun, or is over.
+        """
+        self._check_open()
+        for name, value in values.items():
+            self._values[name] = as_value(self.strategy, name, value)
+            self._logged[name] = self.step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all values that were logged so far, in the order in which they came."""
+        return tuple(self._values)
+
+    @property
+    def logged_now(self) -> frozenset[str]:
+        """The names of the values that the step that has just ended has logged."""
+        return frozenset(n for n, step in self._logged.items() if step == self.step - 1)
+
+    def value(self, name: str) -> float:
+        """Returns the value that was logged last under a name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        value = self._values[name]
+        if not isinstance(value, float):
+            self._values[name] = value = float(value)
+        return value
+
+    def stop(self, reason: str = "it was asked to") -> None:
+        """Has the training end with this step, on all workers."""
+        self.reason = self.reason or reason
+
+    def save(self) -> None:
+        """Has a checkpoint be saved at the end of this step, on all workers.
+
+        Raises:
+            StrategyError: there is nothing to save with.
+        """
+        if self.manager is None:
+            raise StrategyError(
+                "there is nothing to save with; pass Training(..., "
+                "checkpoint=mirror.CheckpointManager(...))"
+            )
+        self._is_to_save = True
+
+    def will_end_at(self, step: int) -> None:
+        """Notes where the training ends, for what shows how far it is; the earliest counts."""
+        self.last_step = step if self.last_step is None else min(step, self.last_step)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StrategyError(
+                "a Training is used inside its with statement: with Training(strategy, ...) as "
+                "training: for batch in training.batches(dataset): ..."
+            )

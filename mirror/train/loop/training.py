@@ -1,0 +1,243 @@
+"""Training: a loop that resumes by itself, counts its steps, and has hooks.
+
+[Note: Where a step ends]
+A step begins when ``batches`` hands out a batch and ends when the loop asks for the next one; that
+of a loop that is left by ``break``, with the next loop, or with the training. What is asked for
+meanwhile (to save, to stop) is done then, in this order: hooks, a checkpoint, the end. Of several
+workers, what one asks for all do, at the same step: they tell each other at the end of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from types import TracebackType
+from typing import Any, TypeVar
+
+from mirror.concurrency.stack import warn_user
+from mirror.errors import StrategyError, in_words
+from mirror.strategy.mirrored import MirroredStrategy
+from mirror.train.checkpoint.manager import CheckpointManager
+from mirror.train.checkpoint.over_workers import Fellows, fellows_of
+from mirror.train.loop.hook import Hook, check_count
+from mirror.train.loop.saving import SaveEvery
+from mirror.train.loop.state import TrainingState
+
+T = TypeVar("T")
+
+
+class Training(TrainingState):
+    """What goes on around a training loop, which stays the user's own.
+
+    ::
+
+        hooks = [mirror.train.StopAtStep(10_000), mirror.train.LogEvery(100)]
+        with mirror.train.Training(strategy, checkpoint=manager, hooks=hooks) as training:
+            for batch in training.batches(dataset):
+                loss = train_step(batch)
+                training.log(loss=loss)
+
+    Goes on from the newest checkpoint, and saves one at the end, and, unless a hook decides
+    otherwise, every ten minutes. After an error nothing is saved: what is there may be half a
+    step.
+
+    Args:
+        strategy: the one that trains.
+        checkpoint: saves and restores; ``None``: nothing is.
+        hooks: called in this order.
+
+    Raises:
+        TypeError: an argument is of another type.
+    """
+
+    def __init__(
+        self,
+        strategy: MirroredStrategy,
+        *,
+        checkpoint: CheckpointManager | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        _check(strategy, checkpoint, hooks)
+        super().__init__(strategy, checkpoint)
+        self._asked = tuple(hooks)
+        self._hooks: tuple[Hook, ...] = ()
+        self._fellows: Fellows | None = None
+        self._saved_at = -1
+        self._is_in_step = False
+
+    def __enter__(self) -> Training:
+        if self._fellows is not None:
+            raise StrategyError("a Training is entered once; make another one")
+        objects = {} if self.manager is None else self.manager.checkpoint.objects
+        self._fellows = fellows_of(objects)
+        if self.manager is not None:
+            restored = self.manager.restore_latest()
+            if restored is not None:
+                self.step = self.first_step = self._saved_at = restored
+        is_chief = self._fellows.is_chief
+        self._hooks = tuple(h for h in self._with_saving() if is_chief or not h.chief_only)
+        self._is_open = True
+        begun: list[Hook] = []
+        try:
+            for hook in self._hooks:
+                begun.append(hook)
+                hook.begin(self)
+        except BaseException as error:
+            self._hooks = tuple(begun)
+            self._end(error)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        failure = error
+        try:
+            if error is None:
+                self._end_step()
+                self._save_last()
+        except BaseException as failed:
+            failure = failed
+            raise
+        finally:
+            self._end(failure)
+
+    def batches(self, dataset: Iterable[T], *, epochs: int = 1) -> Iterator[T]:
+        """Hands out batches, each for a step, until they or the training end.
+
+        A distributed dataset that is part of the checkpoint goes on where it was; anything else
+        begins anew after a restart, with a warning.
+
+        Args:
+            epochs: so many passes from the training's first beginning: one that goes on makes
+                those that are left, which takes a dataset that has a length.
+
+        Raises:
+            StrategyError: the training has not begun, or is over; or it goes on, and nobody knows
+                how many passes were made.
+            ValueError: ``epochs`` is below 1.
+        """
+        check_count("batches", "epochs", epochs)
+        self._check_open()
+        self._end_step()  # of a loop before, that was left
+        num_batches = len(dataset) if isinstance(dataset, Sized) else None
+        goes_on = 0 < self.first_step == self.step
+        self.num_steps = num_batches and num_batches * epochs + (0 if goes_on else self.step)
+        if goes_on:
+            epochs -= self._passes_before(dataset, num_batches, epochs)
+        if self.last_step is not None and self.step >= self.last_step:
+            self.stop(f"step {self.step} was the last one")
+        return self._batches(dataset, epochs, goes_on)
+
+    def _passes_before(self, dataset: Iterable[T], num_batches: int | None, epochs: int) -> int:
+        """Returns how many whole passes were made before this process began."""
+        assert self.manager is not None
+        if all(dataset is not obj for obj in self.manager.checkpoint.objects.values()):
+            warn_user(
+                f"the training goes on after step {self.step}, and its dataset begins anew, as it "
+                "is no part of the checkpoint; pass it to mirror.Checkpoint(..., dataset=dataset)"
+            )
+        if num_batches:
+            return min(self.step // num_batches, epochs)
+        if epochs == 1:
+            return 0
+        raise StrategyError(
+            f"the training goes on after step {self.step} of {epochs} epochs, and nobody knows in "
+            "which that is, as the dataset has no length; end it by StopAtStep(last_step) instead"
+        )
+
+    def _batches(self, dataset: Iterable[T], epochs: int, goes_on: bool) -> Iterator[T]:
+        while epochs > 0 and not self.reason:
+            num_before, source = self.step, iter(dataset)
+            while not self.reason:
+                begun = time.perf_counter()
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    break
+                finally:
+                    self.seconds_waiting += time.perf_counter() - begun
+                for hook in self._hooks:
+                    hook.before_step(self)
+                self._is_in_step = True
+                yield batch
+                self._end_step()
+            # What goes on may have been at the very end of a pass.
+            epochs -= 0 if goes_on and self.step == num_before else 1
+            goes_on = False
+
+    def _with_saving(self) -> Iterator[Hook]:
+        yield from self._asked
+        if self.manager is not None and not any(isinstance(h, SaveEvery) for h in self._asked):
+            yield SaveEvery(seconds=600)
+
+    def _end_step(self) -> None:
+        """Ends the step that goes on, if one does. See [Note: Where a step ends]."""
+        if not self._is_in_step:
+            return
+        self._is_in_step = False
+        self.step += 1
+        for hook in self._hooks:
+            hook.after_step(self)
+        self._agree()
+        if self._is_to_save:
+            self._is_to_save = False
+            self._save(wait=False)
+
+    def _agree(self) -> None:
+        """Does what any worker asks for. See [Note: Where a step ends]."""
+        fellows = self._fellows
+        assert fellows is not None
+        if not fellows.are_several:
+            return
+        wants = b"%d%s" % (self._is_to_save, self.reason.encode())
+        for rank, said in enumerate(fellows.tell("the end of a step", wants)):
+            self._is_to_save |= said[:1] == b"1"
+            if said[1:] and not self.reason:
+                self.reason = f"worker {rank}: {said[1:].decode()}"
+
+    def _save(self, *, wait: bool) -> None:
+        assert self.manager is not None
+        if self._saved_at != self.step:
+            self.manager.save(self.step, wait=wait)
+            self._saved_at = self.step
+            for hook in self._hooks:
+                hook.saved(self)
+
+    def _save_last(self) -> None:
+        if self.manager is None:
+            return
+        if self.step > self.first_step:
+            self._save(wait=True)
+        self.manager.wait()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Ends all hooks, also if one fails."""
+        self._is_open = False
+        hooks, self._hooks = self._hooks, ()
+        failed: BaseException | None = None
+        for hook in hooks:
+            try:
+                hook.end(self, error)
+            except Exception as one:
+                failed = failed or one
+        if failed is not None and error is None:
+            raise failed
+
+
+def _check(strategy: Any, checkpoint: Any, hooks: Any) -> None:
+    if not isinstance(strategy, MirroredStrategy):
+        raise TypeError(f"Training takes a strategy first; got {in_words(strategy)}")
+    if checkpoint is not None and not isinstance(checkpoint, CheckpointManager):
+        raise TypeError(
+            f"checkpoint= takes a mirror.CheckpointManager, got {in_words(checkpoint)}; pass "
+            'mirror.CheckpointManager(mirror.Checkpoint(model=model, ...), "checkpoints")'
+        )
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise TypeError(
+                f"hooks are objects of mirror.train.Hook's subclasses; got {in_words(hook)}"
+            )

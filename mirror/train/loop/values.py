@@ -1,0 +1,36 @@
+"""What a training logs: numbers, which may be on a GPU still."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from torch import Tensor
+
+from mirror.errors import in_words
+from mirror.strategy.mirrored import MirroredStrategy
+from mirror.values import PerReplica
+
+Value = float | Tensor
+
+
+def as_value(strategy: MirroredStrategy, name: str, value: object) -> Value:
+    """Returns a number, or a tensor of one element that nobody changes any more.
+
+    Args:
+        name: for messages.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, PerReplica):
+        value = strategy.reduce("mean", value)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        with torch.no_grad():
+            return value.detach().clone()
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(
+        f"log() takes numbers, tensors of one element, and values per replica; {name!r} is "
+        f"{in_words(value)}; log its mean, or several of its numbers under names of their own"
+    )
