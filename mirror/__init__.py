@@ -17,12 +17,15 @@ from mirror.errors import (
     MirrorError,
     NanLossError,
     ReplicaMismatchError,
+    ServerLostError,
     ShapeError,
+    StepError,
     StrategyError,
     StructureError,
     WorkerLostError,
 )
 from mirror.replica.collectives.reduction import ReduceOp
+from mirror.server.roles.coordinator import ClusterCoordinator
 from mirror.signposts import names_of
 from mirror.strategy.current import (
     get_replica_context,
@@ -34,6 +37,7 @@ from mirror.strategy.inspection import is_mirrored, set_aggregation
 from mirror.strategy.kinds.central_storage import CentralStorageStrategy
 from mirror.strategy.kinds.multi_worker import MultiWorkerMirroredStrategy
 from mirror.strategy.kinds.one_device import OneDeviceStrategy
+from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions, Guards
 from mirror.strategy.replica_context import ReplicaContext
@@ -50,6 +54,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
+    "ClusterCoordinator",
     "CollectiveTimeoutError",
     "CommunicationOptions",
     "CompileError",
@@ -65,12 +70,15 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NanLossError",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReplicaContext",
     "ReplicaMismatchError",
+    "ServerLostError",
     "ShapeError",
+    "StepError",
     "StrategyError",
     "StructureError",
     "WorkerLostError",

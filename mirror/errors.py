@@ -7,6 +7,7 @@ MirrorError
     BackendError(RuntimeError)            an unknown backend, or one that cannot serve the devices
     StrategyError(RuntimeError)           a call at the wrong time or in the wrong context
         CompileError                      a step does what no compiled step can do
+        StepError(TypeError)              a step cannot be sent to a worker
     StructureError(ValueError)            nested values of replicas differ in structure
     BatchError(ValueError)                the leaves of a batch do not fit together
     ShapeError(ValueError)                tensors of one collective differ in shape or dtype
@@ -18,6 +19,7 @@ MirrorError
     CheckpointError(RuntimeError)         a checkpoint is missing, damaged or foreign
     RecordError(ValueError)               a record is damaged, or does not hold what it should
     WorkerLostError(RuntimeError)         a worker, another process of the training, is gone
+    ServerLostError(RuntimeError)         a parameter server is gone, with what it held
     ActorDied(RuntimeError)               the process of an actor, a server or a worker, has ended
     RemoteError(RuntimeError)             an actor's method has raised
     WireError(RuntimeError)               something from a connection is no message, or cannot go
@@ -50,7 +52,9 @@ __all__ = [
     "RecordError",
     "RemoteError",
     "ReplicaMismatchError",
+    "ServerLostError",
     "ShapeError",
+    "StepError",
     "StrategyError",
     "StructureError",
     "WireError",
@@ -80,6 +84,10 @@ class StrategyError(MirrorError, RuntimeError):
 
 class CompileError(StrategyError):
     """A step does what no trace of it can follow; names the line."""
+
+
+class StepError(StrategyError, TypeError):
+    """A step that was scheduled holds what cannot be sent to a worker; names it."""
 
 
 class StructureError(MirrorError, ValueError):
@@ -120,6 +128,10 @@ class CheckpointError(MirrorError, RuntimeError):
 
 class WorkerLostError(MirrorError, RuntimeError):
     """Another process of the training is gone, or has not moved for the timeout."""
+
+
+class ServerLostError(MirrorError, RuntimeError):
+    """A parameter server is gone, and with it the values and optimizer states it had."""
 
 
 class ActorDied(MirrorError, RuntimeError):

@@ -1,5 +1,16 @@
 """Parameter servers: variables on servers, steps on workers, a coordinator that schedules them."""
 
 from mirror.server.partitioners import FixedShards, MaxSize, MinSize
+from mirror.server.roles.coordinator import ClusterCoordinator
+from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerValues
+from mirror.server.roles.remote_value import RemoteValue
 
-__all__ = ["FixedShards", "MaxSize", "MinSize"]
+__all__ = [
+    "ClusterCoordinator",
+    "FixedShards",
+    "MaxSize",
+    "MinSize",
+    "PerWorkerDataset",
+    "PerWorkerValues",
+    "RemoteValue",
+]

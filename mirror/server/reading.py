@@ -1,0 +1,75 @@
+"""ReadingDict: the parameters or buffers of a module, brought up to date before they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+Before = Callable[["str | None"], None]
+"""Called with the name that is read, or None where all are."""
+
+
+class ReadingDict(dict[str, Any]):
+    """A module's dict that calls a function before each reading.
+
+    Copies and pickles of the module have plain dicts.
+    """
+
+    def __init__(self, entries: Mapping[str, Any], before: Before) -> None:
+        super().__init__(entries)
+        self._before = before
+
+    def __getitem__(self, name: str) -> Any:
+        self._before(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._before(name)
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._before(None)
+        return super().items()
+
+    def values(self) -> Any:
+        self._before(None)
+        return super().values()
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the entries as they are."""
+        return dict(super().items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: deepcopy(value, memo) for name, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (), None, None, iter(dict(super().items()).items())
+
+
+def plain_parameters(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's own parameters by name, without bringing them up to date."""
+    return _plain(module._parameters)
+
+
+def plain_buffers(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's own buffers by name, likewise."""
+    return _plain(module._buffers)
+
+
+def watch(module: nn.Module, before: Before) -> None:
+    """Has a function called before a module's own parameters and buffers are read."""
+    vars(module)["_parameters"] = ReadingDict(plain_parameters(module), before)
+    vars(module)["_buffers"] = ReadingDict(plain_buffers(module), before)
+
+
+def unwatch(module: nn.Module) -> None:
+    """Gives a module plain dicts again."""
+    vars(module)["_parameters"] = plain_parameters(module)
+    vars(module)["_buffers"] = plain_buffers(module)
+
+
+def _plain(entries: Any) -> dict[str, Any]:
+    return entries.plain() if isinstance(entries, ReadingDict) else dict(entries)

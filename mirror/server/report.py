@@ -1,0 +1,56 @@
+"""ServersReport: what servers and workers have done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_BAR = 30
+
+
+@dataclass(frozen=True)
+class ServersReport:
+    """Counts since the strategy was made; printed, a table.
+
+    Attributes:
+        num_steps: how many scheduled steps have ended.
+        num_retried: how often a step went to another worker, for its own was lost.
+        num_updates: how many gradients were applied, or synchronous updates made.
+        num_dropped: how many gradients came too late.
+        num_waiting: how many gradients wait for others, for the next synchronous update.
+        staleness: how many gradients came by how many updates late.
+        pulled_bytes, pushed_bytes: by all workers.
+        pull_seconds, push_seconds, step_seconds: of all workers together; steps include both.
+        server_bytes: what each server holds, but for optimizer states.
+    """
+
+    num_steps: int = 0
+    num_retried: int = 0
+    num_updates: int = 0
+    num_dropped: int = 0
+    num_waiting: int = 0
+    staleness: Mapping[int, int] | None = None
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
+    pull_seconds: float = 0.0
+    push_seconds: float = 0.0
+    step_seconds: float = 0.0
+    server_bytes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        steps = max(1, self.num_steps)
+        lines = [
+            f"steps           {self.num_steps}, {self.num_retried} times again on another worker",
+            f"updates         {self.num_updates}, gradients dropped: {self.num_dropped}, waiting: "
+            f"{self.num_waiting}",
+            f"a step          {self.step_seconds / steps * 1e3:.2f} ms, of which pull "
+            f"{self.pull_seconds / steps * 1e3:.2f}, push {self.push_seconds / steps * 1e3:.2f}",
+            f"bytes a step    pulled {self.pulled_bytes / steps:.0f}, pushed "
+            f"{self.pushed_bytes / steps:.0f}",
+            f"servers         {', '.join(f'{size} bytes' for size in self.server_bytes)}",
+            "staleness       gradients",
+        ]
+        most = max((self.staleness or {0: 1}).values())
+        for late, count in sorted((self.staleness or {}).items()):
+            lines.append(f"{late:>9}       {count:<8} {'#' * round(_BAR * count / most)}")
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What runs where: servers, workers, and the coordinator's side of both."""

@@ -1,0 +1,92 @@
+"""ServerRole: a shard as an actor."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mirror.server import states
+from mirror.server.packing import as_bytes, as_tensor
+from mirror.server.shard import Push, Shard
+from mirror.server.updates import Update
+
+Header = dict[str, Any]
+Answer = tuple[Header, Sequence[Any]]
+
+
+class ServerRole:
+    """One parameter server. Every method is quick, and waits for nobody."""
+
+    def __init__(self, index: int) -> None:
+        torch.set_num_threads(1)
+        self._index = index
+        self._shard = Shard([], 0, 0)
+
+    def set_up(self, header: Header, buffers: Sequence[Any]) -> None:
+        """Makes the shard of pieces; what was there is gone."""
+        self._shard = Shard(
+            pickle.loads(bytes(buffers[0])),
+            header["num_bytes"],
+            header["dense_bytes"],
+            to_aggregate=header["to_aggregate"],
+            max_staleness=header["max_staleness"],
+            is_leader=self._index == 0,
+        )
+
+    def assign(self, header: Header, buffers: Sequence[Any]) -> None:
+        self._follow(header)
+        self._shard.assign(header["pieces"], buffers[0])
+
+    def add_optimizer(self, header: Header, buffers: Sequence[Any]) -> None:
+        self._shard.add_optimizer(pickle.loads(bytes(buffers[0])))
+
+    def set_options(self, header: Header, buffers: Sequence[Any]) -> None:
+        self._follow(header)
+        self._shard.set_options(header["optimizer"], pickle.loads(bytes(buffers[0])))
+
+    def states(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        self._follow(header)
+        said, sent = states.message_of(self._shard.states(header["optimizer"]))
+        return {"states": said}, sent
+
+    def set_states(self, header: Header, buffers: Sequence[Any]) -> None:
+        self._follow(header)
+        found = states.from_message(header["states"], buffers)
+        self._shard.set_states(header["optimizer"], found)
+
+    def pull(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        version, values = self._shard.pull(header["known"], header.get("commits", ()))
+        shard = self._shard
+        said = {"version": version, "updates": shard.updates(), "commits": shard.commits()}
+        return said, [] if values is None else [values]
+
+    def pull_rows(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        if "rows" in header:
+            rows = torch.arange(*header["rows"])
+        else:
+            rows = as_tensor(buffers[0], torch.int64)
+        return {}, [as_bytes(self._shard.pull_rows(header["piece"], rows))]
+
+    def push(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        pieces = [piece.spec for piece in self._shard.pieces]
+        update = Update.from_message(header["update"], buffers, pieces)
+        said = self._shard.push(Push(**header["push"]), update)
+        shard = self._shard
+        return {"said": said, "updates": shard.updates(), "version": shard.version}, []
+
+    def numbers(self, header: Header, buffers: Sequence[Any]) -> Answer:
+        shard = self._shard
+        return {
+            "version": shard.version,
+            "updates": shard.updates(),
+            "staleness": [[late, count] for late, count in sorted(shard.staleness.items())],
+            "counts": dict(shard.counts),
+            "commits": shard.commits(),
+        }, []
+
+    def _follow(self, header: Header) -> None:
+        for commit in header.get("commits", ()):
+            self._shard.apply(commit)

@@ -1,0 +1,147 @@
+"""WorkerModel: the user's modules and optimizers as a worker has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mirror.errors import StrategyError
+from mirror.server.optimizers import options_of, rebuild
+from mirror.server.reading import watch
+from mirror.server.recording import Model, is_table_of_rows
+from mirror.server.roles.client import Client
+from mirror.server.roles.datasets import num_examples
+from mirror.server.tokens import load
+
+
+def empty(kind: str, spec: Any) -> Tensor:
+    """Returns a parameter or buffer of which the values are not here yet."""
+    shape, dtype, device, wants, by_rows = spec
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if by_rows:
+        tensor.fill_(torch.nan)  # what reads a row that was not pulled shall see it
+    return nn.Parameter(tensor, requires_grad=wants) if kind == "parameter" else tensor
+
+
+class WorkerModel:
+    """Modules that pull before they are read, and optimizers that push.
+
+    Args:
+        pickled: the roots, with tokens for tensors.
+        specs: of the tensors.
+        flags: see ``Model.flags``.
+        make_client: of the tensors.
+        push: called with an optimizer's index.
+    """
+
+    def __init__(
+        self,
+        pickled: Any,
+        specs: Sequence[Any],
+        flags: Sequence[bool],
+        make_client: Callable[[Sequence[Tensor]], Client],
+        push: Callable[[int], None],
+    ) -> None:
+        num_parameters = sum(spec[3] is not None for spec in specs)
+        tensors = [
+            empty("parameter" if i < num_parameters else "buffer", spec)
+            for i, spec in enumerate(specs)
+        ]
+        roots = load(pickled, lambda token: tensors[token[1]])
+        self.model = Model(roots)
+        self.tensors = tensors
+        self.names = [variable.name for variable in self.model.variables]
+        self.client = make_client(tensors)
+        self.optimizers: list[Optimizer] = []
+        self.largest_call = 0
+        self._flags, self._push = list(flags), push
+        self._options: list[Any] = []
+        self._inside: set[int] = set()
+        position = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self.positions = position
+        for module in self.model.modules:
+            table = None
+            if is_table_of_rows(module):
+                table = position[id(module.weight)]
+                if self.client.layout.variables[table].by_rows:
+                    self._watch_table(module, table)
+            watch(module, self._before(module, table))
+        for root in roots:
+            root.register_forward_pre_hook(self._note_call, with_kwargs=True)
+
+    def add_optimizer(self, description: Any) -> None:
+        """Makes an optimizer of the user's class, whose step pushes."""
+        optimizer = rebuild(description, lambda index: [self.tensors[index]])  # type: ignore[list-item]
+        index = len(self.optimizers)
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if repr(options_of(optimizer)) != self._options[index]:
+                raise StrategyError(
+                    f"a step has changed the options of {type(optimizer).__name__}; change them, "
+                    "and step schedulers, between steps, in the coordinator's process"
+                )
+            self._push(index)
+            return loss
+
+        optimizer.step = step  # type: ignore[method-assign]
+        self.optimizers.append(optimizer)
+        self._options.append(repr(options_of(optimizer)))
+
+    def set_options(self, index: int, options: Sequence[Any]) -> None:
+        """Takes over an optimizer's options from the coordinator's process."""
+        for group, values in zip(self.optimizers[index].param_groups, options, strict=True):
+            group.update(values)
+        self._options[index] = repr(options_of(self.optimizers[index]))
+
+    def members(self, index: int) -> list[int]:
+        """Returns an optimizer's variables."""
+        groups = self.optimizers[index].param_groups
+        return [self.positions[id(p)] for group in groups for p in group["params"]]
+
+    def begin(self, flags: Sequence[bool]) -> None:
+        """Makes everything ready for a step, whatever the last one has left."""
+        self.client.is_fresh = False
+        self.largest_call = 0
+        for tensor in self.tensors:
+            tensor.grad = None
+        for module, flag in zip(self.model.modules, flags, strict=False):
+            if module.training != flag:
+                module.training = flag
+        for tensor, flag in zip(self.tensors, flags[len(self.model.modules) :], strict=False):
+            if tensor.requires_grad != flag:
+                tensor.requires_grad_(flag)
+
+    def _before(self, module: nn.Module, table: int | None) -> Callable[[str | None], None]:
+        def before(name: str | None) -> None:
+            if not self.client.is_fresh:
+                self.client.pull()
+            if table is not None and name == "weight" and id(module) not in self._inside:
+                self.client.pull_tables()
+
+        return before
+
+    def _watch_table(self, module: nn.Module, table: int) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.client.is_fresh:
+                self.client.pull()
+            ids = args[0] if args else kwargs["input"]
+            self.client.pull_rows(table, ids)
+            self._inside.add(id(module))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._inside.discard(id(module))
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+
+    def _note_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        count = num_examples((*args, *kwargs.values()))
+        self.largest_call = max(self.largest_call, count or 0)

@@ -1,0 +1,179 @@
+"""Tokens: what stands in a pickle for things that every process has its own of.
+
+[Note: Tokens]
+A step that goes to a worker holds the user's model and optimizer: by name, in a closure, as
+attributes of a trainer. In its pickle a token stands in the place of each, ``("module", 3)``, and
+the worker has its own module under that name; so no step carries weights, and what a step returns
+may name the model, too. What is no token goes by value. A module or a large tensor among that is
+probably a mistake (a model made outside of the scope): its name is warned of.
+
+Functions of the main module, and those inside others, travel by value with the globals they use,
+which needs cloudpickle. One of an imported module is found there by its name, and would see
+globals of its own; so if that module has one of our things among its globals, it goes by value.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from mirror.errors import StepError, in_words
+
+Token = tuple[str, int]
+Find = Callable[[Any], "Token | None"]
+
+
+@cache
+def _cloudpickle() -> ModuleType | None:
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError:
+        return None
+
+
+@cache
+def _pickler() -> type[pickle.Pickler]:
+    library = _cloudpickle()
+    base: Any = pickle.Pickler if library is None else library.Pickler
+
+    class Tokens(base):  # type: ignore[misc]
+        """A pickler that asks of everything whether there is a token for it."""
+
+        def __init__(self, file: io.BytesIO, find: Find) -> None:
+            super().__init__(file, protocol=5)
+            self._find = find
+
+        def persistent_id(self, thing: Any) -> Token | None:
+            return self._find(thing)
+
+    return Tokens
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, thing_of: Callable[[Token], Any]) -> None:
+        super().__init__(file)
+        self.persistent_load = thing_of  # type: ignore[method-assign]
+
+
+def dump(thing: Any, find: Find) -> bytes:
+    """Returns a pickle with tokens, where ``find`` returns one.
+
+    Raises:
+        Exception: whatever pickle raises; and what ``find`` does.
+    """
+    file = io.BytesIO()
+    pickler: Any = _pickler()
+    pickler(file, find).dump(thing)
+    return file.getvalue()
+
+
+def load(data: Any, thing_of: Callable[[Token], Any]) -> Any:
+    """Returns what was pickled, with what ``thing_of`` returns for each token."""
+    return _Unpickler(io.BytesIO(bytes(data)), thing_of).load()
+
+
+def dump_step(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], find: Find) -> bytes:
+    """Returns a step's pickle.
+
+    Raises:
+        StepError: something in it cannot be pickled, which is named.
+    """
+    with _by_value(fn, find):
+        try:
+            return dump((fn, args, dict(kwargs)), find)
+        except (StepError, ValueError):
+            raise
+        except Exception as error:
+            raise StepError(_what_fails(fn, args, kwargs, find, error)) from error
+
+
+def names_in(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields pairs of a name in the program and what it stands for in a step."""
+    plain = _function_of(fn)
+    if plain is not None:
+        code = plain.__code__
+        for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # it has no value yet
+                continue
+        for name in code.co_names:
+            if name in plain.__globals__:
+                yield name, plain.__globals__[name]
+    owner = getattr(fn, "__self__", None)
+    if owner is not None:
+        for name, value in getattr(owner, "__dict__", {}).items():
+            yield f"self.{name}", value
+    for i, value in enumerate(args):
+        yield f"args[{i}]", value
+    for name, value in kwargs.items():
+        yield name, value
+
+
+@contextmanager
+def _by_value(fn: Callable[..., Any], find: Find) -> Iterator[None]:
+    """Lets functions of an imported module travel by value, if it holds things with tokens."""
+    plain, library = _function_of(fn), _cloudpickle()
+    module = sys.modules.get(plain.__module__) if plain is not None else None
+    if (
+        plain is None
+        or library is None
+        or module is None
+        or module.__name__ in ("__main__", *library.list_registry_pickle_by_value())
+        or not any(find(value) is not None for value in _of_ours(plain.__globals__))
+    ):
+        yield
+        return
+    library.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        library.unregister_pickle_by_value(module)
+
+
+def _of_ours(found: Mapping[str, Any]) -> list[Any]:
+    plain = (str, int, float, bool, type, ModuleType, FunctionType, type(None))
+    return [value for value in found.values() if not isinstance(value, plain)]
+
+
+def _function_of(fn: Any) -> FunctionType | None:
+    while not isinstance(fn, FunctionType):
+        if isinstance(fn, MethodType):
+            fn = fn.__func__
+        elif hasattr(fn, "func"):  # a partial
+            fn = fn.func
+        else:
+            return None
+    return fn
+
+
+def _what_fails(
+    fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], find: Find, error: Exception
+) -> str:
+    for name, value in names_in(fn, args, kwargs):
+        try:
+            dump(value, find)
+        except Exception as own:
+            return (
+                f"the step cannot be sent to a worker: {name}, {in_words(value)}, cannot be "
+                f"pickled: {type(own).__name__}: {own}; make it inside the step, or in the "
+                "function of create_per_worker_dataset"
+            )
+    remedy = (
+        ""
+        if _cloudpickle()
+        else "; functions defined in a notebook, a script or another function need cloudpickle: "
+        "pip install 'mirror-strategy[servers]'"
+    )
+    name = getattr(fn, "__qualname__", None) or in_words(fn)
+    return (
+        f"the step {name} cannot be sent to a worker, it cannot be pickled: "
+        f"{type(error).__name__}: {error}{remedy}"
+    )
