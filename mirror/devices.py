@@ -36,7 +36,8 @@ def resolve(
             visible CUDA devices, or one CPU device where there is none.
 
     Raises:
-        DeviceError: a device does not exist or is of an unknown type, or CPU and CUDA are mixed.
+        DeviceError: a device does not exist or is of an unknown type, CPU and CUDA are mixed, or
+            a replica is given several.
     """
     wanted: tuple[object, ...]
     if devices is None:
@@ -56,6 +57,15 @@ def resolve(
     else:
         wanted = (devices,)
     num_cuda = num_cuda_devices()
+    for device in wanted:
+        if isinstance(device, Sequence) and not isinstance(device, str):
+            raise DeviceError(
+                f"devices have one entry per replica, each one device; got {[*wanted]!r}, with "
+                "several for one replica; a model that one GPU cannot hold is sharded with "
+                "torch.distributed.fsdp.fully_shard, or its layers placed with "
+                "torch.distributed.pipelining, in a process per GPU; where the optimizer's state "
+                "is what does not fit, use mirror.CentralStorageStrategy"
+            )
     if not wanted:
         return tuple(torch.device("cuda", i) for i in range(num_cuda)) or (_CPU,)
     resolved = tuple(_resolve_one(device, num_cuda) for device in wanted)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import mirror
 from mirror import devices
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import DeviceError
@@ -211,3 +212,13 @@ def test_a_device_that_was_seeded_apart_keeps_its_stream():
         torch.rand(4, generator=generators[1]),
         torch.rand(4, generator=torch.Generator().manual_seed(5)),
     )
+
+
+@pytest.mark.parametrize(
+    "several", [[["cpu", "cpu"], ["cpu", "cpu"]], [("cuda:0", "cuda:1")], ["cpu", ["cpu"]]]
+)
+@pytest.mark.parametrize("kind", [mirror.MirroredStrategy, mirror.CentralStorageStrategy])
+def test_a_replica_with_several_devices_is_refused_and_told_what_to_use(kind, several):
+    with pytest.raises(mirror.DeviceError, match=r"one entry per replica.*fully_shard") as raised:
+        kind(several)
+    assert repr(several[-1])[1:-1] in str(raised.value)

@@ -117,7 +117,7 @@ class HomeVariable(Variable):
     def take(self, source: int) -> None:
         """Gives home what a replica has left in its copy."""
         value, target = self.targets[source].data, self.home
-        if alike(target, value):
+        if alike(target, value) and target.stride() == value.stride():
             target.data.copy_(value)
         else:
             self._give_home(value_on(value, self.replicas.home))

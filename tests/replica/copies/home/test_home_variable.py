@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import mirror
 from tests.ones import ONES, mirrored_layer
@@ -55,6 +56,19 @@ def test_what_changes_at_home_replicas_take(change, central):
     with torch.no_grad():
         change(layer.weight)
     assert (layer(ONES) == 2.0).all()
+    strategy.check_replicas()
+
+
+def test_an_assigned_layout_is_homes_too(central):
+    strategy = central(2)
+    with strategy.scope():
+        layer = nn.Conv2d(2, 3, 2)
+
+    def fn():
+        layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last)
+
+    strategy.run(fn)
+    assert layer.weight.is_contiguous(memory_format=torch.channels_last)
     strategy.check_replicas()
 
 
