@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mirror import amp, comm, data, metrics, nn
+from mirror import amp, comm, data, metrics, nn, train
 from mirror.data.distributed.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
 from mirror.errors import (
@@ -47,6 +47,8 @@ from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
 from mirror.train.planning.plan import plan
 from mirror.values import PerReplica
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BackendError",
     "BatchError",
@@ -82,6 +84,7 @@ __all__ = [
     "StrategyError",
     "StructureError",
     "WorkerLostError",
+    "__version__",
     "amp",
     "cluster",
     "comm",
@@ -95,6 +98,7 @@ __all__ = [
     "nn",
     "plan",
     "set_aggregation",
+    "train",
 ]
 
 if TYPE_CHECKING:

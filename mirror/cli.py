@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mirror import __version__
 from mirror.errors import MirrorError
 
 INTERRUPTED = 130
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mirror", description="MirroredStrategy for PyTorch: one process, all local GPUs."
     )
+    parser.add_argument("--version", action="version", version=f"mirror {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     _add_doctor(commands)
     _add_demo(commands)

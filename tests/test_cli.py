@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import mirror
 from mirror import cli
 from mirror.errors import MirrorError
 
@@ -77,3 +78,10 @@ def test_a_reader_that_goes_away_ends_the_command_quietly():
     with os.fdopen(writer, "w") as stdout:
         done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"mirror {mirror.__version__}\n"
