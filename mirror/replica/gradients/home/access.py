@@ -187,4 +187,4 @@ class AccessAtHome(Access):
 def _copy_at(grad: Tensor, device: torch.device) -> Tensor:
     """Returns a copy on a device, with the gradient's graph if it has one."""
     with torch.inference_mode(False), torch.set_grad_enabled(grad.requires_grad):
-        return grad.clone() if grad.device == device else grad.to(device)
+        return grad.clone().to(device)
