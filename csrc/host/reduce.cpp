@@ -365,6 +365,27 @@ void mirror_all_reduce(void* const* addresses, const std::int64_t* counts,
   run(segments, reducer_of(dtype, op), kItemBytes[dtype], num_threads);
 }
 
+// Leaves scale * sum(replicas) of tensor t in `to`, offsets[t] bytes from its beginning, zeros
+// before the next one, and behind the last one's, at offsets[num_tensors], the tail. The replicas
+// stay as they are.
+void mirror_pack_sums(void* const* addresses, const std::int64_t* counts,
+                      const std::int64_t* offsets, std::int64_t num_tensors, int num_replicas,
+                      int dtype, double scale, const void* tail, std::int64_t tail_bytes, void* to,
+                      int num_threads) {
+  const int item_bytes = kItemBytes[dtype];
+  char* const begin = static_cast<char*>(to);
+  std::vector<void*> outputs(num_tensors);
+  std::vector<Segment> segments(num_tensors);
+  for (std::int64_t t = 0; t < num_tensors; ++t) {
+    outputs[t] = begin + offsets[t];
+    const std::int64_t end = offsets[t] + counts[t] * item_bytes;
+    std::memset(begin + end, 0, offsets[t + 1] - end);
+    segments[t] = {{addresses + t * num_replicas, num_replicas, &outputs[t], 1, scale}, counts[t]};
+  }
+  std::memcpy(begin + offsets[num_tensors], tail, tail_bytes);
+  run(segments, reducer_of(dtype, static_cast<int>(Op::kSum)), item_bytes, num_threads);
+}
+
 // Leaves chunk i of op(replicas) in chunk i of replica i.
 void mirror_reduce_scatter(void* const* addresses, std::int64_t count, int num_replicas, int dtype,
                            int op, int num_threads) {

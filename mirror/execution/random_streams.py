@@ -26,14 +26,17 @@ and its rank seed. No stream is kept, so that seeding anew, and checkpoints, are
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from mirror.comm.workers.alone import Alone
 from mirror.devices import stream_seed
+
+T = TypeVar("T")
 
 _generator = torch.default_generator
 
@@ -133,14 +136,13 @@ class RandomStreams:
         return False
 
 
-@contextmanager
-def of_worker(workers: Alone) -> Iterator[None]:
+def with_stream_of(workers: Alone, call: Callable[[], T]) -> T:
     """Has a run draw from a stream of its worker. See [Note: Streams of replicas]."""
     seed = int(torch.randint(2**62, (), generator=_generator))
     after = _generator.get_state()
     _generator.manual_seed(stream_seed(seed, 1 + workers.rank))
     try:
-        yield
+        return call()
     finally:
         _generator.set_state(after)
 

@@ -44,7 +44,7 @@ class Replicas:
         is_one_device: whether they are all on one device.
         home: where parameters are in the cross-replica context, and optimizers step.
         is_apart: whether that is a storage of its own; else it is the first replica's.
-        steps_once: whether one step of an optimizer does for all.
+        steps_once: whether one step of an optimizer does for all, of several or apart from them.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class Replicas:
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
-        self.steps_once = self.is_one_device or self.is_apart
+        self.steps_once = (self.is_one_device and self.num_replicas > 1) or self.is_apart
 
 
 class OfReplicas(Generic[T]):

@@ -105,6 +105,12 @@ class Run:
         """Returns the active replicas' weights by replica id."""
         return {r: replica.weight for r, replica in self.members.items()}
 
+    def total_weight(self) -> float:
+        """Returns the sum of the active replicas' weights."""
+        if not self.is_weighted:
+            return float(len(self.active))
+        return float(sum(self.weights().values()))
+
     def all_weights(self) -> list[float] | None:
         """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
         if not self.is_weighted:

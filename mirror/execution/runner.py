@@ -21,7 +21,7 @@ from mirror.execution.current import current, is_inside, refuse_within_another, 
 from mirror.execution.locksteps import Locksteps
 from mirror.execution.part import GoesAlone, Part, nothing
 from mirror.execution.parts import Parts
-from mirror.execution.random_streams import RandomStreams, Streams, of_worker
+from mirror.execution.random_streams import RandomStreams, Streams, with_stream_of
 from mirror.execution.replicas import OfReplicas, Replica, Replicas
 from mirror.execution.run import Run
 from mirror.execution.step_ends import step_ends
@@ -159,9 +159,9 @@ class Runner:
     ) -> Run:
         if not self.is_between_runs:
             return self._run(fn, active, weights)
-        with (workers := self.replicas.workers).running(), of_worker(workers):
-            run = self._run(fn, active, weights)
-        workers.ran(sum(run.weights().values()))
+        workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
+        run = workers.outermost(partial(with_stream_of, workers, own))
+        workers.ran(run.total_weight())
         self.at_end()
         return run
 

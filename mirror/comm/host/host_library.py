@@ -32,6 +32,10 @@ _I, _L, _P = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _ARRAY = ctypes.c_char_p
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "mirror_all_reduce": (None, [_ARRAY, _ARRAY, _L, _I, _I, _I, ctypes.c_double, _I]),
+    "mirror_pack_sums": (
+        None,
+        [_ARRAY, _ARRAY, _ARRAY, _L, _I, _I, ctypes.c_double, _ARRAY, _L, _P, _I],
+    ),
     "mirror_reduce_scatter": (None, [_ARRAY, _L, _I, _I, _I, _I]),
     "mirror_all_gather": (None, [_ARRAY, _L, _I, _I, _I]),
     "mirror_broadcast": (None, [_ARRAY, _L, _I, _I, _I, _I]),
@@ -41,6 +45,25 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "mirror_level": (_I, []),
     "mirror_level_name": (ctypes.c_char_p, [_I]),
 }
+
+
+class Places:
+    """Where tensors of one dtype lie in a buffer, as the library wants it.
+
+    Args:
+        counts: of their elements.
+        offsets: where each begins, in elements, and where the last one ends.
+
+    Raises:
+        KeyError: the library does not sum that dtype.
+    """
+
+    __slots__ = ("counts", "dtype", "num_tensors", "offsets")
+
+    def __init__(self, counts: Sequence[int], offsets: Sequence[int], dtype: torch.dtype) -> None:
+        self.dtype, self.num_tensors = _DTYPES[dtype], len(counts)
+        self.counts = _pack(counts)
+        self.offsets = _pack([offset * dtype.itemsize for offset in offsets])
 
 
 class HostLibrary:
@@ -78,6 +101,29 @@ class HostLibrary:
             _DTYPES[dtype],
             _OPS[op],
             scale,
+            torch.get_num_threads(),
+        )
+
+    def pack_sums(
+        self, addresses: Sequence[int], places: Places, scale: float, tail: bytes, to: int
+    ) -> None:
+        """Leaves the replicas' sums, multiplied by ``scale``, at their places in a buffer.
+
+        Args:
+            tail: what is left behind them, as bytes.
+            to: the buffer.
+        """
+        self._c.mirror_pack_sums(
+            _pack(addresses),
+            places.counts,
+            places.offsets,
+            places.num_tensors,
+            len(addresses) // places.num_tensors,
+            places.dtype,
+            scale,
+            tail,
+            len(tail),
+            to,
             torch.get_num_threads(),
         )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 _MOST_COUNTED = 64  # calls of one backward pass that are looked at
 
@@ -119,13 +120,13 @@ class Alone:
     def total(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
 
-    def running(self) -> AbstractContextManager[None]:
-        """Lasts as long as an outermost run: what it raises is noted, for who waits for this one.
+    def outermost(self, run: Callable[[], T]) -> T:
+        """Makes an outermost run; what it raises is noted, for who waits for this worker.
 
         Raises:
             StrategyError: after an error that is the strategy's end.
         """
-        return nullcontext()
+        return run()
 
     def close(self) -> None:
         """Ends the connections; idempotent."""

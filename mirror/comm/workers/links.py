@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from time import sleep
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from mirror.accelerator.forks import renew_in_forks
@@ -47,9 +49,16 @@ class Link:
         work = self._begun[wait.number] = call(self.group)
         return work, wait
 
-    def ended(self, wait: Wait) -> None:
+    def begin_sum(self, buffer: Tensor) -> tuple[int, dist.Work]:
+        """Begins to sum a buffer; returns the operation's number beside it, as steps want."""
+        number = self._num_begun = self._num_begun + 1
+        self._board.begun[self.name] = number
+        work = self._begun[number] = self.group.allreduce([buffer])
+        return number, work
+
+    def ended(self, number: int) -> None:
         """Notes that an operation has come to its end."""
-        self._begun.pop(wait.number, None)
+        self._begun.pop(number, None)
 
     def drop(self, *, forgets: bool) -> None:
         """Lets go of the group, or has nobody ever end it.
@@ -92,7 +101,8 @@ class Links:
             link = Link(f"{self.number}/{name}", self._board)
             wait = link.next(words())
             try:
-                link.group = self._watch.result(Errand(lambda: self._made(link.name)), wait)
+                errand = Errand(partial(self._made, link.name))
+                link.group = self._watch.result(errand, lambda: wait)
             except BaseException:
                 self._board.begun.pop(link.name, None)  # now nobody counts on this worker there
                 raise

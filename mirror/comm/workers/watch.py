@@ -16,7 +16,7 @@ An error is the strategy's end on this worker, and the others see that.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
@@ -57,8 +57,11 @@ class Watch:
         self._board, self._seconds = board, seconds
         self._slice = timedelta(seconds=min(_SLICE_SECONDS, max(seconds, 0.001)))
 
-    def result(self, work: Waited[T], wait: Wait) -> T:
+    def result(self, work: Waited[T], wait_of: Callable[[], Wait]) -> T:
         """Waits until a work is done; returns its result.
+
+        Args:
+            wait_of: tells what is waited for; asked when it takes long.
 
         Raises:
             DivergenceError: the others are, or have ended, where this never ends.
@@ -68,7 +71,8 @@ class Watch:
             return work.wait(self._slice)
         except RuntimeError as error:
             if not _is_late(error):
-                raise self._broken(wait, error) from error
+                raise self._broken(wait_of(), error) from error
+        wait = wait_of()
         begun, suspicion = monotonic(), None
         with self._board.waiting(wait):
             while True:

@@ -14,8 +14,7 @@ announced in an envelope.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -126,11 +125,23 @@ class Workers(Alone):
 
     def all_reduce(self, what: str, buffer: Tensor) -> Callable[[], None]:
         """Begins to sum a flat buffer over the workers, in place; returns what waits for it."""
-        host = buffer if buffer.device.type == "cpu" else buffer.cpu()
-        link, work, wait = self._guarded(lambda: self._begun_sum(what, host))
+        host = buffer if buffer.is_cpu else buffer.cpu()
+        self._check_usable()
+        try:
+            link = self._sums.get((host.dtype, host.numel())) or self._link_of_sums(what, host)
+            number, work = link.begin_sum(host)
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
         def finish() -> None:
-            self._guarded(lambda: self._finish(link, work, wait))
+            self._check_usable()
+            try:
+                self._watch.result(work, lambda: Wait(link.name, number, what))
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            link.ended(number)
             if host is not buffer:
                 buffer.copy_(host)
 
@@ -139,10 +150,6 @@ class Workers(Alone):
     def total(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
         self._guarded(lambda: self._run(self._main, what, lambda group: group.allreduce([buffer])))
-
-    def _begun_sum(self, what: str, buffer: Tensor) -> tuple[Link, dist.Work, Wait]:
-        link = self._sums.get((buffer.dtype, buffer.numel())) or self._link_of_sums(what, buffer)
-        return link, *link.begin(what, lambda group: group.allreduce([buffer]))
 
     def _link_of_sums(self, what: str, buffer: Tensor) -> Link:
         """Returns the link for buffers of a size that is new. See [Note: One size, one group]."""
@@ -161,8 +168,8 @@ class Workers(Alone):
         self._finish(link, *link.begin(words, call))
 
     def _finish(self, link: Link, work: dist.Work, wait: Wait) -> None:
-        self._watch.result(work, wait)
-        link.ended(wait)
+        self._watch.result(work, lambda: wait)
+        link.ended(wait.number)
 
     def _guarded(self, call: Callable[[], T]) -> T:
         """Makes a call; an error in it, Ctrl-C too, leaves the workers out of step for good."""
@@ -170,19 +177,21 @@ class Workers(Alone):
         try:
             return call()
         except BaseException as error:
-            if self._failure is None:
-                self._failure = error
-                is_loss = isinstance(error, WorkerLostError)
-                self._links.drop(End(is_loss, f"has given up with {in_short(error)}"))
+            self._give_up(error)
             raise
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Lasts as long as an outermost run; notes what it raises, for who waits for it."""
+    def _give_up(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            is_loss = isinstance(error, WorkerLostError)
+            self._links.drop(End(is_loss, f"has given up with {in_short(error)}"))
+
+    def outermost(self, run: Callable[[], T]) -> T:
+        """Makes an outermost run; notes what it raises, for who waits for this worker."""
         self._check_usable()
         self._board.note = ""
         try:
-            yield
+            return run()
         except Exception as error:
             if error is not self._failure:
                 said = f"{in_short(error)} at {self._board.line_of(error)}"

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mirror.accelerator.current_streams import ReplicasStreams
+from mirror.comm.host.host import HostCommunicator
+from mirror.comm.host.host_library import missing_reason
 from mirror.comm.packing import move_into_flats
 from mirror.execution.replicas import Replicas
 
@@ -32,6 +34,9 @@ class Reducer:
     Args:
         bytes_per_pack: what a collective takes at once, in bytes.
         wire_dtype: what floating tensors are sent as; ``None``: as they are.
+
+    Attributes:
+        is_on_host: whether the host library sums, or would, if there were several.
     """
 
     def __init__(
@@ -40,6 +45,9 @@ class Reducer:
         self._replicas = replicas
         self.wire_dtype = wire_dtype
         self.bytes_per_pack = bytes_per_pack
+        alone = replicas.are_simulated and replicas.num_replicas == 1
+        of_host = isinstance(replicas.communicator, HostCommunicator)
+        self.is_on_host = (alone or of_host) and missing_reason() is None
 
     def move(self, columns: Sequence[list[Tensor]], streams: ReplicasStreams | None) -> Moved:
         """Moves gradients to where they are reduced: into flat buffers, if the backend packs.

@@ -159,7 +159,7 @@ def test_an_error_of_the_store_is_the_loss_of_its_process(monkeypatch):
     monkeypatch.setattr("mirror.comm.workers.board.PrefixStore", lambda prefix, store: store)
     board = Board(Gone(), 1, 2, lambda error: "")
     with pytest.raises(WorkerLostError, match=r"worker 0 of 2 is lost: .*gone: Broken pipe\n"):
-        Watch(board, 30.0).result(_Never(), Wait("1/main", 1, "a step at here.py:1"))
+        Watch(board, 30.0).result(_Never(), lambda: Wait("1/main", 1, "a step at here.py:1"))
     board.leave()
 
 

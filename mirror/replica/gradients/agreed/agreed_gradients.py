@@ -12,7 +12,7 @@ asynchronous, so the hook that completes a bucket launches it, and whoever looks
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ class AgreedGradients(Gradients):
         self._workers, self._registry = replicas.workers, registry
         self.deferred = self._kept_back = KeptBack()
         self._flights = Flights(self._workers)
+        self._known = Weights({}, None)  # those of the last run
         self._sequence: BucketSequence | None = None
         self._launching_hooks: list[Any] = []
         self._unfit = Unfit(self._workers, finite)
@@ -81,7 +82,9 @@ class AgreedGradients(Gradients):
         weights = run.weights()
         if not self._replicas.weighted:
             return Weights(dict.fromkeys(weights, 1.0), None)
-        return Weights(weights, float(sum(weights.values())))
+        if self._known != weights:
+            self._known = Weights(weights, float(sum(weights.values())))
+        return self._known
 
     def equal_shares(self) -> Weights:
         """Returns what backward passes in the cross-replica context count for."""
@@ -206,21 +209,31 @@ class AgreedGradients(Gradients):
         """
         assert isinstance(shares, Weights)
         self._replicas.timeline.begin(CROSS, REDUCTION, "gradients of all workers")
-        with torch.inference_mode(False), torch.no_grad():
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                self._reduce_all(shares)
+        else:
+            self._reduce_all(shares)
+        if self._kept_back.has_passes:
+            self._kept_back.let_go()
+        self._dropped.clear()
+        self.watch.forget_streams()
+        self._replicas.timeline.end(CROSS, REDUCTION)
+
+    def _reduce_all(self, shares: Weights) -> None:
+        with torch.no_grad():
             self._learn()
             if self._sequence is not None:  # also before another is agreed on: some may be at it
                 self._reduction.make(self._sequence, shares)
             if not self._fits():
                 self._reduction.make(self._agree(shares.total or 0.0), shares)
-        self._kept_back.let_go()
-        self._dropped.clear()
-        self.watch.forget_streams()
-        self._replicas.timeline.end(CROSS, REDUCTION)
 
     def _learn(self) -> Arrivals:
         """Notes in which order gradients have come, and does without hooks if as before."""
-        launched = self._flights.copies(len(self.pending))
-        arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
+        arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
+        if self._flights:
+            launched = self._flights.copies(len(self.pending))
+            arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
         if self._arrivals is None or not self._arrivals.are(arrived):
             self._arrivals = Arrivals(arrived)
         elif self._may_be_silent and self._arrivals.is_regular:

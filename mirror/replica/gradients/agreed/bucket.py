@@ -7,15 +7,18 @@ There it stays, as [Note: Gradients in flat buffers] has it: ``p.grad`` is a vie
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor, nn
 
+from mirror.comm.host.host_library import Places, library
 from mirror.comm.packing import ALIGNMENT_BYTES, lie_alike
 from mirror.replica.copies.variable import ReplicaParameter, Variable
-from mirror.replica.gradients.agreed.tail import COUNTS
+from mirror.replica.gradients.agreed.tail import COUNTS, NUM_OTHERS, UsualTails
 
+# Called by ``map``, which costs less than a loop of Python's.
+_is_contiguous, _data_ptr, _as_strided_ = Tensor.is_contiguous, Tensor.data_ptr, Tensor.as_strided_
 _EXACT = (torch.float32, torch.float64)  # a weight may stand in a tail of these
 
 
@@ -25,6 +28,7 @@ class Bucket:
     Args:
         wire_dtype: what travels, if not the gradients' own dtype.
         devices: the replicas'.
+        on_host: whether their gradients are there, and the host library may sum them.
 
     Attributes:
         variables: in order; ``None`` for one that is gone.
@@ -33,6 +37,7 @@ class Bucket:
         all_count: the flags of a worker that has all gradients.
         ends_exactly: whether a weight can stand in its tail.
         num_elements: of the buffer, without the tail.
+        tails: what its tails usually are; ``None`` where ``summed`` cannot pack it.
     """
 
     def __init__(
@@ -40,6 +45,8 @@ class Bucket:
         variables: Sequence[Variable],
         wire_dtype: torch.dtype | None,
         devices: Sequence[torch.device],
+        *,
+        on_host: bool = False,
     ) -> None:
         self.variables: list[Variable | None] = list(variables)
         targets = [variable.targets[0] for variable in variables]
@@ -69,6 +76,17 @@ class Bucket:
             self._gaps = [zeros[:gap] for gap in gaps]
             self._sizes, self._step = [*chain(*zip(sizes, gaps, strict=True))], 2
         self.num_elements = sum(self._sizes)
+        self._shaped = [i for i, (shape, _) in enumerate(self._layouts) if len(shape) != 1]
+        self._shapes = [self._layouts[i][0] for i in self._shaped]
+        self._strides = [self._layouts[i][1] for i in self._shaped]
+        packs = on_host and bool(variables) and self._is_contiguous and self.ends_exactly
+        self.tails: UsualTails | None = None
+        if packs and self.wire == self.dtype and not self.has_complex:
+            self.tails = UsualTails(len(variables), self.wire)
+            offsets = [*accumulate(self._sizes, initial=0)][:: self._step]
+            self._places = Places(sizes, [*offsets[: len(sizes)], self.num_elements], self.dtype)
+            tail_size = len(variables) + NUM_OTHERS
+            self._size = self.num_elements + tail_size
 
     def forget(self, variable: Variable) -> None:
         """Lets go of a variable that is gone; its place stays, as the others may have it yet."""
@@ -90,6 +108,22 @@ class Bucket:
             torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
             for grad in column
         ]
+
+    def summed(self, columns: Sequence[Sequence[Tensor]], scale: float, tail: bytes) -> Tensor:
+        """Returns a new buffer with the replicas' sums, and a tail; all read once, in one pass.
+
+        Of a bucket with ``tails`` only. Gradients that lie otherwise are copied before.
+        """
+        if len(columns) == 1:
+            rows = columns[0]
+        else:
+            rows = [grad for row in zip(*columns, strict=True) for grad in row]
+        if not all(map(_is_contiguous, rows)):
+            rows = [grad.contiguous() for grad in rows]
+        buffer = torch.empty(self._size, dtype=self.dtype, device="cpu")
+        addresses = list(map(_data_ptr, rows))
+        library().pack_sums(addresses, self._places, scale, tail, buffer.data_ptr())
+        return buffer
 
     def packed(self, grads: Sequence[Tensor], scale: float, tail: Sequence[float]) -> Tensor:
         """Returns a new buffer with real gradients, multiplied by ``scale``, and a tail."""
@@ -122,10 +156,9 @@ class Bucket:
         """Returns the gradients in a buffer; to autograd they are no views of it."""
         rest = buffer.numel() - self.num_elements
         pieces = torch.unsafe_split_with_sizes(buffer, [*self._sizes, rest])
-        grads = [
-            piece.as_strided_(*layout)
-            for piece, layout in zip(pieces[: -1 : self._step], self._layouts, strict=True)
-        ]
+        grads = list(pieces[: -1 : self._step])
+        for _ in map(_as_strided_, [grads[i] for i in self._shaped], self._shapes, self._strides):
+            continue
         if not self.has_complex:
             return grads
         return [

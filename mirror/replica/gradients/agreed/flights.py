@@ -15,7 +15,7 @@ from mirror.errors import DivergenceError
 from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.gradients.agreed.bucket import Bucket
 from mirror.replica.gradients.agreed.sequence import BucketSequence
-from mirror.replica.gradients.agreed.tail import Tail, read, written
+from mirror.replica.gradients.agreed.tail import Tail, UsualTails, read, written
 
 # Between the marks of two reductions, as buckets have marks of their own; and of two runs.
 _STRIDE, _PHASE = 7, 5
@@ -29,6 +29,7 @@ class Flight:
         buffer: what all workers' are summed in.
         weight: this worker's, where the buffer is too coarse for it.
         what: which reduction it is of, in words.
+        usual: what its tail is, if nobody has anything else to say; ``None``: it is read.
     """
 
     bucket: Bucket
@@ -37,12 +38,16 @@ class Flight:
     waits: list[Callable[[], None]]
     weight: Tensor | None
     what: str
+    usual: list[float] | None = None
 
-    def landed(self) -> Tail:
-        """Waits until it is there; returns what its tail says."""
+    def landed(self) -> Tail | None:
+        """Waits until it is there; returns what its tail says, ``None`` for nothing unusual."""
         for wait in self.waits:
             wait()
-        tail = read(self.buffer[self.bucket.num_elements :].tolist())
+        numbers = self.buffer[self.bucket.num_elements :].tolist()
+        if numbers == self.usual:
+            return None
+        tail = read(numbers)
         return tail if self.weight is None else tail._replace(weight=float(self.weight))
 
 
@@ -79,12 +84,9 @@ class Flights:
             weight, more, unfit, left, mixed: for its tail.
             phase: what the marks of all workers must have in common besides.
         """
-        index = len(self._launched)
-        number = self._num_reductions * _STRIDE + index + phase * _PHASE
+        number, of, what = self._next(phase)
         own_weight, waits = None, list[Callable[[], None]]()
-        of = f"reduction {self._num_reductions + 1}" + (f", in run {phase + 1}" if phase else "")
-        what = f"gradients, bucket {index + 1} of {of}"
-        if not bucket.ends_exactly and index == 0:
+        if not bucket.ends_exactly and not self._launched:
             own_weight = torch.tensor([weight], device=bucket.device)
             waits.append(self._workers.all_reduce(what, own_weight))
             weight = 0.0
@@ -93,12 +95,43 @@ class Flights:
         waits.append(self._workers.all_reduce(what, buffer))
         self._launched.append(Flight(bucket, buffer, number, waits, own_weight, of))
 
+    def launch_usual(
+        self,
+        bucket: Bucket,
+        tails: UsualTails,
+        columns: Sequence[Sequence[Tensor]],
+        *,
+        scale: float,
+        weight: float,
+        total: float,
+        phase: int,
+    ) -> None:
+        """Sends the next bucket on its way, of replicas that have all of it.
+
+        Args:
+            scale: what the gradients of each are to be multiplied by.
+            weight: this worker's.
+            total: what those of all workers are, if all is as before.
+        """
+        number, of, what = self._next(phase)
+        buffer = bucket.summed(columns, scale, tails.own(number, weight))
+        wait = self._workers.all_reduce(what, buffer)
+        usual = tails.all(number, total, self._workers.size)
+        self._launched.append(Flight(bucket, buffer, number, [wait], None, of, usual))
+
+    def _next(self, phase: int) -> tuple[int, str, str]:
+        """Returns the number of the next bucket, and its reduction and itself in words."""
+        index = len(self._launched)
+        number = self._num_reductions * _STRIDE + index + phase * _PHASE
+        of = f"reduction {self._num_reductions + 1}" + (f", in run {phase + 1}" if phase else "")
+        return number, of, f"gradients, bucket {index + 1} of {of}"
+
     def copies(self, num_replicas: int) -> list[list[ReplicaParameter]]:
         """Returns each replica's copies whose gradients are on their way."""
         buckets = [flight.bucket for flight in self._launched]
         return [[*chain(*(b.copies[r] for b in buckets))] for r in range(num_replicas)]
 
-    def land(self) -> list[tuple[Flight, Tail]]:
+    def land(self) -> list[tuple[Flight, Tail | None]]:
         """Waits for all buckets of a reduction, and ends it.
 
         Raises:
@@ -109,6 +142,8 @@ class Flights:
         self._abandoned.clear()  # these were before
         self._num_reductions += 1
         for flight, tail in zip(flights, tails, strict=True):
+            if tail is None:
+                continue
             if tail.left:
                 raise DivergenceError(
                     "all workers must reduce the same gradients, but a worker has failed after "

@@ -53,6 +53,7 @@ class Reduction:
         self._watch, self._kept_back, self._flights, self._unfit = watch, kept_back, flights, unfit
         self._several_calls = SeveralCalls(self._workers, runner)
         self._summands = Summands(replicas, reducer, kept_back, watch.streams)
+        self._estimated: tuple[Weights | None, float, dict[int, float]] = None, 0.0, {}
         self.dropped: set[tuple[Variable, int]] = set()
 
     def make(self, sequence: BucketSequence, weights: Weights) -> None:
@@ -76,18 +77,9 @@ class Reduction:
             rows = sum_rows(self._workers, rows, sequence.sparse)
         self._watch.clear()  # last: what an interrupt has left in the slots is found again
         landed = self._land()
-        if any(tail.unfit for _, tail in landed):
-            self._unfit.meet()
-        if any(tail.mixed for _, tail in landed):
-            self._several_calls.compare()
         factor, least = 1.0, IS_THERE * self._workers.size
-        if weights.total is not None and not is_exact:
-            total = landed[0][1].weight
-            if total:
-                factor = self._reference() / total
-                self._workers.reference = total
-            else:  # nobody's examples: zeros for all that has a gradient
-                least = 0.0
+        if any(tail is not None for _, tail in landed):
+            factor, least = self._heed(landed, weights, is_exact)
         self._runner.unfinished = True  # while some have it: see [Note: Interrupts]
         for flight, tail in landed:
             self._accumulate(flight, tail, factor, least)
@@ -95,7 +87,26 @@ class Reduction:
             if variable is not None and row is not None and (variable, 0) not in self.dropped:
                 reduce_unusual(variable, [row], factor)
         self._runner.unfinished = self._runner.running is not None
-        return bool(landed[-1][1].more)
+        last = landed[-1][1]
+        return last is not None and bool(last.more)
+
+    def _heed(
+        self, landed: Sequence[tuple[Flight, Tail | None]], weights: Weights, is_exact: bool
+    ) -> tuple[float, float]:
+        """Does what tails say; returns a factor for what has arrived, and the least flag."""
+        tails = [tail for _, tail in landed if tail is not None]
+        if any(tail.unfit for tail in tails):
+            self._unfit.meet()
+        if any(tail.mixed for tail in tails):
+            self._several_calls.compare()
+        first, least = landed[0][1], IS_THERE * self._workers.size
+        if weights.total is None or is_exact or first is None:
+            return 1.0, least
+        if not first.weight:  # nobody's examples: zeros for all that has a gradient
+            return 1.0, 0.0
+        factor = self._reference() / first.weight
+        self._workers.reference = first.weight
+        return factor, least
 
     def _launch_rest(
         self, sequence: BucketSequence, shares: Mapping[int, float], weights: Weights
@@ -106,7 +117,7 @@ class Reduction:
             columns = take(bucket.copies)
             self._unfit.look(bucket.variables, columns, shares)
             is_last = index == num_buckets - 1
-            more = is_last and _are_left(sequence.buckets[:num_launched])
+            more = is_last and num_launched > 0 and _are_left(sequence.buckets[:num_launched])
             self.launch(bucket, columns, shares, weights, more=more)
 
     def launch(
@@ -119,6 +130,22 @@ class Reduction:
         more: bool = False,
     ) -> None:
         """Sends the local replicas' weighted sum on its way."""
+        # A worker that has left out a pass is behind by a run.
+        phase = 0 if self._runner.running is None else self._workers.num_runs
+        is_unfit, is_mixed = self._unfit.found is not None, self._several_calls.are_unlike(weights)
+        if bucket.tails is not None and not (more or is_unfit or is_mixed):
+            scale = self._summands.usual_scale(columns, shares)
+            if scale is not None:
+                self._flights.launch_usual(
+                    bucket,
+                    bucket.tails,
+                    columns,
+                    scale=scale,
+                    weight=weights.total or 0.0,
+                    total=0.0 if weights.total is None else self._reference(),
+                    phase=phase,
+                )
+                return
         grads, flags, scale = self._summands.of(bucket, columns, shares)
         self._flights.launch(
             bucket,
@@ -127,28 +154,29 @@ class Reduction:
             scale=scale,
             weight=weights.total or 0.0,
             more=more,
-            unfit=self._unfit.found is not None,
-            mixed=self._several_calls.are_unlike(weights),
-            # A worker that has left out a pass is behind by a run.
-            phase=0 if self._runner.running is None else self._workers.num_runs,
+            unfit=is_unfit,
+            mixed=is_mixed,
+            phase=phase,
         )
 
-    def _accumulate(self, flight: Flight, tail: Tail, factor: float, least: float) -> None:
+    def _accumulate(self, flight: Flight, tail: Tail | None, factor: float, least: float) -> None:
         """Gives every replica what has arrived of a bucket."""
         bucket, buffer = flight.bucket, flight.buffer
         if buffer.dtype != bucket.dtype:
             buffer = buffer.to(bucket.dtype)
         if factor != 1.0:
             buffer.mul_(factor)
-        others = [buffer.to(device, copy=True) for device in self._replicas.devices[1:]]
-        columns = [bucket.unpacked(mine) for mine in (buffer, *others)]
+        columns = [bucket.unpacked(buffer)]
+        for device in self._replicas.devices[1:]:
+            columns.append(bucket.unpacked(buffer.to(device, copy=True)))
         targets: Sequence[list[Any]] = bucket.targets
+        flags = bucket.all_count if tail is None else tail.flags
         variables = bucket.variables
         is_plain = not self.dropped and not [v for v in variables if v is None or v.hooks]
-        if not is_plain or (tail.flags and min(tail.flags) <= least):
+        if not is_plain or (tail is not None and flags and min(flags) <= least):
             which = [
                 (i, variable)
-                for i, (variable, flag) in enumerate(zip(variables, tail.flags, strict=True))
+                for i, (variable, flag) in enumerate(zip(variables, flags, strict=True))
                 if variable is not None and flag > least
             ]
             columns = [[column[i] for i, _ in which] for column in columns]
@@ -175,7 +203,7 @@ class Reduction:
                 rows.append(self._summands.row(variable, columns, shares))
         return rows
 
-    def _land(self) -> list[tuple[Flight, Tail]]:
+    def _land(self) -> list[tuple[Flight, Tail | None]]:
         try:
             return self._flights.land()
         finally:
@@ -187,7 +215,10 @@ class Reduction:
 
     def estimated(self, weights: Weights) -> dict[int, float]:
         """Returns shares in the total that all know; what arrives is corrected."""
-        return weights.shares(self._reference())
+        reference, known = self._reference(), self._estimated
+        if known[0] is not weights or known[1] != reference:
+            known = self._estimated = weights, reference, weights.shares(reference)
+        return known[2]
 
     def exact(self, weights: Weights) -> dict[int, float]:
         """Returns shares in the total of this very pass, which is exchanged."""

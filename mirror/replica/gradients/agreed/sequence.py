@@ -59,7 +59,10 @@ class BucketSequence:
         dtypes = list(map(real_dtype, first))
         packs = plan_packs([target.nbytes for target in first], dtypes, reducer.bytes_per_pack)
         members = [[variables[i] for i in pack] for pack in packs] or [[]]
-        self.buckets = [Bucket(each, reducer.wire_dtype, devices) for each in members]
+        self.buckets = [
+            Bucket(each, reducer.wire_dtype, devices, on_host=reducer.is_on_host)
+            for each in members
+        ]
         self.sparse: list[Variable | None] = list(sparse)
         self._known = {*variables, *sparse}
         self.changes = changes

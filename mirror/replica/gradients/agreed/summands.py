@@ -84,6 +84,16 @@ class Summands:
         self._reducer.all_reduce(moved, scale)
         return Summand(columns[0], flags, 1.0)
 
+    def usual_scale(self, columns: Sequence[Column], shares: Mapping[int, float]) -> float | None:
+        """Returns what all replicas' gradients are multiplied by; ``None`` where that differs.
+
+        Nor is there one where some are absent or unusual, or count nothing.
+        """
+        if self._kept_back.has_passes or len(shares) < len(columns):
+            return None
+        scale = common_scale(shares)
+        return scale if scale and all(map(are_usual, columns)) else None
+
     @staticmethod
     def _all_count(columns: Sequence[Column], shares: Mapping[int, float]) -> bool:
         if len(shares) < len(columns) or not all(shares.values()):

@@ -13,13 +13,18 @@ mixed     how many have made several calls of unlike weights since the last redu
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 COUNTS, IS_THERE = 1.0, 2.0**-10
 _MARKS = 16
 _MARKED = [[float(i == mark) for i in range(_MARKS)] for mark in range(_MARKS)]
-NUM_OTHERS = _MARKS + 5
+_NUM_AFTER_MARKS = 5
+NUM_OTHERS = _MARKS + _NUM_AFTER_MARKS
+_MOST_KEPT = 4 * _MARKS  # of batches of other sizes
 
 
 class Tail(NamedTuple):
@@ -36,6 +41,45 @@ class Tail(NamedTuple):
     def is_marked(self, number: int, size: int) -> bool:
         """Whether all workers have given it this mark."""
         return list(self.marks) == [size * mark for mark in _MARKED[number % _MARKS]]
+
+
+class UsualTails:
+    """Tails of a bucket as nearly all are: every worker has all of it, and nothing else to say.
+
+    Made once per mark, and compared as a whole.
+
+    Args:
+        dtype: float32 or float64.
+    """
+
+    def __init__(self, num_flags: int, dtype: torch.dtype) -> None:
+        self._flags = [COUNTS] * num_flags
+        self._code = "f" if dtype == torch.float32 else "d"
+        self._own: dict[tuple[int, float], bytes] = {}
+        self._all: dict[tuple[int, float, int], list[float]] = {}
+
+    def own(self, number: int, weight: float) -> bytes:
+        """Returns this worker's, as bytes of the dtype."""
+        key = number % _MARKS, weight
+        known = self._own.get(key)
+        if known is None:
+            if len(self._own) >= _MOST_KEPT:
+                self._own.clear()
+            known = array(self._code, written(self._flags, number, weight)).tobytes()
+            self._own[key] = known
+        return known
+
+    def all(self, number: int, total: float, size: int) -> list[float]:
+        """Returns the sum of those of all workers, whose weights have this total."""
+        key = number % _MARKS, total, size
+        known = self._all.get(key)
+        if known is None:
+            if len(self._all) >= _MOST_KEPT:
+                self._all.clear()
+            known = [size * one for one in written(self._flags, number, 0.0)]
+            known[-_NUM_AFTER_MARKS] = total
+            self._all[key] = known
+        return known
 
 
 def written(

@@ -16,7 +16,7 @@ def bucket_of():
         def make(tensors, wire=None):
             module = strategy.mirror(nn.ParameterList([nn.Parameter(t) for t in tensors]))
             variables = [variable_of(p) for p in module.parameters()]
-            return Bucket(variables, wire, strategy.devices), module
+            return Bucket(variables, wire, strategy.devices, on_host=True), module
 
         yield make
 
@@ -73,3 +73,32 @@ def test_a_variable_that_is_gone_keeps_its_place(bucket_of):
     assert bucket.variables[0] is None
     assert [copy.grad is None for copy in bucket.copies[1][:1]] == [True]
     assert bucket.zeros(0, torch.device("cpu")).shape == (3,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 0.5, 0.3])
+def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, scale):
+    shapes = [(3, 5), (7,), (), (0, 2), (4, 1, 2)]
+    bucket, _ = bucket_of([torch.zeros(shape, dtype=dtype) for shape in shapes])
+    columns = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(2)]
+    columns[1][0] = torch.randn(5, 3, dtype=dtype).t()  # as a hook may have left it
+    before = [[grad.clone() for grad in column] for column in columns]
+    tail = bucket.tails.own(3, 2.0)
+    for n in (1, 2):
+        sums = [sum(row) for row in zip(*columns[:n], strict=True)]
+        slowly = bucket.packed([scale * one for one in sums], 1.0, [])
+        found = bucket.summed(columns[:n], scale, tail)
+        assert torch.equal(found[: bucket.num_elements], slowly)
+        assert found[bucket.num_elements :].numpy().tobytes() == tail
+        for grad, one in zip(bucket.unpacked(found), sums, strict=True):
+            assert torch.equal(grad, scale * one)
+    for column, kept in zip(columns, before, strict=True):
+        assert all(map(torch.equal, column, kept))
+
+
+def test_what_the_host_library_cannot_pack_has_no_usual_tails(bucket_of):
+    assert bucket_of([torch.zeros(3)])[0].tails is not None
+    assert bucket_of([torch.zeros(3)], wire=torch.bfloat16)[0].tails is None
+    assert bucket_of([torch.zeros(3, dtype=torch.bfloat16)])[0].tails is None
+    assert bucket_of([torch.zeros(3, dtype=torch.complex64)])[0].tails is None
+    assert bucket_of([torch.zeros(2, 3).t()])[0].tails is None

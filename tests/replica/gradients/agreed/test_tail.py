@@ -1,8 +1,9 @@
 """Tails tell what all workers have brought, and who is at another reduction."""
 
+import pytest
 import torch
 
-from mirror.replica.gradients.agreed.tail import read, written
+from mirror.replica.gradients.agreed.tail import UsualTails, read, written
 
 
 def summed(*tails):
@@ -24,3 +25,24 @@ def test_another_reduction_has_another_mark():
     assert not same.is_marked(22, 2)
     assert not same.is_marked(21, 3)
     assert not summed(written([], 21, 1.0), written([], 28, 1.0)).is_marked(21, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
+    tails = UsualTails(2, dtype)
+    for number in (3, 19, 21):
+        for weight in (8.0, 2.5):
+            own = torch.frombuffer(bytearray(tails.own(number, weight)), dtype=dtype)
+            assert own.tolist() == written([1.0, 1.0], number, weight)
+            both = own + torch.tensor(written([1.0, 1.0], number, 4.0))
+            assert both.tolist() == tails.all(number, weight + 4.0, 2)
+            assert both.tolist() != tails.all(number + 1, weight + 4.0, 2)
+            assert both.tolist() != tails.all(number, weight, 2)
+
+
+def test_usual_tails_of_ever_other_weights_are_not_all_kept():
+    tails = UsualTails(1, torch.float32)
+    for weight in range(500):
+        tails.own(1, float(weight))
+        tails.all(1, float(weight), 2)
+    assert max(len(tails._own), len(tails._all)) < 100
