@@ -15,6 +15,9 @@ from mirror.server.placement import ALIGNMENT
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Spec = tuple[Sequence[int], torch.dtype]
 
+LARGE = 64 << 10
+"""From how many bytes on a tensor travels as a buffer of its own, with no copy into another."""
+
 
 def as_bytes(tensor: Tensor) -> Bytes:
     """Returns a tensor's bytes: its own memory, where that is contiguous and on the host."""
@@ -55,6 +58,17 @@ def as_tensor(array: Any, dtype: torch.dtype) -> Tensor:
     if found.ctypes.data % ALIGNMENT:
         found = found.copy()
     return torch.from_numpy(found).view(dtype)
+
+
+def packed_size(specs: Sequence[Spec]) -> int:
+    """Returns the number of bytes of packed tensors."""
+    ends = _ends(specs)
+    return ends[-1] if ends else 0
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``as_bytes`` gives a tensor's own memory."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
 
 
 def dtype_named(name: str) -> torch.dtype:

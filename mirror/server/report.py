@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 _BAR = 30
+
+
+@dataclass
+class Traffic:
+    """What was pulled and pushed, and how long that took."""
+
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
+    pull_seconds: float = 0.0
+    push_seconds: float = 0.0
+    num_pulls: int = 0
+    num_pushes: int = 0
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Adds another's numbers."""
+        for name, value in other.items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def taken(self) -> dict[str, Any]:
+        """Returns the numbers, and begins anew."""
+        found = asdict(self)
+        vars(self).update(vars(Traffic()))
+        return found
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.server.optimizers import rebuild, set_options
-from mirror.server.packing import Bytes, Spec, as_bytes, unpack
+from mirror.server.packing import Bytes, Spec, as_bytes, pack, unpack
 from mirror.server.states import State
 from mirror.server.updates import Update, mean
 
@@ -176,18 +176,29 @@ class Shard:
 
     # What workers do
 
-    def pull(self, known: int, commits: Iterable[Commit] = ()) -> tuple[int, Bytes | None]:
+    def pull(
+        self, known: int, commits: Iterable[Commit] = (), large: Sequence[int] = ()
+    ) -> tuple[int, list[Bytes]]:
         """Returns the version and the values, but for tables; no values, if they are known.
 
         Args:
             known: the version that the caller has.
             commits: those that the leader has told of.
+            large: pieces that are wanted as buffers of their own, after one of all others.
         """
         for commit in commits:
             self.apply(commit)
         if known == self.version:
-            return self.version, None
-        return self.version, as_bytes(self.values[: self._dense_bytes])
+            return self.version, []
+        if not large:
+            return self.version, [as_bytes(self.values[: self._dense_bytes])]
+        apart = set(large)
+        rest = [
+            tensor
+            for i, (piece, tensor) in enumerate(zip(self.pieces, self.tensors, strict=True))
+            if i not in apart and piece.offset < self._dense_bytes
+        ]
+        return self.version, [pack(rest), *(as_bytes(self.tensors[i]) for i in large)]
 
     def pull_rows(self, piece: int, rows: Tensor) -> Tensor:
         """Returns rows of a table's piece."""

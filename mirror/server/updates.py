@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.server.packing import Bytes, Spec, as_tensor, pack, unpack
+from mirror.errors import StrategyError
+from mirror.server.packing import LARGE, Bytes, Spec, as_bytes, as_tensor, name_of, pack, unpack
+from mirror.server.placement import Piece
 
 Rows = tuple[Tensor, Tensor]
 """Indices of rows of a piece, maybe several times, and what belongs to each."""
@@ -31,15 +33,18 @@ class Update:
 
     def message(self) -> tuple[dict[str, Any], list[Bytes]]:
         """Returns the header's part and the buffers that ``from_message`` takes."""
+        large = {piece: g for piece, g in self.gradients.items() if g.nbytes >= LARGE}
+        small = {piece: g for piece, g in self.gradients.items() if piece not in large}
         header = {
-            "gradients": list(self.gradients),
+            "gradients": list(small),
+            "large": list(large),
             "rows": [[piece, len(ids)] for piece, (ids, _) in self.rows.items()],
             "changes": list(self.changes),
         }
-        tensors = [*self.gradients.values(), *self.changes.values()]
+        tensors = [*small.values(), *self.changes.values()]
         for ids, values in self.rows.values():
             tensors += [ids, values]
-        return header, [pack(tensors)]
+        return header, [pack(tensors), *map(as_bytes, large.values())]
 
     @classmethod
     def from_message(
@@ -53,6 +58,8 @@ class Update:
             specs += [((count,), torch.int64), ((count, *shape[1:]), dtype)]
         found = iter(unpack(buffers[0], specs))
         gradients = {piece: next(found) for piece in header["gradients"]}
+        for piece, buffer in zip(header["large"], buffers[1:], strict=True):
+            gradients[piece] = flat(buffer, pieces[piece])
         changes = {piece: next(found) for piece in header["changes"]}
         rows = {piece: (next(found), next(found)) for piece, _ in header["rows"]}
         return cls(gradients, rows, changes)
@@ -86,6 +93,24 @@ def flat(array: Any, spec: Spec) -> Tensor:
     """Returns one tensor that a buffer has alone."""
     shape, dtype = spec
     return as_tensor(array, dtype).view(tuple(shape))
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal; NaN is NaN."""
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def rows_of(gradient: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Returns a piece's rows of a sparse gradient, by the piece's own indices."""
+    whole = gradient.detach().coalesce()
+    if whole.sparse_dim() != 1:
+        raise StrategyError(
+            "a sparse gradient that parameter servers take has one sparse dimension, its rows; "
+            f"got {whole.sparse_dim()} of {name_of(whole.dtype)}"
+        )
+    rows = whole.indices()[0]
+    mine = (rows >= piece.begin) & (rows < piece.end)
+    return rows[mine] - piece.begin, whole.values()[mine]
 
 
 def _keys(dicts: Iterable[Mapping[int, Any]]) -> list[int]:

@@ -155,8 +155,11 @@ def test_values_travel_only_when_they_have_changed():
     parameters, optimizer = make("sgd")
     shard = Servers(parameters, optimizer, 1).shards[0]
     version, values = shard.pull(-1)
-    assert len(values) == len(shard.values)
-    assert shard.pull(version) == (version, None)
+    assert [len(found) for found in values] == [len(shard.values)]
+    assert shard.pull(version) == (version, [])
+    _, (rest, large) = shard.pull(-1, large=[0])
+    assert len(rest) == len(shard.values) - 64
+    assert large.tobytes() == shard.tensors[0].numpy().tobytes()
 
 
 def test_what_is_set_makes_older_gradients_late():

@@ -18,6 +18,17 @@ def test_a_message_has_it_all():
     assert found.changes == {2: torch.tensor(5)}
 
 
+def test_large_gradients_travel_in_their_own_memory():
+    large, small = torch.randn(200, 100), torch.randn(3)
+    header, buffers = Update({0: large, 1: small}).message()
+    assert (header["large"], header["gradients"]) == ([0], [1])
+    assert buffers[1].ctypes.data == large.data_ptr()
+    specs = [((200, 100), torch.float32), ((3,), torch.float32)]
+    found = Update.from_message(header, buffers, specs)
+    assert torch.equal(found.gradients[0], large)
+    assert torch.equal(found.gradients[1], small)
+
+
 def test_means_are_weighted_and_what_is_missing_counts_as_zeros():
     one = Update({0: torch.ones(2)}, {1: (torch.tensor([0]), torch.ones(1, 2))},
                  {2: torch.tensor(4.0), 3: torch.tensor(1)})  # fmt: skip

@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
 from mirror.server.engine.protocol import Client as Connection
-from mirror.server.packing import as_bytes, as_tensor, name_of, pack
+from mirror.server.packing import (
+    LARGE,
+    as_bytes,
+    as_tensor,
+    is_plain,
+    pack,
+    packed_size,
+    unpack,
+)
 from mirror.server.placement import Layout, Piece
+from mirror.server.report import Traffic
 from mirror.server.shard import Push
-from mirror.server.updates import Update
-
-Message = tuple[dict[str, Any], list[Any]]
-
-
-@dataclass
-class Traffic:
-    """What was pulled and pushed, and how long that took."""
-
-    pulled_bytes: int = 0
-    pushed_bytes: int = 0
-    pull_seconds: float = 0.0
-    push_seconds: float = 0.0
-    num_pulls: int = 0
-    num_pushes: int = 0
-
-    def add(self, other: Mapping[str, Any]) -> None:
-        """Adds another's numbers."""
-        for name, value in other.items():
-            setattr(self, name, getattr(self, name) + value)
-
-    def taken(self) -> dict[str, Any]:
-        """Returns the numbers, and begins anew."""
-        found = asdict(self)
-        vars(self).update(vars(Traffic()))
-        return found
+from mirror.server.updates import Update, rows_of, same_values
 
 
 @dataclass
@@ -98,41 +83,66 @@ class Client:
         with self._lock:
             begun = perf_counter()
             if self._is_sync:
-                self._take(0, self._asked_values(0).result())
+                self._asked_values(0)()
                 others = range(1, len(self.servers))
             else:
                 others = range(len(self.servers))
-            for server, answer in [(k, self._asked_values(k)) for k in others]:
-                self._take(server, answer.result())
+            for take in [self._asked_values(k) for k in others]:
+                take()
             self._forget_rows()
             self.is_fresh = True
             self.traffic.num_pulls += 1
             self.traffic.pull_seconds += perf_counter() - begun
 
-    def _asked_values(self, server: int) -> Any:
-        header = {"known": self.versions[server], "commits": self.commits if server else []}
-        return self.servers[server].call("pull", header)
+    def _asked_values(self, server: int) -> Callable[[], None]:
+        """Asks a server; what it returns waits, and puts the values where they belong.
 
-    def _take(self, server: int, answer: Message) -> None:
-        header, buffers = answer
-        self.versions[server] = header["version"]
-        if server == 0:
-            self.updates, self.commits = header["updates"], header["commits"]
-        if not buffers:
-            return
-        self.traffic.pulled_bytes += len(buffers[0])
-        flat = as_tensor(buffers[0], torch.uint8)
-        into, values = [], []
-        for piece in self._dense[server]:
-            raw = flat[piece.offset : piece.offset + piece.num_bytes]
-            dtype = self.layout.variables[piece.variable].dtype
-            into.append(self._part(piece))
-            values.append(raw.view(dtype).view(piece.shape))
-        with torch.no_grad():
-            for part, value in zip(into, values, strict=True):
-                part.copy_(value)
-        for piece in self._dense[server]:
-            self._note(piece.variable)
+        Large pieces are received where they are to be, the others together.
+        """
+        pieces = self._dense[server]
+        large = [p for p in pieces if p.num_bytes >= LARGE and is_plain(self._part(p))]
+        apart = {id(piece) for piece in large}
+        small = [piece for piece in pieces if id(piece) not in apart]
+        own = [self._index[server, piece.variable, piece.begin] for piece in large]
+        header = {
+            "known": self.versions[server],
+            "commits": self.commits if server else [],
+            "large": own,
+        }
+        into = [as_bytes(self._part(piece)) for piece in large]
+        specs = [(piece.shape, self.layout.variables[piece.variable].dtype) for piece in small]
+        first = np.empty(packed_size(specs), np.uint8)
+        pending = self.servers[server].call("pull", header, into=[first, *into] if large else None)
+
+        def take() -> None:
+            header, buffers = pending.result()
+            self.versions[server] = header["version"]
+            if server == 0:
+                self.updates, self.commits = header["updates"], header["commits"]
+            if not buffers:
+                return
+            self.traffic.pulled_bytes += sum(map(len, buffers))
+            with torch.no_grad():
+                if large:
+                    values = unpack(buffers[0], specs)
+                else:
+                    flat = as_tensor(buffers[0], torch.uint8)
+                    values = [
+                        flat[p.offset : p.offset + p.num_bytes].view(dtype).view(shape)
+                        for p, (shape, dtype) in zip(small, specs, strict=True)
+                    ]
+                for piece, value in zip(small, values, strict=True):
+                    self._part(piece).copy_(value)
+                for piece, place, buffer in zip(large, into, buffers[1:], strict=True):
+                    if buffer is place:
+                        torch.autograd.graph.increment_version(self.tensors[piece.variable])
+                    else:
+                        dtype = self.layout.variables[piece.variable].dtype
+                        self._part(piece).copy_(as_tensor(buffer, dtype).view(piece.shape))
+            for piece in pieces:
+                self._note(piece.variable)
+
+        return take
 
     def _part(self, piece: Piece, tensor: Tensor | None = None) -> Tensor:
         whole = self.tensors[piece.variable].detach() if tensor is None else tensor
@@ -226,7 +236,7 @@ class Client:
 
     def _has_other_values(self, variable: int) -> bool:
         base = self._bases.get(variable)
-        return base is not None and not _equal(base, self.tensors[variable].detach())
+        return base is not None and not same_values(base, self.tensors[variable].detach())
 
     def note_all(self) -> None:
         """Takes what is here for what the servers have."""
@@ -294,7 +304,7 @@ class Client:
                 if gradient is None:
                     continue
                 if gradient.is_sparse:
-                    update.rows[i] = _rows_of(gradient, piece)
+                    update.rows[i] = rows_of(gradient, piece)
                 elif self.layout.variables[piece.variable].by_rows:
                     rows = torch.arange(piece.end - piece.begin)
                     update.rows[i] = rows, self._part(piece, gradient.detach())
@@ -305,7 +315,7 @@ class Client:
     def _change(self, variable: int) -> Tensor | None:
         tensor, base = self.tensors[variable], self._bases[variable]
         now = tensor.detach()
-        if _equal(base, now):
+        if same_values(base, now):
             return None
         return now if now.dtype == torch.bool else now - base
 
@@ -324,20 +334,3 @@ class Client:
             answer.result()
         for variable in variables:
             self._note(variable)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _rows_of(gradient: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-    """Returns a piece's rows of a sparse gradient, by the piece's own indices."""
-    whole = gradient.detach().coalesce()
-    if whole.sparse_dim() != 1:
-        raise StrategyError(
-            "a sparse gradient that parameter servers take has one sparse dimension, its rows; "
-            f"got {whole.sparse_dim()} of {name_of(whole.dtype)}"
-        )
-    rows = whole.indices()[0]
-    mine = (rows >= piece.begin) & (rows < piece.end)
-    return rows[mine] - piece.begin, whole.values()[mine]

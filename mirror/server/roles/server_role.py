@@ -58,10 +58,11 @@ class ServerRole:
         self._shard.set_states(header["optimizer"], found)
 
     def pull(self, header: Header, buffers: Sequence[Any]) -> Answer:
-        version, values = self._shard.pull(header["known"], header.get("commits", ()))
         shard = self._shard
+        commits, large = header.get("commits", ()), header.get("large", ())
+        version, values = shard.pull(header["known"], commits, large)
         said = {"version": version, "updates": shard.updates(), "commits": shard.commits()}
-        return said, [] if values is None else [values]
+        return said, values
 
     def pull_rows(self, header: Header, buffers: Sequence[Any]) -> Answer:
         if "rows" in header:

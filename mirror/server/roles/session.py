@@ -9,8 +9,7 @@ from typing import Any
 from mirror.concurrency.stack import add_note
 from mirror.errors import StrategyError, in_words
 from mirror.server.recording import Recorded
-from mirror.server.report import ServersReport
-from mirror.server.roles.client import Traffic
+from mirror.server.report import ServersReport, Traffic
 from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerIterator
 from mirror.server.roles.dispatch import Dispatch, Step
 from mirror.server.roles.fleet import Fleet

@@ -17,7 +17,8 @@ from mirror.data.options import InputContext
 from mirror.errors import ActorDied, StrategyError
 from mirror.server.engine.connect import connect
 from mirror.server.engine.protocol import Client as Connection
-from mirror.server.roles.client import Client, Traffic
+from mirror.server.report import Traffic
+from mirror.server.roles.client import Client
 from mirror.server.roles.datasets import PerWorkerValues, WorkerIterator
 from mirror.server.roles.worker_model import WorkerModel
 from mirror.server.shard import Push

@@ -217,3 +217,39 @@ def test_a_dataset_may_not_hold_the_model(session):
     run(coordinator, lambda: None)
     with pytest.raises(ValueError, match="holds a Linear of the strategy"):
         coordinator.create_per_worker_dataset(lambda: [model(torch.ones(1, 2))])
+
+
+def test_large_variables_are_received_where_they_are(session):
+    strategy, coordinator = session
+    with strategy.scope():
+        model = nn.Linear(300, 200)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = nn.Linear(300, 200)
+    alone.load_state_dict(model.state_dict())
+    own = torch.optim.SGD(alone.parameters(), lr=0.1)
+
+    def step(x, model=model, optimizer=optimizer):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def late():
+        loss = model(torch.ones(2, 300)).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        model(torch.ones(2, 300))  # pulls
+        torch.autograd.grad(loss, model.weight, retain_graph=True)
+        x = torch.ones(2, 300, requires_grad=True)
+        out = model(x).sum()
+        optimizer.step()
+        model(x)
+        out.backward()
+
+    for _ in range(3):
+        x = torch.randn(4, 300)
+        assert run(coordinator, step, x) == pytest.approx(step(x, alone, own), rel=1e-4)
+    torch.testing.assert_close(model.weight, alone.weight, atol=1e-5, rtol=1e-5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(coordinator, late)
