@@ -19,7 +19,12 @@ from mirror.errors import MirrorError
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
 
-_BENCHMARKS = {"all-reduce": "all_reduce.py", "overhead": "overhead.py", "train": "train_step.py"}
+_BENCHMARKS = {
+    "all-reduce": "all_reduce.py",
+    "overhead": "overhead.py",
+    "servers": "servers.py",
+    "train": "train_step.py",
+}
 _OF_PLAN = (
     *"batch_size parameters tensors forward_share link network devices_per_machine".split(),
     *"max_devices scaling algorithm bucket_bytes wire_dtype".split(),

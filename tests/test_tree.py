@@ -77,6 +77,8 @@ TESTED_BY = {
     "server/engine/fork_server.py": "server/engine/test_processes.py",
     "server/engine/link.py": "server/engine/test_protocol.py",
     "server/engine/nursery.py": "server/engine/test_processes.py",
+    "server/engine/on_ray/client.py": "server/engine/test_protocol.py",
+    "server/engine/on_ray/host.py": "server/engine/test_protocol.py",
     "server/engine/output.py": "server/engine/test_processes.py",
     "server/engine/service.py": "server/engine/test_protocol.py",
     "server/reading.py": "server/test_recording.py",

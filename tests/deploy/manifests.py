@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.ray_job import wrong_ray_job
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSION = "1.37.0"
@@ -22,6 +24,8 @@ def documents():
 def wrong(document):
     """Returns what a schema has otherwise, or does not know; ``""`` if all is well."""
     kind = document.get("kind")
+    if kind == "RayJob":
+        return wrong_ray_job(document, VERSION)
     if kind not in ("JobSet", "TrainJob"):
         validator = pytest.importorskip("kubernetes_validate")
         return _said(lambda: validator.validate(document, VERSION, strict=True))

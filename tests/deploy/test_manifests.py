@@ -9,7 +9,7 @@ import pytest
 from tests.deploy.manifests import ROOT, documents, wrong
 
 # Whose keys are anybody's.
-FREE = ("selector", "limits", "requests", "labels", "metadata")
+FREE = ("selector", "limits", "requests", "labels", "metadata", "rayStartParams")
 LINT = "{extends: default, rules: {document-start: disable, line-length: {max: 100}}}"
 
 

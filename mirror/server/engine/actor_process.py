@@ -62,7 +62,7 @@ def run(tether: socket.socket) -> None:
         return
     try:
         _prepare(config)
-        target = _role(config["role"])(**config["init"])
+        target = role(config["role"])(**config["init"])
         listener = _listener(config["host"], config["port"])
         service = Service(target, listener, bytes.fromhex(config["key"]))
     except BaseException as error:
@@ -98,7 +98,8 @@ def _listener(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _role(path: str) -> Any:
+def role(path: str) -> Any:
+    """Returns a class by its dotted path, as ``package.module:Class``."""
     module, _, name = path.partition(":")
     if not name:
         raise ValueError(f"a role is 'package.module:Class', not {in_words(path)}")

@@ -42,7 +42,7 @@ def connect(address: Address) -> Client:
     """
     engine = address.get("engine") if isinstance(address, dict) else None
     if engine == "ray":
-        ray_engine = importlib.import_module("mirror.server.engine.ray_engine")
+        ray_engine = importlib.import_module("mirror.server.engine.on_ray.engine")
         client: Client = ray_engine.connect(address)
         return client
     if engine != "process":

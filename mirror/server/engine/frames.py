@@ -66,7 +66,7 @@ class Outgoing:
     def __init__(
         self, kind: int, number: int, method: str, header: Header, buffers: Sequence[Sendable]
     ) -> None:
-        arrays = [_array(buffer) for buffer in buffers]
+        arrays = [as_array(buffer) for buffer in buffers]
         signature = _signature(method, tuple([(array.dtype, array.shape) for array in arrays]))
         try:
             text = _encode(header).encode() if header else b""
@@ -107,7 +107,12 @@ class Outgoing:
         return len(rest)
 
 
-def _array(buffer: Sendable) -> Array:
+def as_array(buffer: Sendable) -> Array:
+    """Returns a buffer as an array, a copy only of one that is not contiguous.
+
+    Raises:
+        WireError: it does not hold plain numbers.
+    """
     array = buffer if isinstance(buffer, np.ndarray) else _of_bytes(buffer)
     if array.dtype.str not in _DTYPES:
         raise WireError(

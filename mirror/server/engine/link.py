@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Any
 
 from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, Outgoing, Reader, Spec
 from mirror.server.engine.protocol import (
@@ -60,7 +61,7 @@ class Pending:
     def settle(self, frame: Frame) -> None:
         """Takes its answer."""
         if frame.kind == RAISED:
-            self._error = remote_error(frame)
+            self._error = remote_error(frame.header, frame.buffers)
         else:
             self._answer = frame.header, frame.buffers
         self._end()
@@ -241,13 +242,12 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - monotonic())
 
 
-def remote_error(frame: Frame) -> RemoteError:
-    """Returns what a frame tells of an exception, with the exception if it can be rebuilt."""
-    content = frame.header
+def remote_error(content: Header, pickled: Sequence[Any]) -> RemoteError:
+    """Returns what an actor tells of an exception, with the exception if it can be rebuilt."""
     original = None
-    if frame.buffers:
+    if pickled:
         try:
-            original = pickle.loads(frame.buffers[0].tobytes())
+            original = pickle.loads(pickled[0])
         except Exception:  # of a class that is not known here, or whose constructor differs
             original = None
     if not isinstance(original, BaseException):

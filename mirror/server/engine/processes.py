@@ -19,11 +19,8 @@ from os import environ
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from mirror.server.engine.actor_process import receive_words, send_words
 from mirror.server.engine.connect import SocketClient, know
-from mirror.server.engine.frames import RAISED, Frame
 from mirror.server.engine.handshake import new_key
 from mirror.server.engine.link import Pending, remote_error
 from mirror.server.engine.nursery import Child, nursery
@@ -206,8 +203,7 @@ class ProcessActor:
             child.ended.wait()
             raise ActorDied(self.name, f"its process has ended ({child.code}) before it stood")
         if "failed" in answer:
-            pickled = [np.frombuffer(bytes.fromhex(text), np.uint8) for text in answer["pickle"]]
-            raise remote_error(Frame(RAISED, 0, "", answer["failed"], pickled))
+            raise remote_error(answer["failed"], [bytes.fromhex(t) for t in answer["pickle"]])
 
     def _confirm(self) -> None:
         """Waits for the news of a death that a connection has told: afterwards it is not alive."""

@@ -8,11 +8,12 @@
 
 A role is the dotted path of a class. It is made in the actor's process with ``init``, which goes
 there as JSON; methods get ``(header, buffers)`` and return the same or ``None``. Buffers are numpy
-arrays, never pickled. Methods run one at a time, in the process's main thread, in the order in
-which calls arrive, unless the class says ``concurrent = True``: then each call has a thread.
+arrays, never pickled. Methods run one at a time, in one thread (of a process: the main one), in
+the order in which calls arrive, unless the class says ``concurrent = True``: then each call has a
+thread.
 
-What a method gets is its own. What it returns is on its way before the next method begins, so it
-may return what another will change, unless the class is concurrent.
+What a method gets is its own to keep, but may be read-only. What it returns is on its way before
+the next method begins, so it may return what another will change, unless the class is concurrent.
 """
 
 from __future__ import annotations

@@ -176,21 +176,28 @@ class Service:
                 connection.sock.shutdown(socket.SHUT_RDWR)  # wakes who sends
         connection.sock.close()
 
+    def _called(self, frame: Frame) -> object:
+        return method_of(self._target, frame.method)(frame.header, frame.buffers)
+
     def _outcome(self, frame: Frame) -> Outgoing:
         try:
-            header, buffers = _returned(self._method(frame)(frame.header, frame.buffers))
+            header, buffers = returned(self._called(frame))
             return Outgoing(ANSWER, frame.number, "", header, buffers)
         except BaseException as error:
             return raised(error, frame.number)
 
-    def _method(self, frame: Frame) -> Callable[..., Any]:
-        name = frame.method
-        if not name.startswith("_"):
-            method: Callable[..., Any] | None = getattr(self._target, name, None)
-            if callable(method):
-                return method
-        kind = type(self._target).__name__
-        raise AttributeError(f"{kind} has no method {in_words(name)} that can be called")
+
+def method_of(target: object, name: str) -> Callable[..., Any]:
+    """Returns a method that may be called.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    if not name.startswith("_"):
+        method: Callable[..., Any] | None = getattr(target, name, None)
+        if callable(method):
+            return method
+    raise AttributeError(f"{type(target).__name__} has no method {name!r} that can be called")
 
 
 def raised(error: BaseException, number: int = 0) -> Outgoing:
@@ -220,7 +227,12 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be made)"
 
 
-def _returned(value: object) -> tuple[Header, list[Sendable]]:
+def returned(value: object) -> tuple[Header, list[Sendable]]:
+    """Returns what a method has returned, as header and buffers.
+
+    Raises:
+        TypeError: it is something else.
+    """
     if value is None:
         return {}, []
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], dict):

@@ -2,14 +2,16 @@
 
 import pytest
 
-from mirror.server.engine.processes import ProcessEngine
+from mirror.server.engine.choose import make_engine
 
 ECHO = "tests.server.engine.roles:Echo"
 
 
-@pytest.fixture(scope="session", params=["process"])
+@pytest.fixture(scope="session", params=["process", pytest.param("ray", marks=[pytest.mark.slow])])
 def engine(request):
-    with ProcessEngine() as engine:
+    if request.param == "ray":
+        pytest.importorskip("ray")
+    with make_engine(request.param) as engine:
         yield engine
 
 

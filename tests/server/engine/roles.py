@@ -55,7 +55,7 @@ class Echo:
     def tear(self, header, buffers):
         self.torn += self.is_inside
         self.is_inside = True
-        buffers[0].sort()
+        np.sort(buffers[0])
         time.sleep(0)  # somebody else's turn, if it could be
         self.is_inside = False
         return {}, buffers
@@ -107,7 +107,7 @@ class Echo:
         time.sleep(header["seconds"])
 
     def keep(self, header, buffers):
-        self.values = [buffers[0]]
+        self.values = [np.array(buffers[0])]
 
     def keep_all(self, header, buffers):
         self.values = buffers
@@ -117,6 +117,9 @@ class Echo:
 
     def kept_all(self, header, buffers):
         return {}, self.values
+
+    def kept_once(self, header, buffers):
+        return {"once": header["number"]}, self.values
 
     def add(self, header, buffers):
         self.values[0] += header["by"]

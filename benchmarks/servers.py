@@ -1,0 +1,115 @@
+"""Parameter servers: calls, pulls and pushes of an engine, and steps of the strategy over it.
+
+::
+
+    mirror bench servers --engine process
+    mirror bench servers --engine ray --steps 100
+
+The first table is of the engine alone: a call with 64 bytes there and back, and 10 MB pulled and
+pushed, beside a memory copy of as much, and plain sockets where they can be compared. Copies are
+counted, not timed: what the kernel is asked to take and give, and what numpy copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mirror.server.engine.choose import make_engine
+from mirror.server.engine.protocol import Actor
+
+ROLE = "servers:Values"  # sys.path of a program begins with its folder
+NUM_BYTES = 10_000_000
+
+
+class Values:
+    """A server that keeps an array."""
+
+    def __init__(self) -> None:
+        self.values = np.zeros(NUM_BYTES, np.uint8)
+
+    def pull(self, header, buffers):
+        return {}, [self.values]
+
+    def push(self, header, buffers):
+        self.last = buffers[0]
+
+    def echo(self, header, buffers):
+        return header, buffers
+
+
+def main() -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(prog="mirror bench servers", description=__doc__)
+    parser.add_argument("--engine", default="process", choices=["process", "ray"])
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, engine {args.engine}")
+    begun = time.perf_counter()
+    with make_engine(args.engine) as engine:
+        actors = [engine.start("first", ROLE, {})]
+        first = time.perf_counter() - begun
+        begun = time.perf_counter()
+        actors += [engine.start(f"server {i}", ROLE, {}) for i in range(4)]
+        four = time.perf_counter() - begun
+        print(
+            f"the engine and its first actor stand after {first:.2f} s, 4 more after {four:.2f} s"
+        )
+        _print(_rows(actors[0], args.rounds))
+
+
+def _rows(actor: Actor, rounds: int) -> list[tuple[str, float, float]]:
+    small, into = np.zeros(64, np.uint8), np.zeros(NUM_BYTES, np.uint8)
+    source = np.ones(NUM_BYTES, np.uint8)
+    plain = _plain_echo()
+    todo: dict[str, tuple[int, Callable[[], object]]] = {
+        "64 B there and back, us": (200, lambda: actor.call("echo", {}, [small]).result()),
+        "the same over a plain socket, us": (200, plain),
+        "10 MB pulled, ms": (1, lambda: actor.call("pull", into=[into]).result()),
+        "10 MB pushed, ms": (1, lambda: actor.call("push", {}, [source]).result()),
+        "10 MB copied in memory, ms": (1, lambda: np.copyto(into, source)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in todo}
+    for _ in range(rounds + 2):  # interleaved: all see the same load
+        for name, (repeats, call) in todo.items():
+            begun = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            unit = 1e6 if name.endswith("us") else 1e3
+            times[name].append((time.perf_counter() - begun) / repeats * unit)
+    return [(name, min(found[2:]), statistics.median(found[2:])) for name, found in times.items()]
+
+
+def _plain_echo() -> Callable[[], object]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    if os.fork() == 0:
+        with socket.create_connection(listener.getsockname()) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while data := sock.recv(4096):
+                sock.sendall(data)
+        os._exit(0)
+    sock, _ = listener.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    data = bytes(64)
+
+    def trip() -> bytes:
+        sock.sendall(data)
+        return sock.recv(4096)
+
+    return trip
+
+
+def _print(rows: list[tuple[str, float, float]]) -> None:
+    print(f"{'':36}{'best':>10}{'median':>10}")
+    for name, best, median in rows:
+        print(f"{name:36}{best:10.1f}{median:10.1f}")
+
+
+if __name__ == "__main__":
+    main()
