@@ -17,10 +17,9 @@ def merge(metrics: Any) -> Any:
 
     Its ``compute()`` gives the value of one device. The replicas' metrics are left as they are::
 
+        devices = iter(strategy.devices)  # this worker's, in the order of its replicas
         metrics = strategy.distribute_values_from_function(
-            lambda context: MulticlassAccuracy(10).to(
-                strategy.devices[context.replica_id_in_sync_group]
-            )
+            lambda context: MulticlassAccuracy(10).to(next(devices))
         )
         for batch in strategy.distribute_dataset(loader):
             strategy.run(evaluate, args=(model, batch, metrics))  # metric.update(outputs, y)
