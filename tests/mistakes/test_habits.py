@@ -59,6 +59,18 @@ def test_data_parallel_around_a_mirrored_model(strategy):
     DataParallel(mirrored(strategy)[0])
 
 
+@refused(StrategyError, "DataParallel", "leave it out")
+def test_data_parallel_around_what_holds_a_mirrored_module(strategy):
+    DataParallel(nn.Sequential(mirrored(strategy)[0]))
+
+
+@refused(StrategyError, "leave it out: transformers' Trainer", "arguments._n_gpu = 1")
+def test_data_parallel_in_transformers_trainer(strategy):
+    names = {"__name__": "transformers.trainer", "wrap": DataParallel}
+    exec("def wrap_model(model): return wrap(model)", names)
+    names["wrap_model"](mirrored(strategy)[0])
+
+
 @refused(StrategyError, "DistributedDataParallel", "leave it out")
 def test_ddp_around_a_mirrored_model(strategy):
     DistributedDataParallel(mirrored(strategy)[0])

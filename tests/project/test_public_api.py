@@ -58,9 +58,10 @@ NAMES = {
 }
 
 OPTIONAL = (
-    *"cupy google_crc32c keras matplotlib ray sklearn tensorboard tensorflow".split(),
+    *"cupy google_crc32c keras lightning matplotlib ray sklearn tensorboard tensorflow".split(),
     *"torchmetrics transformers".split(),
     "mirror.cluster",
+    "mirror.lightning",
 )
 LATE = ("mirror.train.planning.prediction",)  # what is imported where it is used
 SHARE = 0.2  # of the time that importing torch takes; 0.05 of some 1.5 s on a quiet machine

@@ -1,5 +1,7 @@
 """Metrics of torchmetrics inside a mirrored module: updated once, with the whole batch.
 
+So is what ``forward`` of a LightningModule gives to ``self.log``: logged once.
+
 [Note: Metrics]
 A metric that ``forward`` updates has one state, not one per replica: a call of it in a replica, or
 of its ``update``, ``compute`` and ``reset``, is a merge. There what the replicas give it is joined
@@ -37,6 +39,7 @@ from mirror.replica.collectives.reduction import weighted_mean
 from mirror.replica.routing import owner_of
 from mirror.values import is_number, map_structure
 
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _WRAPPED = "_mirror_wrapped"
 _wrapping = threading.Lock()
 
@@ -48,6 +51,16 @@ def is_metric(module: nn.Module) -> bool:
         return False
     kinds = tuple(getattr(library, name, ()) for name in ("Metric", "MetricCollection"))
     return isinstance(module, tuple(k for k in kinds if k != ()))
+
+
+def watch_log(module: nn.Module) -> None:
+    """Has what replicas of a LightningModule log, if it is one, logged once."""
+    for name in _LIGHTNING:
+        kind = getattr(sys.modules.get(name), "LightningModule", None)
+        if kind is not None and isinstance(module, kind):
+            with _wrapping:
+                if not hasattr(kind.log, _WRAPPED):
+                    kind.log = _merged(kind.log)
 
 
 def watch_metric(module: nn.Module) -> None:
@@ -173,8 +186,14 @@ class _Join:
             f"a tensor of shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"{p!r:.40}"
             for p in parts
         )
+        name = type(self._metric).__name__
+        if not is_metric(self._metric):
+            raise StrategyError(
+                f"{name}.log logs once what all replicas give it, and this cannot be joined: "
+                f"{given}; give it a mean over examples, or log it in training_step"
+            )
         raise StrategyError(
-            f"{type(self._metric).__name__} is updated once with what all replicas give it, and "
+            f"{name} is updated once with what all replicas give it, and "
             f"this cannot be joined: {given}; give it the values of the examples, one row each, "
             "or update it outside the module with the joined outputs"
         )

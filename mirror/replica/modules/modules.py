@@ -40,7 +40,7 @@ from mirror.replica.layers.normalization import watch_torchs_own
 from mirror.replica.modules.attributes import is_own, watch_attributes
 from mirror.replica.modules.conversions import watch_conversions
 from mirror.replica.modules.dicts import OpaqueDict, ReplicaDict, WatchedDict
-from mirror.replica.modules.metric_calls import is_metric, watch_metric
+from mirror.replica.modules.metric_calls import is_metric, watch_log, watch_metric
 from mirror.replica.modules.own_copies import watch_copies
 from mirror.replica.modules.own_values import Attributes
 from mirror.replica.modules.transparent_call import TransparentCall
@@ -180,6 +180,7 @@ class Modules:
         watch_copies()
         if is_metric(module):
             watch_metric(module)
+        watch_log(module)
 
     def _move(self, module: nn.Module) -> None:
         """Moves a module to the only replica's device."""

@@ -6,6 +6,7 @@ a ``DistributedSampler`` leaves out what the other processes would read, and the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,12 @@ from mirror.replica.routing import owner_of
 from mirror.torch_private import wrap_once
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
+_IN_TRAINER = (
+    ": transformers' Trainer does so where it sees several GPUs. Say that one is enough before "
+    "the Trainer is made, arguments = TrainingArguments(...); arguments.n_gpu; "
+    "arguments._n_gpu = 1; the batch, which is split over all of them, is then "
+    "per_device_train_batch_size"
+)
 
 
 def refuse_wrapper(module: nn.Module, path: str) -> None:
@@ -42,11 +49,14 @@ def watch_wrappers() -> None:
 
 def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        owner = owner_of(module) if isinstance(module, nn.Module) else None
-        if owner is not None and owner.num_replicas > 1:
+        inside = module.modules() if isinstance(module, nn.Module) else ()
+        counts = [owner.num_replicas for m in inside if (owner := owner_of(m)) is not None]
+        if max(counts, default=1) > 1:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
             raise StrategyError(
                 f"{type(self).__name__} was put around a mirrored module, whose calls are split "
-                f"over the {owner.num_replicas} replicas already; leave it out"
+                f"over the {max(counts)} replicas already; leave it out"
+                + (_IN_TRAINER if caller == "transformers.trainer" else "")
             )
         original(self, module, *args, **kwargs)
 

@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+import sys
+import types
 
 import pytest
 import torch
@@ -197,6 +199,34 @@ def test_what_cannot_be_joined_for_a_metric_is_refused(make_strategy):
     model = make_strategy(2).mirror(Net(torchmetrics.SumMetric(), lambda h, y: (h.sum(),)))
     with pytest.raises(StrategyError, match=r"SumMetric is updated once .* one row each"):
         model(torch.randn(4, 4), torch.zeros(4))
+
+
+def test_what_forward_logs_is_logged_once(make_strategy, monkeypatch):
+    class LightningModule(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.logged = []
+
+        def log(self, name, value, batch_size=None):
+            self.logged.append((name, float(value), batch_size))
+
+        def forward(self, x):
+            h = self.linear(x)
+            self.log("mean", h.mean(), batch_size=len(x))
+            self.log("three", 3.0)
+            return h
+
+    library = types.ModuleType("lightning.pytorch")
+    library.LightningModule = LightningModule
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", library)
+    plain = LightningModule()
+    model = make_strategy(3).mirror(copy.deepcopy(plain))
+    for size in (7, 2):
+        x = torch.randn(size, 4)
+        plain(x)
+        model(x)
+    assert_same(model.logged, plain.logged)
 
 
 def test_a_metric_that_one_replica_alone_updates_is_an_error(make_strategy):
