@@ -20,7 +20,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+import mirror
 from mirror.server.engine.choose import make_engine
 from mirror.server.engine.protocol import Actor
 
@@ -49,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="mirror bench servers", description=__doc__)
     parser.add_argument("--engine", default="process", choices=["process", "ray"])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, engine {args.engine}")
     begun = time.perf_counter()
@@ -62,6 +67,7 @@ def main() -> None:
             f"the engine and its first actor stand after {first:.2f} s, 4 more after {four:.2f} s"
         )
         _print(_rows(actors[0], args.rounds))
+    _train(args.engine, args.steps)
 
 
 def _rows(actor: Actor, rounds: int) -> list[tuple[str, float, float]]:
@@ -84,6 +90,33 @@ def _rows(actor: Actor, rounds: int) -> list[tuple[str, float, float]]:
             unit = 1e6 if name.endswith("us") else 1e3
             times[name].append((time.perf_counter() - begun) / repeats * unit)
     return [(name, min(found[2:]), statistics.median(found[2:])) for name, found in times.items()]
+
+
+def _train(engine: str, num_steps: int) -> None:
+    """Steps of a small MLP over two servers and two workers, each applied when it comes."""
+    with mirror.ParameterServerStrategy(num_servers=2, num_workers=2, engine=engine) as strategy:
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x, y = torch.randn(64, 64), torch.randint(10, (64,))
+
+        def step():
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        coordinator = mirror.ClusterCoordinator(strategy)
+        for _ in range(20):
+            coordinator.schedule(step)
+        coordinator.join()
+        begun = time.perf_counter()
+        for _ in range(num_steps):
+            coordinator.schedule(step)
+        coordinator.join()
+        print(
+            f"{num_steps / (time.perf_counter() - begun):.0f} steps a second; with the first 20:"
+        )
+        print(strategy.report())
 
 
 def _plain_echo() -> Callable[[], object]:
