@@ -73,8 +73,13 @@ class MirroredStrategy(OfTrainer, OfFabric):  # type: ignore[misc]
         OfTrainer.__init__(self, device=self.mirror.devices[0])
 
     @property
-    def _kind(self) -> Any:
-        return OfTrainer if self._precision is None else OfFabric
+    def precision(self) -> Any:
+        return OfFabric.precision.fget(self)
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        self._kind: Any = OfTrainer if precision is None else OfFabric
+        OfFabric.precision.fset(self, precision)
 
     def model_to_device(self) -> None:
         self.mirror.mirror(self.model)
