@@ -22,10 +22,11 @@ def facts_of_machine(devices: Sequence[torch.device]) -> dict[str, object]:
     """
     facts: dict[str, object] = {name: _text(path) for name, path in _FILES.items()}
     facts |= {"kernel": platform.release(), "cuda": _version_of_driver()}
-    return facts | {"gpus": [_gpu(device) for device in devices]}
+    return facts | {"gpus": [facts_of_gpu(device) for device in devices]}
 
 
-def _gpu(device: torch.device) -> list[str]:
+def facts_of_gpu(device: torch.device) -> list[str]:
+    """Returns what tells a GPU from others, of this machine and of most; its name, of a CPU."""
     if device.type != "cuda":
         return [str(device)]
     properties = torch.cuda.get_device_properties(device)

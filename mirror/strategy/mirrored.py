@@ -87,11 +87,16 @@ class MirroredStrategy(Strategy):
             or_default(guards, Guards),
             schedule=schedule,
             weighted=gradient_reduction == "mean",
-            workers=self._meet(len(resolved), options),
+            workers=self._meet(resolved, backend, options),
             home=self._home(resolved),
         )
 
-    def _meet(self, num_local: int, options: CommunicationOptions) -> Alone | None:
+    def _meet(
+        self,
+        devices: Sequence[torch.device],
+        backend: str | Communicator,
+        options: CommunicationOptions,
+    ) -> Alone | None:
         """Returns the processes whose replicas train together; ``None``: this one alone."""
         return None
 

@@ -43,7 +43,10 @@ class Alone:
         num_runs: how many outermost runs have ended: the same on all workers.
         agreed: after how many of them all workers' weights were added up last, and their sum.
         reference: the weights of all workers as they were agreed on last; ``None`` before.
+        sums_replicas: whether ``all_reduce_replicas`` can be called.
     """
+
+    sums_replicas = False
 
     def __init__(self, num_local: int) -> None:
         self._have(0, (num_local,))
@@ -114,6 +117,13 @@ class Alone:
         """Begins to sum a flat buffer over the workers, in place; returns what waits for it.
 
         The sums of one worker are begun in the order of those of every other.
+        """
+        return lambda: None
+
+    def all_reduce_replicas(self, what: str, buffers: Sequence[Tensor]) -> Callable[[], None]:
+        """Begins to sum flat buffers over all replicas, in place; returns what waits for it.
+
+        Where ``sums_replicas`` is set. Buffers are kept until then.
         """
         return lambda: None
 

@@ -12,20 +12,32 @@ found after ``timeout_seconds``.
 
 from __future__ import annotations
 
+import json
+import logging
+import platform
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mirror.accelerator.events import Event, record_event
+from mirror.accelerator.machine import facts_of_gpu
 from mirror.accelerator.streams import Side
+from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.calls import all_reduce_calls
 from mirror.comm.nccl.clique import Clique
+from mirror.comm.nccl.communicators import Place, new_identifier
+from mirror.comm.nccl.nccl import NcclCommunicator
+from mirror.comm.workers.alone import Alone
 from mirror.comm.workers.errand import TIMED_OUT
 
 _PAUSE_SECONDS = 50e-6
+_INIT_SECONDS = 300.0
+
+_logger = logging.getLogger("mirror")
 
 
 class Sum:
@@ -81,3 +93,52 @@ class GpuSums:
         """Ends the clique, without waiting for what is on its way; idempotent."""
         self._side.close()
         self._clique.abandon()
+
+
+def agreed_gpu_sums(
+    workers: Alone, devices: Sequence[torch.device], seconds: float
+) -> GpuSums | None:
+    """Makes the sums over the GPUs of several workers, if all can; all call it.
+
+    Args:
+        seconds: what a sum may take.
+
+    Raises:
+        BackendError, CollectiveTimeoutError: NCCL refuses, or has not got ready.
+    """
+    reason = NcclCommunicator.unavailable_reason(devices)
+    library = None if reason else libnccl.library()
+    own = {
+        "reason": reason,
+        "version": library and library.version,
+        "gpus": [[platform.node(), *facts_of_gpu(device)] for device in devices],
+        "identifier": new_identifier(library).hex() if library and workers.rank == 0 else "",
+    }
+    said = workers.exchange("which GPUs there are", None, lambda: json.dumps(own).encode())
+    every: list[dict[str, Any]] = [json.loads(one) for one in said]
+    why = _why_not(every)
+    if why is not None or library is None:
+        level = logging.WARNING if devices[0].type == "cuda" else logging.INFO
+        _logger.log(level, "gradients go to other workers by gloo, in host memory: %s", why)
+        return None
+    _logger.info("gradients of all workers are summed by NCCL, over %d GPUs", workers.num_replicas)
+    place = Place(workers.first, workers.num_replicas, bytes.fromhex(every[0]["identifier"]))
+    return GpuSums(Clique(library, devices, seconds, max(seconds, _INIT_SECONDS), place), devices)
+
+
+def _why_not(every: Sequence[dict[str, Any]]) -> str | None:
+    """Returns why NCCL cannot serve all workers, from what each has said."""
+    for rank, one in enumerate(every):
+        if one["reason"]:
+            return f"worker {rank}: {one['reason']}"
+    versions = [one["version"] for one in every]
+    if len(set(versions)) > 1:
+        names = ", ".join(map(libnccl.version_name, versions))
+        return f"the workers have unlike versions of NCCL: {names}"
+    seen: dict[tuple[str, ...], int] = {}
+    for rank, one in enumerate(every):
+        for gpu in map(tuple, one["gpus"]):
+            if gpu in seen:
+                return f"workers {seen[gpu]} and {rank} share a GPU, which NCCL refuses"
+            seen[gpu] = rank
+    return None

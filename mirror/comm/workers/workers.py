@@ -14,9 +14,10 @@ announced in an envelope.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,14 +30,24 @@ from mirror.comm.workers.links import Link, Links
 from mirror.comm.workers.meeting import met
 from mirror.comm.workers.positions import End, Wait
 from mirror.comm.workers.talk import Talk
-from mirror.comm.workers.watch import Watch
+from mirror.comm.workers.watch import Waited, Watch
 from mirror.comm.workers.wire import packed, unpacked
 from mirror.errors import StrategyError, WorkerLostError
 
-_DEFAULT_SECONDS = 600.0
+DEFAULT_SECONDS = 600.0
 _MAX_SIZES = 64
 
 T = TypeVar("T")
+
+
+class ReplicaSums(Protocol):
+    """What sums over all replicas: see ``gpu_sums.py``."""
+
+    def begin(self, what: str, buffers: Sequence[Tensor]) -> Waited[None]:
+        """Begins to sum flat buffers, one per local replica, in place."""
+
+    def close(self) -> None:
+        """Gives up what is on its way; idempotent."""
 
 
 class Workers(Alone):
@@ -59,12 +70,13 @@ class Workers(Alone):
         line_of: LineOf = lambda error: "",
     ) -> None:
         self._where = where
-        seconds = _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds
+        seconds = DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds
         self._board = met(seconds, line_of)
         self.rank, self.size = self._board.rank, self._board.size
         self._watch = Watch(self._board, seconds)
         self._links = Links(self._board, self._watch, seconds)
         self._failure: BaseException | None = None
+        self._replica_sums: ReplicaSums | None = None
         self._sums: dict[tuple[torch.dtype, int], Link] = {}
         let_go = End(is_loss=False, words="has let go of its strategy")
         weakref.finalize(self, self._links.drop, let_go).atexit = False
@@ -147,6 +159,30 @@ class Workers(Alone):
 
         return finish
 
+    def sum_replicas_by(self, sums: ReplicaSums) -> None:
+        """Has ``all_reduce_replicas`` use these from now on, on all workers alike."""
+        self._replica_sums, self.sums_replicas = sums, True
+
+    def all_reduce_replicas(self, what: str, buffers: Sequence[Tensor]) -> Callable[[], None]:
+        """Begins to sum flat buffers over all replicas, in place. See [Note: Sums on GPUs]."""
+        sums, described = self._replica_sums, f"{buffers[0].dtype}[{buffers[0].numel()}]"
+        assert sums is not None
+        told = self.tell(f"{what} of {described}", zlib.crc32(described.encode()))
+        on_way = self._guarded(lambda: sums.begin(what, buffers))
+
+        def finish() -> None:
+            if len(set(told())) > 1:
+                self._guarded(lambda: self._refuse_unlike(f"{what} of {described}"))
+            link = self._link("numbers", what).name
+            wait = Wait(link, self._board.begun[link], what)
+            self._guarded(lambda: self._watch.result(on_way, lambda: wait))
+
+        return finish
+
+    def _refuse_unlike(self, what: str) -> None:
+        """Raises DivergenceError, with where all are: they sum what cannot be summed."""
+        self._talk.exchange(what, what, b"")
+
     def total(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
         self._guarded(lambda: self._run(self._main, what, lambda group: group.allreduce([buffer])))
@@ -185,6 +221,8 @@ class Workers(Alone):
             self._failure = error
             is_loss = isinstance(error, WorkerLostError)
             self._links.drop(End(is_loss, f"has given up with {in_short(error)}"))
+            if self._replica_sums is not None:
+                self._replica_sums.close()
 
     def outermost(self, run: Callable[[], T]) -> T:
         """Makes an outermost run; notes what it raises, for who waits for this worker."""
@@ -209,4 +247,6 @@ class Workers(Alone):
 
     def close(self) -> None:
         """Ends the connections; idempotent."""
+        if self._replica_sums is not None:
+            self._replica_sums.close()
         self._links.drop(End(is_loss=False, words=f"has closed its strategy at {self._where()}"))

@@ -94,10 +94,16 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         with super().trace(path):
             yield
 
-    def _meet(self, num_local: int, options: CommunicationOptions) -> Alone | None:
-        # Both take their time to import, and most programs do without.
+    def _meet(
+        self,
+        devices: Sequence[torch.device],
+        backend: str | Communicator,
+        options: CommunicationOptions,
+    ) -> Alone | None:
+        # All take their time to import, and most programs do without.
         from mirror.cluster.launchers import launchers, resolver_of
-        from mirror.comm.workers.workers import Workers
+        from mirror.comm.workers.gpu_sums import agreed_gpu_sums
+        from mirror.comm.workers.workers import DEFAULT_SECONDS, Workers
 
         if self._resolver is None:
             found = launchers()
@@ -109,4 +115,12 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         def where() -> str:
             return user_line(sys._getframe(1))
 
-        return Workers(num_local, where, options.timeout_seconds, line_of)
+        seconds = options.timeout_seconds
+        workers = Workers(len(devices), where, seconds, line_of)
+        if backend in ("auto", "nccl"):
+            sums = agreed_gpu_sums(
+                workers, devices, DEFAULT_SECONDS if seconds is None else seconds
+            )
+            if sums is not None:
+                workers.sum_replicas_by(sums)
+        return workers

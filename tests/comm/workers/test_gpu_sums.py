@@ -8,7 +8,9 @@ import torch
 
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.communicators import Place, new_identifier
-from mirror.comm.workers.gpu_sums import GpuSums
+from mirror.comm.workers import gpu_sums
+from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.gpu_sums import GpuSums, agreed_gpu_sums
 from mirror.errors import BackendError, MirrorError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 
@@ -83,3 +85,62 @@ def test_nccl_that_gives_no_identifier_is_told():
     fake.fail("ncclGetUniqueId")
     with pytest.raises(BackendError, match="ncclGetUniqueId returned"):
         new_identifier(fake.library)
+
+
+class Talking(Alone):
+    """Workers in threads, which tell each other what they have to say."""
+
+    def __init__(self, barrier, said, rank, counts):
+        self.barrier, self.said = barrier, said
+        self._have(rank, counts)
+
+    def exchange(self, what, signature=None, payload=bytes):
+        self.said[self.rank] = payload()
+        self.barrier.wait(SECONDS)
+        return list(self.said)
+
+
+def agree(monkeypatch, counts, *, gpus=None, reason=None):
+    """Returns the sums that workers in threads agree on, and what they sum ones to."""
+    fake, threads, said = FakeNccl(), threading.Barrier(len(counts)), [b""] * len(counts)
+    numbers = iter(range(100))
+    name = gpus or (lambda device: [str(next(numbers))])
+    reasons = staticmethod(lambda devices: reason)
+    monkeypatch.setattr(gpu_sums.NcclCommunicator, "unavailable_reason", reasons)
+    monkeypatch.setattr(gpu_sums.libnccl, "library", lambda: fake.library)
+    monkeypatch.setattr(gpu_sums, "facts_of_gpu", name)
+
+    def work(first, count):
+        rank = [sum(counts[:r]) for r in range(len(counts))].index(first)
+        devices = [torch.device("cpu")] * count
+        sums = agreed_gpu_sums(Talking(threads, said, rank, counts), devices, SECONDS)
+        if sums is None:
+            return None
+        buffers = [torch.ones(3) for _ in devices]
+        sums.begin("ones", buffers).wait(timedelta(seconds=SECONDS))
+        sums.close()
+        return [buffer.tolist() for buffer in buffers]
+
+    return in_threads(counts, work)
+
+
+def test_workers_with_gpus_of_their_own_agree_on_nccl(monkeypatch):
+    assert agree(monkeypatch, (1, 2)) == [[[3.0] * 3], [[3.0] * 3] * 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"reason": "NCCL is not there"}, "worker 0: NCCL is not there"),
+        ({"gpus": lambda device: ["the only one"]}, "workers 0 and 1 share a GPU"),
+    ],
+)
+def test_where_nccl_cannot_serve_all_it_serves_none(monkeypatch, caplog, options, why):
+    with caplog.at_level("INFO", logger="mirror"):
+        assert agree(monkeypatch, (1, 1), **options) == [None, None]
+    assert [why in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_unlike_versions_are_named():
+    said = [{"reason": None, "version": 22703 + i, "gpus": []} for i in (0, 1)]
+    assert gpu_sums._why_not(said) == "the workers have unlike versions of NCCL: 2.27.3, 2.27.4"

@@ -57,7 +57,7 @@ class Bucket:
         self.targets: list[list[nn.Parameter]] = [
             [v.targets[r] for v in variables] for r in replicas
         ]
-        self.device = device
+        self.devices = tuple(devices)
         self.dtype = real_dtype(targets[0]) if targets else torch.float32
         self.wire = self.dtype if wire_dtype is None else wire_dtype
         self.all_count = [COUNTS] * len(variables)
@@ -70,10 +70,11 @@ class Bucket:
         item = self.dtype.itemsize
         gaps = [-size * item % ALIGNMENT_BYTES // item for size in sizes]
         self._step, self._sizes = 1, sizes
-        self._gaps: list[Tensor] = []
+        self._gaps: dict[torch.device, list[Tensor]] = {}
         if any(gaps):
-            zeros = torch.zeros(ALIGNMENT_BYTES, dtype=self.dtype, device=device)
-            self._gaps = [zeros[:gap] for gap in gaps]
+            for device in dict.fromkeys(devices):
+                zeros = torch.zeros(ALIGNMENT_BYTES, dtype=self.dtype, device=device)
+                self._gaps[device] = [zeros[:gap] for gap in gaps]
             self._sizes, self._step = [*chain(*zip(sizes, gaps, strict=True))], 2
         self.num_elements = sum(self._sizes)
         self._shaped = [i for i, (shape, _) in enumerate(self._layouts) if len(shape) != 1]
@@ -125,20 +126,23 @@ class Bucket:
         library().pack_sums(addresses, self._places, scale, tail, buffer.data_ptr())
         return buffer
 
-    def packed(self, grads: Sequence[Tensor], scale: float, tail: Sequence[float]) -> Tensor:
+    def packed(
+        self, grads: Sequence[Tensor], scale: float, tail: Sequence[float], replica_id: int = 0
+    ) -> Tensor:
         """Returns a new buffer with real gradients, multiplied by ``scale``, and a tail."""
+        device = self.devices[replica_id]
         if self._is_contiguous and False not in [grad.is_contiguous() for grad in grads]:
             pieces = [grad.view(-1) for grad in grads]
         else:
             pieces = list(self._in_order(grads))
         if self._gaps:
-            pieces = [*chain(*zip(pieces, self._gaps, strict=True))]
-        pieces.append(torch.tensor(tail, dtype=self.dtype, device=self.device))
+            pieces = [*chain(*zip(pieces, self._gaps[device], strict=True))]
+        pieces.append(torch.tensor(tail, dtype=self.dtype, device=device))
         if self.wire == self.dtype:
             buffer = torch.cat(pieces)
         else:
             size = self.num_elements + len(tail)
-            buffer = torch.empty(size, dtype=self.wire, device=self.device)
+            buffer = torch.empty(size, dtype=self.wire, device=device)
             torch.cat(pieces, out=buffer)
         if scale != 1.0:
             buffer.narrow(0, 0, self.num_elements).mul_(scale)

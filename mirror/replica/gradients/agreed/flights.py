@@ -26,14 +26,14 @@ class Flight:
     """One bucket on its way.
 
     Attributes:
-        buffer: what all workers' are summed in.
+        buffers: what all workers' are summed in: one, or one of each replica.
         weight: this worker's, where the buffer is too coarse for it.
         what: which reduction it is of, in words.
         usual: what its tail is, if nobody has anything else to say; ``None``: it is read.
     """
 
     bucket: Bucket
-    buffer: Tensor
+    buffers: Sequence[Tensor]
     number: int
     waits: list[Callable[[], None]]
     weight: Tensor | None
@@ -44,7 +44,7 @@ class Flight:
         """Waits until it is there; returns what its tail says, ``None`` for nothing unusual."""
         for wait in self.waits:
             wait()
-        numbers = self.buffer[self.bucket.num_elements :].tolist()
+        numbers = self.buffers[0][self.bucket.num_elements :].tolist()
         if numbers == self.usual:
             return None
         tail = read(numbers)
@@ -66,34 +66,40 @@ class Flights:
     def launch(
         self,
         bucket: Bucket,
-        grads: Sequence[Tensor],
+        columns: Sequence[Sequence[Tensor]],
         flags: Sequence[float],
+        scales: Sequence[float],
         *,
-        scale: float = 1.0,
         weight: float = 0.0,
         more: bool = False,
         unfit: bool = False,
         left: bool = False,
         mixed: bool = False,
         phase: int = 0,
-    ) -> None:
-        """Sends this worker's summand of the next bucket on its way.
+    ) -> Sequence[Tensor]:
+        """Sends this worker's summand of the next bucket on its way; returns it, packed.
 
         Args:
-            scale: what the gradients are to be multiplied by.
+            columns: of each replica, where the workers sum replicas; else their sums alone.
+            scales: what the gradients of each are to be multiplied by.
             weight, more, unfit, left, mixed: for its tail.
             phase: what the marks of all workers must have in common besides.
         """
         number, of, what = self._next(phase)
         own_weight, waits = None, list[Callable[[], None]]()
         if not bucket.ends_exactly and not self._launched:
-            own_weight = torch.tensor([weight], device=bucket.device)
+            own_weight = torch.tensor([weight], device="cpu")
             waits.append(self._workers.all_reduce(what, own_weight))
             weight = 0.0
         tail = written(flags, number, weight, more=more, unfit=unfit, left=left, mixed=mixed)
-        buffer = bucket.packed(grads, scale, tail)
-        waits.append(self._workers.all_reduce(what, buffer))
-        self._launched.append(Flight(bucket, buffer, number, waits, own_weight, of))
+        tails = [tail, *([[0.0] * len(tail)] * (len(columns) - 1))]  # a worker has one
+        buffers = [*map(bucket.packed, columns, scales, tails, range(len(columns)))]
+        if self._workers.sums_replicas:
+            waits.append(self._workers.all_reduce_replicas(what, buffers))
+        else:
+            waits.append(self._workers.all_reduce(what, *buffers))
+        self._launched.append(Flight(bucket, buffers, number, waits, own_weight, of))
+        return buffers
 
     def launch_usual(
         self,
@@ -117,7 +123,7 @@ class Flights:
         buffer = bucket.summed(columns, scale, tails.own(number, weight))
         wait = self._workers.all_reduce(what, buffer)
         usual = tails.all(number, total, self._workers.size)
-        self._launched.append(Flight(bucket, buffer, number, [wait], None, of, usual))
+        self._launched.append(Flight(bucket, [buffer], number, [wait], None, of, usual))
 
     def _next(self, phase: int) -> tuple[int, str, str]:
         """Returns the number of the next bucket, and its reduction and itself in words."""
@@ -163,8 +169,13 @@ class Flights:
         """Ends a reduction that this worker has failed in: the others hear of it."""
         with suppress(Exception):  # they may be gone, and the worker has failed already
             for bucket in sequence.buckets[len(self._launched) :]:
-                zeros = [bucket.zeros(i, bucket.device) for i in range(len(bucket.variables))]
-                self.launch(bucket, zeros, [0.0] * len(zeros), left=True)
+                num_variables = len(bucket.variables)
+                num_columns = len(bucket.devices) if self._workers.sums_replicas else 1
+                zeros = [
+                    [bucket.zeros(i, device) for i in range(num_variables)]
+                    for device in bucket.devices[:num_columns]
+                ]
+                self.launch(bucket, zeros, [0.0] * num_variables, [1.0] * num_columns, left=True)
         self._abandoned += self._launched  # their memory is in use until the others have sent
         self._launched = []
         self._num_reductions += 1

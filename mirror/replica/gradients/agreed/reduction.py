@@ -133,7 +133,8 @@ class Reduction:
         # A worker that has left out a pass is behind by a run.
         phase = 0 if self._runner.running is None else self._workers.num_runs
         is_unfit, is_mixed = self._unfit.found is not None, self._several_calls.are_unlike(weights)
-        if bucket.tails is not None and not (more or is_unfit or is_mixed):
+        packs = bucket.tails is not None and not self._workers.sums_replicas
+        if bucket.tails is not None and packs and not (more or is_unfit or is_mixed):
             scale = self._summands.usual_scale(columns, shares)
             if scale is not None:
                 self._flights.launch_usual(
@@ -146,29 +147,30 @@ class Reduction:
                     phase=phase,
                 )
                 return
-        grads, flags, scale = self._summands.of(bucket, columns, shares)
-        self._flights.launch(
+        summand = self._summands.of(bucket, columns, shares)
+        buffers = self._flights.launch(
             bucket,
-            grads,
-            flags,
-            scale=scale,
+            *summand,
             weight=weights.total or 0.0,
             more=more,
             unfit=is_unfit,
             mixed=is_mixed,
             phase=phase,
         )
+        if self._watch.streams is not None and self._workers.sums_replicas:
+            self._watch.streams.keep(summand.columns, [[buffer] for buffer in buffers])
 
     def _accumulate(self, flight: Flight, tail: Tail | None, factor: float, least: float) -> None:
         """Gives every replica what has arrived of a bucket."""
-        bucket, buffer = flight.bucket, flight.buffer
-        if buffer.dtype != bucket.dtype:
-            buffer = buffer.to(bucket.dtype)
-        if factor != 1.0:
-            buffer.mul_(factor)
-        columns = [bucket.unpacked(buffer)]
-        for device in self._replicas.devices[1:]:
-            columns.append(bucket.unpacked(buffer.to(device, copy=True)))
+        bucket, buffers = flight.bucket, list(flight.buffers)
+        for r, buffer in enumerate(buffers):
+            if buffer.dtype != bucket.dtype:
+                buffers[r] = buffer.to(bucket.dtype)
+            if factor != 1.0:
+                buffers[r].mul_(factor)
+        columns = [bucket.unpacked(buffer) for buffer in buffers]
+        for device in self._replicas.devices[len(buffers) :]:
+            columns.append(bucket.unpacked(buffers[0].to(device, copy=True)))
         targets: Sequence[list[Any]] = bucket.targets
         flags = bucket.all_count if tail is None else tail.flags
         variables = bucket.variables

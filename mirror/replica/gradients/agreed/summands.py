@@ -31,14 +31,14 @@ class Summand(NamedTuple):
     """This worker's part of a bucket.
 
     Attributes:
-        grads: real gradients, zeros for what is absent.
+        columns: real gradients, zeros for what is absent: of each replica, or their sums alone.
         flags: see ``tail.py``.
-        scale: what the gradients are still to be multiplied by.
+        scales: what each column is still to be multiplied by.
     """
 
-    grads: Sequence[Tensor]
+    columns: Sequence[Sequence[Tensor]]
     flags: Sequence[float]
-    scale: float
+    scales: Sequence[float]
 
 
 class Summands:
@@ -56,7 +56,7 @@ class Summands:
         kept_back: KeptBack,
         streams: ReplicasStreams | None,
     ) -> None:
-        self._devices = replicas.devices
+        self._devices, self._workers = replicas.devices, replicas.workers
         self._reducer, self._kept_back, self._streams = reducer, kept_back, streams
 
     def of(self, bucket: Bucket, columns: list[Column], shares: Mapping[int, float]) -> Summand:
@@ -70,8 +70,10 @@ class Summands:
             flags, shares = self._filled(bucket, columns, shares)
         if bucket.has_complex:
             columns = [bucket.real(column) for column in columns]
+        if self._workers.sums_replicas:
+            return Summand(columns, flags, [shares.get(r, 0.0) for r in range(len(columns))])
         if len(columns) == 1 or not flags:
-            return Summand(columns[0], flags, shares.get(0, 0.0))
+            return Summand(columns[:1], flags, [shares.get(0, 0.0)])
         moved = self._reducer.move(columns, self._streams)
         unshare(columns, moved.staying)
         scale = common_scale(shares) if len(shares) == len(columns) else None
@@ -82,7 +84,7 @@ class Summands:
                 if share not in (0.0, 1.0):  # of those that count nothing there are zeros
                     torch._foreach_mul_(column, share)
         self._reducer.all_reduce(moved, scale)
-        return Summand(columns[0], flags, 1.0)
+        return Summand(columns[:1], flags, [1.0])
 
     def usual_scale(self, columns: Sequence[Column], shares: Mapping[int, float]) -> float | None:
         """Returns what all replicas' gradients are multiplied by; ``None`` where that differs.
