@@ -104,4 +104,4 @@ __all__ = [
 if TYPE_CHECKING:
     from mirror import cluster
 else:  # what most programs do without; and an unknown name is one to type checkers
-    __getattr__ = names_of("mirror", lazy={"cluster", "lightning"})
+    __getattr__ = names_of("mirror", lazy={"cluster", "keras", "lightning"})

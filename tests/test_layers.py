@@ -15,6 +15,7 @@ FOLDERS = {
     "data",
     "doctor",
     "execution",
+    "keras",
     "lightning",
     "replica",
     "server",
@@ -30,7 +31,7 @@ MAX_FILES = 13  # of a folder, but for __init__.py and __main__.py
 KNOWS_CUDA = {"accelerator", "comm", "devices.py"}
 
 # These stand above all layers: the command line, and the lists of public names.
-ABOVE_ALL = {"__init__.py", "__main__.py", "amp.py", "cli.py", "nn.py"} | {
+ABOVE_ALL = {"__init__.py", "__main__.py", "amp.py", "cli.py", "keras/__init__.py", "nn.py"} | {
     f"lightning/{name}.py" for name in ("__init__", "strategy")
 }
 

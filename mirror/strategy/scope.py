@@ -8,6 +8,7 @@ from types import TracebackType
 
 from mirror.errors import StrategyError
 from mirror.execution.current import Context, current, enter, here
+from mirror.replica.modules.keras_call import watch_keras
 from mirror.replica.modules.recording import begin_recording, end_recording, recording
 from mirror.replica.routing import Recorder
 from mirror.strategy.group import Group
@@ -38,6 +39,7 @@ class Scope(ContextDecorator):
             self._before.append((before, recorders))
             enter(self._strategy, None)
             begin_recording(self._group.modules)
+            watch_keras()
         except BaseException:  # an interrupt: nobody will leave
             current.replica, current.strategy, current.below = before
             recording.recorders = recorders

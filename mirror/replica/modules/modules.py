@@ -35,11 +35,13 @@ from mirror.replica.copies.recorded import Recorded, is_unmade
 from mirror.replica.copies.registry import Registry
 from mirror.replica.copies.variables import Variables
 from mirror.replica.functions import watch_functions
+from mirror.replica.keras.library import is_layer
 from mirror.replica.layers.embedding import renormalizes
 from mirror.replica.layers.normalization import watch_torchs_own
 from mirror.replica.modules.attributes import is_own, watch_attributes
 from mirror.replica.modules.conversions import watch_conversions
 from mirror.replica.modules.dicts import OpaqueDict, ReplicaDict, WatchedDict
+from mirror.replica.modules.keras_call import KerasCall
 from mirror.replica.modules.metric_calls import is_metric, watch_log, watch_metric
 from mirror.replica.modules.own_copies import watch_copies
 from mirror.replica.modules.own_values import Attributes
@@ -173,7 +175,8 @@ class Modules:
             call = None  # it came with a copied dict
         if call is not None or is_compiled(module):
             refuse_unknown_compiler()
-        module.__dict__[SPLIT_CALL] = TransparentCall(module, self, call)
+        kind = KerasCall if is_layer(module) else TransparentCall
+        module.__dict__[SPLIT_CALL] = kind(module, self, call)
         watch_compile()
         watch_wrappers()
         watch_attributes()

@@ -37,6 +37,10 @@ _SEQUENCE_FIRST = (
 )
 
 
+# Makes a replica's call, given its id: what calls it may note what that does, and return more.
+Each = Callable[[int, Callable[[], Any]], Any]
+
+
 class Mirroring(Recorder, Protocol):
     """Who keeps modules mirrored, as a call in the cross-replica context sees it."""
 
@@ -56,6 +60,7 @@ def call_in_turn(
     *,
     whole: Callable[..., Any],
     hold: Hold,
+    each: Each | None = None,
 ) -> Any:
     """Calls a mirrored module in the cross-replica context.
 
@@ -68,6 +73,7 @@ def call_in_turn(
     Args:
         whole: calls the module without splitting.
         hold: what the compiler had on the calling thread. See [Note: Compiled calls].
+        each: makes the calls of the replicas, if the call is split.
 
     Raises:
         BatchError: an argument is a PackedSequence, which cannot be split along its data.
@@ -98,6 +104,8 @@ def call_in_turn(
 
     def call(replica_id: int) -> Any:
         own_args, own_kwargs = parts[replica_id].of_call(args, kwargs, names)
+        if each is not None:
+            return each(replica_id, partial(call_held, hold, module, own_args, own_kwargs))
         return call_held(hold, module, own_args, own_kwargs)
 
     try:

@@ -26,7 +26,7 @@ from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.modules.metric_calls import call_once, is_metric
 from mirror.replica.modules.own_values import Attributes, OwnValues
 from mirror.replica.modules.recompute import replica_of_backward, saves_are_hooked
-from mirror.replica.modules.split_call import Mirroring, call_in_turn
+from mirror.replica.modules.split_call import Each, Mirroring, call_in_turn
 from mirror.replica.routing import Route
 from mirror.torch_private import SPLIT_CALL, WHOLE_CALL
 
@@ -83,12 +83,7 @@ class TransparentCall(Route):
         if self.compiled is not None and not self.renormalizes:
             return self.compiled(*args, **kwargs)
         if not self.is_plain:
-            if is_metric(module):
-                return call_once(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
-            if isinstance(module, LazyModuleMixin):
-                self.recorder.initialize(module, replica, args, kwargs)
-            if self.renormalizes:
-                renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
+            return self._call_inside(module, replica, args, kwargs)
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
 
     # Copies and pickles of a module are ordinary, also where its class has a __getstate__ or
@@ -100,8 +95,20 @@ class TransparentCall(Route):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(None), ()
 
+    def _call_inside(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> Any:
+        """Calls a module that is not plain, on a replica."""
+        if is_metric(module):
+            return call_once(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
+        if isinstance(module, LazyModuleMixin):
+            self.recorder.initialize(module, replica, args, kwargs)
+        if self.renormalizes:
+            renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
+        return getattr(module, WHOLE_CALL)(*args, **kwargs)
+
     @letting_go
-    def _call_outside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _call_outside(
+        self, module: nn.Module, args: Any, kwargs: Any, each: Each | None = None
+    ) -> Any:
         hold = let_go()
         try:
             whole: Callable[..., Any] = self.compiled or getattr(module, WHOLE_CALL)
@@ -113,7 +120,9 @@ class TransparentCall(Route):
             if of is None or self.is_checkpointed:
                 if saves_are_hooked():
                     self.is_checkpointed = True
-                return call_in_turn(self.recorder, module, args, kwargs, whole=whole, hold=hold)
+                return call_in_turn(
+                    self.recorder, module, args, kwargs, whole=whole, hold=hold, each=each
+                )
             before = here()
             try:
                 enter(self.replicas.strategy, recomputing(self.replicas, of))

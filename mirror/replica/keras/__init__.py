@@ -1,0 +1,1 @@
+"""Keras 3 on torch: what its layers and optimizers do that torch's do not."""

@@ -1,0 +1,167 @@
+"""The transparent call of a Keras layer: it joins what its call has written, too.
+
+See [Note: State of Keras layers]. ``compute_loss``, metrics, ``optimizer.apply`` and callbacks of
+``fit`` run once, in the cross-replica context, on the whole batch, and need nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mirror.concurrency.merge_point import MergePoint
+from mirror.errors import StrategyError
+from mirror.execution.current import current
+from mirror.execution.replicas import Replica
+from mirror.execution.run import Run
+from mirror.execution.runner import Runner
+from mirror.replica.keras.library import (
+    CallersState,
+    computing_on,
+    is_stateless,
+    library,
+)
+from mirror.replica.keras.optimizers import watch_optimizers
+from mirror.replica.keras.written import Written, assign_joined
+from mirror.replica.modules.recording import recording
+from mirror.replica.modules.transparent_call import TransparentCall
+from mirror.torch_private import WHOLE_CALL, wrap_once
+from mirror.values import leaves_of
+
+
+class KerasCall(TransparentCall):
+    """What calling a mirrored Keras layer does."""
+
+    __slots__ = ()
+
+    def __init__(self, module: nn.Module, *args: Any) -> None:
+        super().__init__(module, *args)
+        self.is_plain = False
+
+    def _call_outside(self, module: Any, args: Any, kwargs: Any, each: Any = None) -> Any:
+        if current.in_whole_call or not self.replicas.mirrors:
+            return super()._call_outside(module, args, kwargs)
+        if is_stateless():  # the variables' values are the scope's, which replicas do not see
+            return self._call_whole(module, args, kwargs)
+        calls = _Calls(module)
+        outputs = super()._call_outside(module, args, kwargs, each=calls.call)
+        return calls.finished(outputs, self.replicas.devices[0])
+
+    def _call_inside(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> Any:
+        call = partial(getattr(module, WHOLE_CALL), *args, **kwargs)
+        if is_stateless() or not self.replicas.mirrors:  # a layer around it has done all this
+            return call()
+        written = Written(replica.replica_id)
+        with computing_on(replica.device):
+            outputs = written.of(call)
+        if written.losses:
+            raise StrategyError(
+                f"{type(module).__name__} was called inside run, or by a module that is no Keras "
+                "layer, and adds losses (add_loss, or an activity regularizer), which would be "
+                "of one replica's part; call the Keras model outside run, as fit does, or "
+                "compute this term in the step"
+            )
+        if written.values:
+            if replica.tracing is not None:
+                replica.tracing.refuse(
+                    f"{type(module).__name__}, a Keras layer whose call assigns variables,",
+                    "leave the step uncompiled",
+                )
+            _merge(self.recorder.runner, replica, type(module).__name__, written)
+        return outputs
+
+    def _call_whole(self, module: Any, args: Any, kwargs: Any) -> Any:
+        current.in_whole_call = True
+        try:
+            return super()._call_outside(module, args, kwargs)
+        finally:
+            current.in_whole_call = False
+
+
+class _Calls:
+    """The replicas' calls of one split call of a layer."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._state = CallersState()
+        self._written: dict[int, Written] = {}
+        self._sizes: dict[int, float] = {}
+
+    def call(self, replica_id: int, call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+        """Calls the layer on a replica; returns its outputs and the losses it has added."""
+        replica = current.replica
+        assert replica is not None
+        written = self._written[replica_id] = Written(replica_id)
+        self._sizes[replica_id] = replica.weight
+        before = self._state.enter()
+        try:
+            with computing_on(replica.device):
+                outputs = written.of(call)
+        finally:
+            self._state.leave(before)
+        losses = written.losses
+        if self._layer.activity_regularizer is not None:
+            # That of its own outputs comes last; the call around the split adds it for all.
+            tensors = sum(hasattr(leaf, "dtype") for leaf in leaves_of(outputs))
+            losses = losses[: len(losses) - tensors]
+        return outputs, losses
+
+    def finished(self, joined: Any, home: Any) -> Any:
+        """Assigns what was written; returns the joined outputs, of a call that was split."""
+        if not self._written:
+            return joined
+        outputs, losses = joined
+        active = sorted(self._written)
+        written = [self._written[r] for r in active]
+        assign_joined(written, [self._sizes[r] for r in active], home)
+        for loss in losses:
+            self._layer.add_loss(loss)
+        return outputs
+
+
+def _merge(runner: Runner, replica: Replica, name: str, written: Written) -> None:
+    """Assigns what all replicas have written, when the last of them has called."""
+    run = replica.run
+    assert isinstance(run, Run)
+
+    def action(payloads: dict[int, Any]) -> dict[int, Any]:
+        weights = run.weights()
+        join = partial(
+            assign_joined,
+            list(payloads.values()),
+            [weights[r] for r in payloads],
+            replica.replicas.devices[0],
+            counted=run.is_weighted,
+        )
+        runner.call_outside(run, join)
+        return dict.fromkeys(payloads)
+
+    point = MergePoint(f"a call of Keras layer {name}", name, written, action)
+    run.merge(replica.replica_id, point)
+
+
+def watch_keras() -> None:
+    """Has Keras layers recorded when they are made; once, for good.
+
+    A layer that is not built has no variables by which the scope would notice it.
+    """
+    keras = library()
+    if keras is None:
+        return
+    if wrap_once(keras.Layer, "__init__", _recording_init):
+        watch_optimizers()
+
+
+def _recording_init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if recording.recorders and current.replica is None:
+            recording.recorders[-1].record(self)
+
+    # Keras reads it to find out what a layer was made with.
+    vars(__init__)["__signature__"] = inspect.signature(original)
+    return __init__

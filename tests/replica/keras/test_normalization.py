@@ -1,0 +1,17 @@
+"""mirror.keras.SyncBatchNormalization: batch normalisation over the whole batch."""
+
+import pytest
+
+from tests.replica.keras.programs import outcomes
+
+pytestmark = pytest.mark.slow
+
+
+def test_it_equals_batch_normalization_on_one_device():
+    assert outcomes()["normalization"] < 1e-5
+
+
+def test_it_is_saved_loaded_and_cloned():
+    outcome = outcomes()["saved"]
+    assert outcome["kinds"] == ["SyncBatchNormalization"] * 2
+    assert outcome["difference"] < 1e-6
