@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# What Keras keeps for a thread. It has no public name; test_library.py says what is lost without.
+# What Keras keeps for a thread (training, dtype, names). It has no public name.
 _TRACKER = "keras.src.backend.common.global_state"
 
 
