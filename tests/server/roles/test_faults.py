@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ import mirror
 from mirror.errors import ServerLostError
 
 
-def make(**options):
+def make(*, bias=False, seconds=0.0, **options):
     strategy = mirror.ParameterServerStrategy(**options)
     with strategy.scope():
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(1, 1, bias=bias)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with torch.no_grad():
         model.weight.zero_()
@@ -24,6 +25,7 @@ def make(**options):
         optimizer.zero_grad()
         model(-torch.ones(1, 1)).sum().backward()
         optimizer.step()
+        time.sleep(seconds)
         return k, os.getpid()
 
     return strategy, model, step
@@ -31,7 +33,8 @@ def make(**options):
 
 @pytest.mark.parametrize("server", [0, 1])
 def test_a_killed_server_is_named_by_all_and_nothing_hangs(server):
-    strategy, _, step = make(num_servers=2, num_workers=2)
+    # Each server has a variable, and steps are left that need it.
+    strategy, _, step = make(bias=True, seconds=0.02, num_servers=2, num_workers=2)
     with strategy:
         coordinator = mirror.ClusterCoordinator(strategy)
         coordinator.schedule(step, args=(0,))
