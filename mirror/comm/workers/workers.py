@@ -36,6 +36,7 @@ from mirror.errors import StrategyError, WorkerLostError
 
 DEFAULT_SECONDS = 600.0
 _MAX_SIZES = 64
+_OF_REPLICAS = "sums of replicas"  # which may begin before the next batch on one worker only
 
 T = TypeVar("T")
 
@@ -105,11 +106,15 @@ class Workers(Alone):
 
     def tell(self, what: str, number: int) -> Callable[[], list[int]]:
         """Begins to tell every worker a number; returns what waits for those of all."""
+        return self._tell("numbers", what, number)
+
+    def _tell(self, name: str, what: str, number: int) -> Callable[[], list[int]]:
+        """Tells it over a link of this name, which has an order of its own."""
         own = torch.tensor([number], device="cpu")
         every = [torch.empty_like(own) for _ in range(self.size)]
 
         def begun() -> tuple[Link, dist.Work, Wait]:
-            link = self._link("numbers", what)
+            link = self._link(name, what)
             words = f"{what} at {self._where()}"
             return link, *link.begin(words, lambda group: group.allgather([every], [own]))
 
@@ -167,13 +172,13 @@ class Workers(Alone):
         """Begins to sum flat buffers over all replicas, in place. See [Note: Sums on GPUs]."""
         sums, described = self._replica_sums, f"{buffers[0].dtype}[{buffers[0].numel()}]"
         assert sums is not None
-        told = self.tell(f"{what} of {described}", zlib.crc32(described.encode()))
+        told = self._tell(_OF_REPLICAS, f"{what} of {described}", zlib.crc32(described.encode()))
         on_way = self._guarded(lambda: sums.begin(what, buffers))
 
         def finish() -> None:
             if len(set(told())) > 1:
                 self._guarded(lambda: self._refuse_unlike(f"{what} of {described}"))
-            link = self._link("numbers", what).name
+            link = self._link(_OF_REPLICAS, what).name
             wait = Wait(link, self._board.begun[link], what)
             self._guarded(lambda: self._watch.result(on_way, lambda: wait))
 
