@@ -5,8 +5,10 @@ A CPU device is a simulated one: ``["cpu"] * 4`` are four devices, told apart by
 
 from __future__ import annotations
 
+import gc
 import numbers
 import re
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -18,6 +20,7 @@ _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
 _NAME = re.compile(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]+))?", re.IGNORECASE)
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
+_reading = threading.Lock()
 _SIMULATE = "pass devices=['cpu'] * 4 to simulate four devices"
 
 
@@ -134,7 +137,24 @@ def backward_in_calling_thread(
 
 def random_state(device: torch.device) -> torch.Tensor:
     """Returns the state of the device's default random generator."""
-    return _generator(device).get_state()
+    return state_of(_generator(device))
+
+
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """Returns the state of a generator; any number of threads may ask at once.
+
+    torch makes the tensor while it holds the generator's mutex. Garbage that is collected there
+    may let go of the GIL, and a thread that gets it, and asks for the same mutex, keeps both from
+    ever going on. So none is collected.
+    """
+    with _reading:
+        if not gc.isenabled():
+            return generator.get_state()
+        gc.disable()
+        try:
+            return generator.get_state()
+        finally:
+            gc.enable()
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:

@@ -222,3 +222,34 @@ def test_a_replica_with_several_devices_is_refused_and_told_what_to_use(kind, se
     with pytest.raises(mirror.DeviceError, match=r"one entry per replica.*fully_shard") as raised:
         kind(several)
     assert repr(several[-1])[1:-1] in str(raised.value)
+
+
+STATES_IN_THREADS = """
+import gc, os, sys, threading, torch
+from mirror.devices import state_of
+generator = torch.default_generator
+base = torch.ones(3, requires_grad=True)
+gc.set_threshold(5)
+def work():
+    for _ in range(100):
+        gc.disable()
+        for _ in range(20):  # garbage, to be collected where the state is read
+            cycle = [base[:2]]
+            cycle.append(cycle)
+        del cycle
+        gc.enable()
+        generator.set_state(state_of(generator))
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert gc.isenabled()
+gc.disable()
+state_of(generator)
+assert not gc.isenabled()
+"""
+
+
+def test_threads_read_the_state_of_a_generator_while_garbage_is_collected(forks):
+    """torch's own reading stops the whole process there: see ``state_of``."""
+    done = forks.run(STATES_IN_THREADS, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

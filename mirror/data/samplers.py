@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from mirror.devices import state_of
+
 SHARDED = (
     "a DistributedSampler gives this process 1 / {} of the examples, and no other process reads "
     "the rest: mirror feeds all replicas from one; use the loader without it, with shuffle=True"
@@ -29,7 +31,7 @@ def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Returns what decides the order of a pass that would begin now."""
     samplers, generators = samplers_of(loader)
     return {
-        "generators": [generator.get_state() for generator in generators],
+        "generators": list(map(state_of, generators)),
         "samplers": [_sampler_state(sampler) for sampler in samplers],
     }
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.workers.alone import Alone
-from mirror.devices import stream_seed
+from mirror.devices import state_of, stream_seed
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Seeded:
             _generator.set_state(self.states[replica_id])
             return
         _generator.manual_seed(stream_seed(zlib.crc32(self.base), replica_id))
-        state = self.states[replica_id] = _generator.get_state()
+        state = self.states[replica_id] = state_of(_generator)
         self.known[replica_id] = state.numpy().tobytes()
 
 
@@ -100,7 +100,7 @@ class RandomStreams:
     def enter(self, replica_id: int) -> None:
         """Puts a replica's stream into the generator, where another one's is."""
         states = self._states
-        states[self.inside] = _generator.get_state()
+        states[self.inside] = state_of(_generator)
         self.inside = replica_id
         if replica_id in states:
             _generator.set_state(states[replica_id])
@@ -139,7 +139,7 @@ class RandomStreams:
 def with_stream_of(workers: Alone, call: Callable[[], T]) -> T:
     """Has a run draw from a stream of its worker. See [Note: Streams of replicas]."""
     seed = int(torch.randint(2**62, (), generator=_generator))
-    after = _generator.get_state()
+    after = state_of(_generator)
     _generator.manual_seed(stream_seed(seed, 1 + workers.rank))
     try:
         return call()
@@ -155,7 +155,7 @@ def alike(workers: Alone) -> Iterator[None]:
         return
     seed = int(torch.randint(2**62, (), generator=_generator))
     said = workers.exchange("the first values of a lazy module", None, lambda: b"%d" % seed)
-    before = _generator.get_state()
+    before = state_of(_generator)
     _generator.manual_seed(int(said[0]))
     try:
         yield
@@ -164,4 +164,4 @@ def alike(workers: Alone) -> Iterator[None]:
 
 
 def _state() -> bytes:
-    return _generator.get_state().numpy().tobytes()
+    return state_of(_generator).numpy().tobytes()

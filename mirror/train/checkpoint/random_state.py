@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mirror.data.streams import capture_streams, restore_streams
-from mirror.devices import cuda_devices_in_use, random_state, set_random_state
+from mirror.devices import cuda_devices_in_use, random_state, set_random_state, state_of
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -49,7 +49,7 @@ def is_generator(obj: object) -> bool:
 def take(generator: Any) -> Any:
     """Returns a generator's state, as plain values and tensors."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return state_of(generator)
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
