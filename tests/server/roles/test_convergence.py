@@ -7,7 +7,9 @@ from torch import nn
 
 import mirror
 
-STEPS, BATCH, TRAINED = 300, 64, 1500
+# After these the accuracy rests: six runs were within 0.4 points of one device. While it still
+# climbs, as after 300, who is faster makes more than two.
+STEPS, BATCH, TRAINED = 1000, 64, 1500
 
 
 def digits():
