@@ -124,7 +124,7 @@ class Turns:
         """Lets those who wait go on, once all have stopped; returns whether ``last`` may."""
         waiting = self._waiting
         self._order = [last, *(r for r in reversed(self._order) if r != last)]
-        self._runnable.extend(r for r in self._order if r in waiting)
+        self._runnable.extend(filter(waiting.__contains__, self._order))
         waiting.clear()
         self._frames.clear()
         if self._runnable:

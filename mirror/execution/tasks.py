@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 from mirror.devices import backward_in_calling_thread, using
@@ -40,9 +41,9 @@ def task_of(
             with using(device):
                 return call()
         if replicas.are_simulated:  # on the CPU there is nothing to enter
-            return state.call(lambda: variables.run(call), device)
+            return state.call(partial(variables.run, call), device)
         with using(device), backward_in_calling_thread((device,)):
-            return state.call(lambda: variables.run(call), device)
+            return state.call(partial(variables.run, call), device)
 
     return task
 

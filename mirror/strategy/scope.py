@@ -29,11 +29,7 @@ class Scope(ContextDecorator):
             raise StrategyError(
                 "scope() was entered inside run; enter it in the cross-replica context"
             )
-        if current.strategy is not None and current.strategy is not self._strategy:
-            raise StrategyError(
-                f"the scope of {current.strategy!r} is open; a scope of another strategy cannot "
-                "be opened inside it"
-            )
+        refuse_inside_another(self._strategy)
         before, recorders = here(), recording.recorders
         try:
             self._before.append((before, recorders))
@@ -74,3 +70,12 @@ class Scope(ContextDecorator):
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def refuse_inside_another(strategy: object) -> None:
+    """Raises StrategyError where the scope of another strategy is open."""
+    if current.strategy is not None and current.strategy is not strategy:
+        raise StrategyError(
+            f"the scope of {current.strategy!r} is open; a scope of another strategy cannot "
+            "be opened inside it"
+        )

@@ -100,7 +100,7 @@ class NcclCommunicator(Communicator):
             library = libnccl.library()
         seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         if init_seconds is None:
-            init_seconds = max(seconds, _INIT_SECONDS)
+            init_seconds = seconds_to_get_ready(seconds)
         self._clique = Clique(library, self.devices, seconds, init_seconds)
         # Not at exit: the driver may be gone by then, and the process gives everything back.
         weakref.finalize(self, self._clique.abandon).atexit = False
@@ -222,6 +222,11 @@ class NcclCommunicator(Communicator):
         self._clique.run(f"{collective} of {first.numel()} {dtype}", calls)
         # Raw memory was written to; autograd is to know, where it keeps count.
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def seconds_to_get_ready(timeout_seconds: float) -> float:
+    """Returns how long making communicators may take, by what a collective may."""
+    return max(timeout_seconds, _INIT_SECONDS)
 
 
 def shared_gpu_reason(version: int, enabled: str | None) -> str | None:

@@ -30,12 +30,11 @@ from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.calls import all_reduce_calls
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.communicators import Place, new_identifier
-from mirror.comm.nccl.nccl import NcclCommunicator
+from mirror.comm.nccl.nccl import NcclCommunicator, seconds_to_get_ready
 from mirror.comm.workers.alone import Alone
 from mirror.comm.workers.errand import TIMED_OUT
 
 _PAUSE_SECONDS = 50e-6
-_INIT_SECONDS = 300.0
 
 _logger = logging.getLogger("mirror")
 
@@ -123,7 +122,8 @@ def agreed_gpu_sums(
         return None
     _logger.info("gradients of all workers are summed by NCCL, over %d GPUs", workers.num_replicas)
     place = Place(workers.first, workers.num_replicas, bytes.fromhex(every[0]["identifier"]))
-    return GpuSums(Clique(library, devices, seconds, max(seconds, _INIT_SECONDS), place), devices)
+    clique = Clique(library, devices, seconds, seconds_to_get_ready(seconds), place)
+    return GpuSums(clique, devices)
 
 
 def _why_not(every: Sequence[dict[str, Any]]) -> str | None:

@@ -19,6 +19,7 @@ from mirror.server.placement import PlacementFunction, check_placement
 from mirror.server.recording import Recorded
 from mirror.strategy.arguments import check_call
 from mirror.strategy.kinds.server_options import at_least, check_engine, counts_of
+from mirror.strategy.scope import refuse_inside_another
 from mirror.uncopied import Uncopied
 from mirror.values import PerReplica, local_results
 
@@ -320,11 +321,7 @@ class PlacingScope:
 
     def __enter__(self) -> None:
         self._strategy.check_usable("scope")
-        if current.strategy is not None and current.strategy is not self._strategy:
-            raise StrategyError(
-                f"the scope of {current.strategy!r} is open; a scope of another strategy cannot "
-                "be opened inside it"
-            )
+        refuse_inside_another(self._strategy)
         before, stack = here(), ExitStack()
         try:
             self._before.append((before, stack))

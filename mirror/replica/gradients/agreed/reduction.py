@@ -133,8 +133,8 @@ class Reduction:
         # A worker that has left out a pass is behind by a run.
         phase = 0 if self._runner.running is None else self._workers.num_runs
         is_unfit, is_mixed = self._unfit.found is not None, self._several_calls.are_unlike(weights)
-        packs = bucket.tails is not None and not self._workers.sums_replicas
-        if bucket.tails is not None and packs and not (more or is_unfit or is_mixed):
+        is_usual = not (self._workers.sums_replicas or more or is_unfit or is_mixed)
+        if bucket.tails is not None and is_usual:
             scale = self._summands.usual_scale(columns, shares)
             if scale is not None:
                 self._flights.launch_usual(
