@@ -24,6 +24,7 @@ from mirror.errors import (
     StructureError,
     WorkerLostError,
 )
+from mirror.pictures.trace import Trace
 from mirror.replica.collectives.reduction import ReduceOp
 from mirror.server.roles.coordinator import ClusterCoordinator
 from mirror.signposts import names_of
@@ -83,6 +84,7 @@ __all__ = [
     "StepError",
     "StrategyError",
     "StructureError",
+    "Trace",
     "WorkerLostError",
     "__version__",
     "amp",

@@ -179,14 +179,18 @@ class Timeline:
     # Traces
 
     @contextmanager
-    def recorded(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Writes what happens inside to ``path``; see ``start_recording``."""
+    def recorded(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+        """Writes what happens inside to ``path``, and then into the dict it gives, empty before.
+
+        See ``start_recording``.
+        """
         self.use()
         self.start_recording(path)
+        content: dict[str, Any] = {}
         try:
-            yield
+            yield content
         finally:
-            self.stop_recording()
+            content.update(self.stop_recording())
 
     def start_recording(self, path: str | os.PathLike[str]) -> None:
         """Keeps single spans from now on.
@@ -200,8 +204,8 @@ class Timeline:
         self._target = _writable(path)
         self._events = []
 
-    def stop_recording(self) -> None:
-        """Writes the spans kept as a Chrome trace, whole or not at all."""
+    def stop_recording(self) -> dict[str, Any]:
+        """Writes the spans kept as a Chrome trace, whole or not at all, and returns it."""
         events, self._events = self._events or [], None
         hidden = self._hidden_share(events)
         threads = [
@@ -215,6 +219,7 @@ class Timeline:
         }
         with replacing(self._target) as file:
             file.write(json.dumps(trace).encode())
+        return trace
 
     def _record(self, lane: int, span: _Span, now: float) -> None:
         assert self._events is not None

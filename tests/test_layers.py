@@ -17,6 +17,7 @@ FOLDERS = {
     "execution",
     "keras",
     "lightning",
+    "pictures",
     "replica",
     "server",
     "steps",

@@ -1,5 +1,8 @@
 """mirror/timeline.py: sums that add up."""
 
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
 import pytest
 
 from mirror import timeline as module
@@ -152,3 +155,20 @@ def test_only_the_last_thousand_steps_are_kept(clock):
     report = report_of(timeline, takes_turns=True)
     assert report.num_steps == 1000
     assert report.step == (200 + 1199) / 2
+
+
+def test_a_report_in_a_notebook_tells_what_is_printed(clock):
+    timeline = Timeline(["replica 0"])
+    spend(clock, timeline, 0, FORWARD, 6, [(BACKWARD, 2)])
+    clock.now += 2
+    timeline.end_step()
+    report = replace(report_of(timeline, takes_turns=True), worker="worker <1> of 2")
+    shown = ET.fromstring(report._repr_html_())
+    words = " ".join("\n".join(shown.itertext()).split())
+    assert "worker <1> of 2" in words
+    lines = [" ".join(line.itertext()).split() for line in shown.iter("tr")]
+    assert ["whole", "step", "10,000.000", "ms", "100%"] in lines
+    assert ["forward", "6,000.000", "ms", "60%"] in lines
+    assert words.endswith(report.advice)
+    assert len(lines) == 7
+    assert shown.find("svg") is not None

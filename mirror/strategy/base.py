@@ -20,6 +20,7 @@ from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.execution.locksteps import end_threads
 from mirror.execution.replicas import Replica
+from mirror.pictures.trace import Trace
 from mirror.replica.collectives.reduction import ReduceOp
 from mirror.steps.running.compiled_step import CompiledStep
 from mirror.strategy.arguments import calling, check_call, taking_part
@@ -315,19 +316,18 @@ class Strategy(Uncopied):
         return report_of(self._group.replicas.timeline, takes_turns=keeps_order)
 
     @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Writes what happens inside to ``path``, for chrome://tracing or ui.perfetto.dev.
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:
+        """Writes what happens inside to ``path``, for ui.perfetto.dev; gives it as a ``Trace``.
 
-        Passes of every replica, where it waits, reductions, optimizer steps;
-        ``otherData.hidden_share_of_communication``: how much of the reductions was hidden.
+        Passes of every replica, where it waits, reductions, optimizer steps; what was hidden.
 
         Raises:
             StrategyError: called inside ``run``, or while another trace is taken.
             OSError: no file can be written there; raised before what is inside runs.
         """
         self._check_cross("trace")
-        with self._group.replicas.timeline.recorded(path):
-            yield
+        with self._group.replicas.timeline.recorded(path) as content:
+            yield Trace(content)
 
     def close(self) -> None:
         """Ends threads and the communicator; idempotent. Using it afterwards: StrategyError."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 
+from mirror.pictures.lanes import COLOURS, OTHER
+from mirror.pictures.table import Part, table_of
 from mirror.timeline import (
     BACKWARD,
     BESIDE,
@@ -100,7 +102,7 @@ class CompiledTimes:
 
 @dataclass(frozen=True)
 class Report:
-    """Medians over the last steps, in seconds; ``str(report)`` is a table.
+    """Medians over the last steps, in seconds; printed, and in a notebook, it is a table.
 
     A step ends with the end of a ``run`` in which an optimizer stepped, with an optimizer step
     outside ``run``, or with a compiled step. Times are the host's: on GPUs they are the time it
@@ -151,24 +153,34 @@ class Report:
             share = f"{seconds / self.step:6.0%}" if self.step else ""
             return f"{name:24}{seconds * 1e3:12.3f} ms{share}"
 
-        host = ", ".join(f"{seconds * 1e3:.3f}" for seconds in self.host_seconds)
+        parts = [row(name, seconds) for name, seconds, _ in self._parts()]
+        return "\n".join([self._title(), row("whole step", self.step), *parts, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        parts = [Part(*part) for part in self._parts()]
+        return table_of(self._title(), self.step, parts, self._notes())
+
+    def _title(self) -> str:
         whose = f" of {self.worker}" if self.worker else ""
-        lines = [
-            f"a step, median of {self.num_steps}, on {self.num_replicas} replicas{whose}",
-            row("whole step", self.step),
-            row("waiting for input", self.waiting_for_input),
-            row("forward", self.forward),
-            row("backward", self.backward),
-            row("waiting for reduction", self.waiting_for_reduction),
-            row("optimizer", self.optimizer),
-            row("other", self.other),
-        ]
+        return f"a step, median of {self.num_steps}, on {self.num_replicas} replicas{whose}"
+
+    def _parts(self) -> Iterator[tuple[str, float, str]]:
+        """Yields what a step consists of: a name, seconds, and a colour."""
+        yield "waiting for input", self.waiting_for_input, COLOURS[INPUT]
+        yield "forward", self.forward, COLOURS[FORWARD]
+        yield "backward", self.backward, COLOURS[BACKWARD]
+        yield "waiting for reduction", self.waiting_for_reduction, COLOURS[REDUCTION]
+        yield "optimizer", self.optimizer, COLOURS[OPTIMIZER]
         if self.compiled is not None:
-            lines.insert(-1, row("compiled steps", self.programs))
-            lines += str(self.compiled).splitlines()
+            yield "compiled steps", self.programs, COLOURS[PROGRAMS]
+        yield "other", self.other, OTHER
+
+    def _notes(self) -> list[str]:
+        notes = [] if self.compiled is None else str(self.compiled).splitlines()
         if self.hidden_share is not None:
-            lines.append(f"{self.hidden_share:.0%} of the reductions' time was hidden")
-        return "\n".join([*lines, f"host time per replica: {host} ms", self.advice])
+            notes.append(f"{self.hidden_share:.0%} of the reductions' time was hidden")
+        host = ", ".join(f"{seconds * 1e3:.3f}" for seconds in self.host_seconds)
+        return [*notes, f"host time per replica: {host} ms", self.advice]
 
 
 def report_of(timeline: Timeline, *, takes_turns: bool) -> Report:

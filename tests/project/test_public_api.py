@@ -39,6 +39,7 @@ NAMES = {
     "StepError",
     "StrategyError",
     "StructureError",
+    "Trace",
     "WorkerLostError",
     "__version__",
     "amp",

@@ -15,6 +15,7 @@ import torch
 from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
 from mirror.concurrency.stack import line_of, user_line
+from mirror.pictures.trace import Trace
 from mirror.signposts import signposted_call
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions, Guards
@@ -82,7 +83,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         return replace(super().report(), worker=whose)
 
     @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:
         """Writes what happens inside, each worker its own: ``name.worker1.json``.
 
         Raises:
@@ -91,8 +92,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         workers, whole = self._group.replicas.workers, Path(path)
         if workers.are_several:
             path = whole.with_name(f"{whole.stem}.worker{workers.rank}{whole.suffix}")
-        with super().trace(path):
-            yield
+        with super().trace(path) as trace:
+            yield trace
 
     def _meet(
         self,

@@ -1,0 +1,1 @@
+"""Pictures: traces and reports for people to look at."""
