@@ -137,6 +137,11 @@ class Shard:
         bytes_of = self.values[piece.offset : piece.offset + count]
         return bytes_of.view(piece.dtype).view(piece.shape)
 
+    @property
+    def is_sync(self) -> bool:
+        """Whether an update is the mean of several gradients."""
+        return self._to_aggregate is not None
+
     # What the coordinator does
 
     def assign(self, pieces: Sequence[int], packed: Any) -> None:

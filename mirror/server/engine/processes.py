@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import spawn
 from os import environ
-from types import TracebackType
 from typing import Any
 
 from mirror.server.engine.actor_process import receive_words, send_words
@@ -25,6 +24,7 @@ from mirror.server.engine.handshake import new_key
 from mirror.server.engine.link import Pending, remote_error
 from mirror.server.engine.nursery import Child, nursery
 from mirror.server.engine.protocol import ActorDied, Address, Array, Header, Sendable, WireError
+from mirror.server.engine.starting import StartingEngine
 
 _NEWS_SECONDS = 1.0
 _OF_SPAWN = (
@@ -37,7 +37,7 @@ _OF_SPAWN = (
 )
 
 
-class ProcessEngine:
+class ProcessEngine(StartingEngine["ProcessActor"]):
     """Starts actors as processes on this machine.
 
     Args:
@@ -45,44 +45,21 @@ class ProcessEngine:
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
+        super().__init__()
         self.id = secrets.token_hex(8)
         self._host, self._key = host, new_key()
-        self._actors: list[ProcessActor] = []
-        self._is_closed = False
         self._ends = weakref.finalize(self, _end_all, self._actors)
         know(self.id, self._key)
         nursery()  # begins to import torch
 
-    def start(self, name: str, role: str, init: Header) -> ProcessActor:
-        """See ``Engine``."""
-        if self._is_closed:
-            raise WireError("this engine is closed; make another")
+    def _made(self, name: str, role: str, init: Header) -> ProcessActor:
         config = {"id": self.id, "key": self._key.hex(), "role": role, "init": init}
-        actor = ProcessActor(name, self._host, config)
-        self._actors.append(actor)
-        try:
-            actor.restart()
-        except BaseException:
-            self._actors.remove(actor)
-            actor.end()
-            raise
-        return actor
+        return ProcessActor(name, self._host, config)
 
     def close(self) -> None:
         """See ``Engine``."""
         self._is_closed = True
         self._ends()
-
-    def __enter__(self) -> ProcessEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _end_all(actors: list[ProcessActor]) -> None:

@@ -23,7 +23,7 @@ class ServerRole:
     def __init__(self, index: int) -> None:
         torch.set_num_threads(1)
         self._index = index
-        self._shard = Shard([], 0, 0)
+        self._shard, self._num_shards = Shard([], 0, 0), 0
 
     def set_up(self, header: Header, buffers: Sequence[Any]) -> None:
         """Makes the shard of pieces; what was there is gone."""
@@ -35,6 +35,7 @@ class ServerRole:
             max_staleness=header["max_staleness"],
             is_leader=self._index == 0,
         )
+        self._num_shards += 1
 
     def assign(self, header: Header, buffers: Sequence[Any]) -> None:
         self._follow(header)
@@ -62,6 +63,8 @@ class ServerRole:
         commits, large = header.get("commits", ()), header.get("large", ())
         version, values = shard.pull(header["known"], commits, large)
         said = {"version": version, "updates": shard.updates(), "commits": shard.commits()}
+        if values and shard.is_sync:  # all workers pull one version; of others about one does
+            said["once"] = [self._num_shards, version, *large]
         return said, values
 
     def pull_rows(self, header: Header, buffers: Sequence[Any]) -> Answer:

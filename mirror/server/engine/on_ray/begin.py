@@ -13,7 +13,12 @@ NAMESPACE = "mirror"
 # Ray takes any address of the machine for its services, but for what it does on macOS; it reads
 # this when it is imported, and its processes read it, too.
 _CONSTANTS, _CONSTANT = "ray._private.ray_constants", "ENABLE_RAY_CLUSTER"
-_LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+_LOCAL = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Actors of Ray are nice to all others, by 15, and would stand still on a busy machine.
+    "RAY_worker_niceness": "0",
+}
 
 
 def begin_here() -> None:

@@ -3,7 +3,7 @@
 Buffers go through Ray's object store: they are put there once and read where they are by all
 processes of a machine. A method that returns what many will ask for says so in its header:
 ``{"once": 7}`` is an answer whose buffers are those of every answer of this method with 7; they
-are put there once, until an answer says another number.
+are put there once, until an answer says something else. What is small comes with the answer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from itertools import count
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -24,13 +24,15 @@ from mirror.server.engine.link import remote_error
 from mirror.server.engine.on_ray.begin import NAMESPACE, begin_here
 from mirror.server.engine.on_ray.client import RayClient, first_line
 from mirror.server.engine.on_ray.host import Host, as_json
+from mirror.server.engine.on_ray.places import place_of
 from mirror.server.engine.protocol import ActorDied, Address, Header, WireError
+from mirror.server.engine.starting import StartingEngine
 
 _NAME_SECONDS = 30.0  # until a name whose actor has ended is free again
 _LOOK_SECONDS = 1.0
 
 
-class RayEngine:
+class RayEngine(StartingEngine["RayActor"]):
     """Starts actors on the cluster that this program is connected to, or on this machine alone.
 
     Args:
@@ -41,6 +43,7 @@ class RayEngine:
     """
 
     def __init__(self, address: str | None = None, *, num_cpus: float = 0) -> None:
+        super().__init__()
         self._owns_ray = not ray.is_initialized()
         self._num_cpus = num_cpus
         address = address or os.environ.get("RAY_ADDRESS")  # of who was started by a job of Ray
@@ -49,24 +52,11 @@ class RayEngine:
         elif self._owns_ray:
             begin_here()
         self.id = secrets.token_hex(8)
-        self._actors: list[RayActor] = []
-        self._is_closed = False
-        self._changed = threading.Event()
+        self._numbers = count()
         threading.Thread(target=self._watch, name="actors of Ray", daemon=True).start()
 
-    def start(self, name: str, role: str, init: Header) -> RayActor:
-        """See ``Engine``."""
-        if self._is_closed:
-            raise WireError("this engine is closed; make another")
-        actor = RayActor(name, f"{self.id}-{len(self._actors)}-{name}", role, init, self._num_cpus)
-        self._actors.append(actor)
-        try:
-            actor.restart()
-        except BaseException:
-            self._actors.remove(actor)
-            actor.end()
-            raise
-        return actor
+    def _made(self, name: str, role: str, init: Header) -> RayActor:
+        return RayActor(name, self.id, next(self._numbers), role, init, self._num_cpus)
 
     def close(self) -> None:
         """See ``Engine``."""
@@ -77,17 +67,6 @@ class RayEngine:
             actor.end()
         if self._owns_ray:
             ray.shutdown()
-
-    def __enter__(self) -> RayEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _watch(self) -> None:
         """Hears which actors have ended."""
@@ -107,9 +86,13 @@ class RayEngine:
 class RayActor(RayClient):
     """An actor of Ray, as who has started it holds it."""
 
-    def __init__(self, name: str, actor: str, role: str, init: Header, num_cpus: float) -> None:
+    def __init__(
+        self, name: str, engine: str, number: int, role: str, init: Header, num_cpus: float
+    ) -> None:
+        actor = f"{engine}-{number}-{name}"
         super().__init__({"engine": "ray", "name": name, "actor": actor})
-        self._role, self._init, self._num_cpus = role, as_json(init), num_cpus
+        self._number, self._num_cpus = number, num_cpus
+        self._role, self._init = role, as_json(init)
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._died = threading.Event()
@@ -180,6 +163,7 @@ class RayActor(RayClient):
             name=self._address["actor"],
             namespace=NAMESPACE,
             num_cpus=self._num_cpus,
+            scheduling_strategy=place_of(self._number, self._num_cpus),
             max_restarts=0,
             max_concurrency=256 if is_concurrent else 1,
         )

@@ -10,10 +10,12 @@ import ray
 
 from mirror.server.engine.actor_process import role as role_of
 from mirror.server.engine.frames import as_array
-from mirror.server.engine.protocol import Header, WireError
+from mirror.server.engine.protocol import Array, Header, WireError
 from mirror.server.engine.service import method_of, returned, told
 
 ONCE = "once"
+LARGE = 64 << 10
+"""From how many bytes on buffers are put where others find them; fewer come with the answer."""
 
 
 class Host:
@@ -40,14 +42,14 @@ class Host:
         try:
             found, arrays = returned(method_of(self._target, method)(header, list(buffers)))
             found = as_json(found)
-            arrays = [as_array(buffer) for buffer in arrays]
+            sent: list[Array] = [as_array(buffer) for buffer in arrays]
         except BaseException as error:
             return ("raised", *told(error))
-        if ONCE not in found:
-            return "answer", found, arrays
+        if ONCE not in found or sum(array.nbytes for array in sent) < LARGE:
+            return "answer", found, sent
         known = self._put.get(method)
         if known is None or known[0] != found[ONCE]:
-            known = self._put[method] = found[ONCE], [ray.put(array) for array in arrays]
+            known = self._put[method] = found[ONCE], [ray.put(array) for array in sent]
         return "refs", found, known[1]
 
     def stay(self) -> None:

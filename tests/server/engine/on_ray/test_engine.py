@@ -20,6 +20,12 @@ def test_what_many_will_ask_for_is_put_there_once(actor):
     assert (actor.call("kept_once", {"number": 2}).result()[1][0] == 2).all()
 
 
+def test_a_small_answer_comes_as_it_is(actor):
+    for number in range(2):
+        actor.call("keep", {}, [np.full(10, number)]).result()
+        assert (actor.call("kept_once", {"number": 1}).result()[1][0] == number).all()
+
+
 def test_a_local_cluster_listens_on_loopback_alone(engine):
     listening = {}
     for table in ("tcp", "tcp6"):
