@@ -79,6 +79,7 @@ TESTED_BY = {
     "server/engine/fork_server.py": "server/engine/test_processes.py",
     "server/engine/link.py": "server/engine/test_protocol.py",
     "server/engine/nursery.py": "server/engine/test_processes.py",
+    "server/engine/on_ray/begin.py": "server/engine/on_ray/test_engine.py",
     "server/engine/on_ray/client.py": "server/engine/test_protocol.py",
     "server/engine/on_ray/host.py": "server/engine/test_protocol.py",
     "server/engine/output.py": "server/engine/test_processes.py",

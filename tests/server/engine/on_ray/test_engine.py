@@ -26,6 +26,11 @@ def test_a_small_answer_comes_as_it_is(actor):
         assert (actor.call("kept_once", {"number": 1}).result()[1][0] == number).all()
 
 
+def test_actors_of_a_local_cluster_are_as_nice_as_this_process(actor):
+    pid = actor.call("told").result()[0]["pid"]
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def test_a_local_cluster_listens_on_loopback_alone(engine):
     listening = {}
     for table in ("tcp", "tcp6"):

@@ -11,19 +11,20 @@ def node(name, alive=True, **resources):
     return {"NodeID": name, "Alive": alive, "Resources": resources}
 
 
-HEAD, GONE = node("head", memory=1.0), node("gone", alive=False, CPU=8.0)
-MACHINES = [HEAD, node("b", CPU=4.0), GONE, node("a", CPU=2.0)]
+A, B = "a" * 56, "b" * 56  # as Ray names them
+HEAD, GONE = node("c" * 56, memory=1.0), node("d" * 56, alive=False, CPU=8.0)
+MACHINES = [HEAD, node(B, CPU=4.0), GONE, node(A, CPU=2.0)]
 
 
 def test_actors_go_where_there_are_cpus():
-    assert places.machines_of(MACHINES) == ["a", "b"]
-    assert places.machines_of([HEAD, GONE]) == ["head"]
+    assert places.machines_of(MACHINES) == [A, B]
+    assert places.machines_of([HEAD, GONE]) == ["c" * 56]
     assert places.machines_of([GONE]) == []
 
 
 def test_one_machine_after_another_gets_actors(monkeypatch):
     monkeypatch.setattr(places.ray, "nodes", lambda: MACHINES)
     chosen = [places.place_of(number, 0) for number in range(4)]
-    assert [place.node_id for place in chosen] == ["a", "b", "a", "b"]
+    assert [place.node_id for place in chosen] == [A, B, A, B]
     assert all(place.soft for place in chosen)
     assert places.place_of(0, 1) == "SPREAD"
