@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_bench(commands)
     _add_checkpoint(commands)
+    _add_serve(commands)
     return parser
 
 
@@ -136,6 +137,32 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     export.add_argument("path", type=Path)
     export.add_argument("to", type=Path)
     export.set_defaults(command=_export)
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="be a parameter server or a worker of a program elsewhere",
+        description="Serves programs whose ParameterServerStrategy(cluster=...) has this address, "
+        "one after another, until it is interrupted. The key in MIRROR_ENGINE_KEY, 16 bytes or "
+        "more in hexadecimal, is the same in all their processes.",
+    )
+    parser.add_argument(
+        "address", nargs="?", metavar="HOST:PORT", help="default: the task's that TF_CONFIG says"
+    )
+    parser.add_argument("--host", help="where to listen, if not there; 0.0.0.0: on all networks")
+    parser.set_defaults(command=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from mirror.cluster import TFConfigResolver
+    from mirror.server import Server
+
+    cluster = TFConfigResolver() if args.address is None else args.address
+    with Server(cluster, host=args.host) as server:
+        print(f"serving at {server.address}", flush=True)
+        server.join()
+    return 0
 
 
 def _show(args: argparse.Namespace) -> int:

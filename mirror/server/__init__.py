@@ -4,6 +4,7 @@ from mirror.server.partitioners import FixedShards, MaxSize, MinSize
 from mirror.server.roles.coordinator import ClusterCoordinator
 from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerValues
 from mirror.server.roles.remote_value import RemoteValue
+from mirror.server.roles.serving import Server
 
 __all__ = [
     "ClusterCoordinator",
@@ -13,4 +14,5 @@ __all__ = [
     "PerWorkerDataset",
     "PerWorkerValues",
     "RemoteValue",
+    "Server",
 ]

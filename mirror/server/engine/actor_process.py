@@ -63,7 +63,7 @@ def run(tether: socket.socket) -> None:
     try:
         _prepare(config)
         target = role(config["role"])(**config["init"])
-        listener = _listener(config["host"], config["port"])
+        listener = listening(config["host"], config["port"])
         service = Service(target, listener, bytes.fromhex(config["key"]))
     except BaseException as error:
         content, pickled = told(error)
@@ -87,13 +87,26 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
+    """Returns a socket that has a port, 0: any that is free, which others of ours may have, too.
+
+    Who starts an actor holds its port, without listening, for as long as it may restart it.
+    """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     sock = socket.socket(family, socket.SOCK_STREAM)
-    # Who has started this holds the port, without listening, for as long as it may restart it.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    sock.bind((host, port))
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there."""
+    sock = bound(host, port)
     sock.listen(128)
     return sock
 

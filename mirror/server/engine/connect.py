@@ -23,6 +23,8 @@ from mirror.server.engine.protocol import (
 KEY_VARIABLE = "MIRROR_ENGINE_KEY"
 """The key in hexadecimal, for processes that no engine has started."""
 
+_LEAST_BYTES = 16
+
 _keys: dict[str, bytes] = {}
 
 
@@ -125,13 +127,30 @@ class SocketClient:
         return sock
 
 
+def key_of_environment() -> bytes:
+    """Returns the key that whoever starts the processes of a cluster has given them.
+
+    Raises:
+        WireError: it has given none, or what is none.
+    """
+    text = os.environ.get(KEY_VARIABLE, "")
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) < _LEAST_BYTES:
+        raise WireError(
+            f"{KEY_VARIABLE} is a key in hexadecimal, of {_LEAST_BYTES} bytes at least, the same "
+            f"in all processes of a cluster; {'it is not set' if not text else 'this is none'}; "
+            "make one: python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    return key
+
+
 def _key_of(address: Address) -> bytes:
     key = _keys.get(address["id"])
     if key is None and KEY_VARIABLE in os.environ:
-        try:
-            key = bytes.fromhex(os.environ[KEY_VARIABLE])
-        except ValueError:
-            raise WireError(f"{KEY_VARIABLE} is a key in hexadecimal") from None
+        key = key_of_environment()
     if key is None:
         raise WireError(
             f"{address['name']} is an actor of another program's engine, whose key is not known "

@@ -25,7 +25,11 @@ STRANGER_SECONDS = 10.0
 ACTOR_SECONDS = 60.0
 """How long an actor may take, which may be busy."""
 
-_MAGIC = b"mirror actor"
+ACTOR, SEAT = b"mirror actor", b"a free seat."
+"""Who says hello: an actor, or a seat on which there is none yet."""
+
+_MAGIC = ACTOR
+_SILENT_SECONDS = 15
 _RANDOM = 32
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sI{_RANDOM}s")
 _REPLY = struct.Struct(f"<{_HELLO.size}s32s")
@@ -38,14 +42,14 @@ def new_key() -> bytes:
     return os.urandom(32)
 
 
-def welcome(sock: socket.socket, key: bytes) -> None:
-    """The actor's side.
+def welcome(sock: socket.socket, key: bytes, who: bytes = ACTOR) -> None:
+    """The actor's side, or a seat's.
 
     Raises:
         WireError: the other side is none of ours, or has not this key.
     """
     with _Deadline(sock, STRANGER_SECONDS):
-        hello = _HELLO.pack(_MAGIC, VERSION, os.urandom(_RANDOM))
+        hello = _HELLO.pack(who, VERSION, os.urandom(_RANDOM))
         sock.sendall(hello)
         theirs, proof = _REPLY.unpack(_received(sock, _REPLY.size))
         magic, version, _ = _HELLO.unpack(theirs)
@@ -60,17 +64,20 @@ def welcome(sock: socket.socket, key: bytes) -> None:
         sock.sendall(_VERDICT.pack(_WELCOME, _proof(key, b"actor", hello, theirs)))
 
 
-def introduce(sock: socket.socket, key: bytes) -> None:
+def introduce(sock: socket.socket, key: bytes, who: bytes = ACTOR) -> None:
     """The client's side.
 
     Raises:
+        EOFError: there is a seat in place of an actor, or the other way round.
         WireError: the other side is none of ours, or has not this key.
     """
     with _Deadline(sock, ACTOR_SECONDS):
         hello = _received(sock, _HELLO.size)
         magic, version, _ = _HELLO.unpack(hello)
-        if magic != _MAGIC:
+        if magic not in (ACTOR, SEAT):
             raise WireError(f"who listens there is no actor of mirror: it says {magic!r}")
+        if magic != who:
+            raise EOFError("the actor has ended" if magic == SEAT else "it serves another program")
         if version != VERSION:
             raise WireError(_versions(version))
         ours = _HELLO.pack(_MAGIC, VERSION, os.urandom(_RANDOM))
@@ -82,6 +89,17 @@ def introduce(sock: socket.socket, key: bytes) -> None:
             raise WireError("the actor has another key: it is another engine's")
         if not hmac.compare_digest(proof, _proof(key, b"actor", hello, ours)):
             raise WireError("who listens there does not have the engine's key")
+
+
+def notice_silence(sock: socket.socket) -> None:
+    """Has a connection end within a minute, on which nothing is said, if its other side is gone.
+
+    The kernel asks, not the program: a machine that is cut off says nothing of its end.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
 
 
 class _Deadline:

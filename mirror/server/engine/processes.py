@@ -10,7 +10,6 @@ whichever goes, and whatever was forked in between and holds descriptors open, n
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from multiprocessing import spawn
 from os import environ
 from typing import Any
 
-from mirror.server.engine.actor_process import receive_words, send_words
+from mirror.server.engine.actor_process import bound, receive_words, send_words
 from mirror.server.engine.connect import SocketClient, know
 from mirror.server.engine.handshake import new_key
 from mirror.server.engine.link import Pending, remote_error
@@ -73,15 +72,11 @@ def _end_all(actors: list[ProcessActor]) -> None:
 class ProcessActor:
     """An actor in a process of this machine, as who has started it holds it."""
 
-    def __init__(self, name: str, host: str, config: dict[str, Any]) -> None:
+    def __init__(self, name: str, host: str, config: dict[str, Any], port: int = 0) -> None:
         self.name = name
         self._config = config
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         # Bound, it keeps the port for the next process of this actor; it never listens.
-        self._port = socket.socket(family, socket.SOCK_STREAM)
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self._port.bind((host, 0))
+        self._port = bound(host, port)
         where = {"host": host, "port": self._port.getsockname()[1]}
         self._config |= where
         self._client = SocketClient(
@@ -171,9 +166,12 @@ class ProcessActor:
     def _set_up(self, child: Child) -> None:
         prepared = spawn.get_preparation_data(self.name)
         kept = {key: prepared[key] for key in _OF_SPAWN if key in prepared}
+        config = {**self._config, "environ": dict(environ), "prepared": kept}
         try:
-            send_words(child.tether, {**self._config, "environ": dict(environ), "prepared": kept})
-            answer = receive_words(child.tether)
+            # Of its own: the other is closed at the news of an end, maybe before this is read.
+            with child.tether.dup() as tether:
+                send_words(tether, config)
+                answer = receive_words(tether)
         except OSError:
             answer = None
         if answer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -49,7 +50,8 @@ class StartingEngine(ABC, Generic[StartableT]):
         try:
             actor.restart()
         except BaseException:
-            self._actors.remove(actor)
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                self._actors.remove(actor)
             actor.end()
             raise
         return actor

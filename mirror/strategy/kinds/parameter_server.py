@@ -18,7 +18,12 @@ from mirror.server.partitioners import Partitioner
 from mirror.server.placement import PlacementFunction, check_placement
 from mirror.server.recording import Recorded
 from mirror.strategy.arguments import check_call
-from mirror.strategy.kinds.server_options import at_least, check_engine, counts_of
+from mirror.strategy.kinds.server_options import (
+    at_least,
+    check_engine,
+    engine_of,
+    tasks_of,
+)
 from mirror.strategy.scope import refuse_inside_another
 from mirror.uncopied import Uncopied
 from mirror.values import PerReplica, local_results
@@ -73,7 +78,8 @@ class ParameterServerStrategy(Uncopied):
     Args:
         num_servers, num_workers: how many processes of each; or see ``cluster``.
         cluster: a ``mirror.cluster.ClusterSpec``, a dict, or a resolver, with the jobs "ps",
-            "worker" and perhaps "chief", that says how many there are.
+            "worker" and perhaps "chief": where ``mirror.server.Server`` processes, one for each
+            task, are waiting. All have the same key in MIRROR_ENGINE_KEY.
         engine: what processes are: ``"process"``, of this machine; ``"ray"``, actors; ``"auto"``
             chooses; or an engine.
         sync: whether an update is the mean of several gradients of the same values, weighted by
@@ -88,7 +94,8 @@ class ParameterServerStrategy(Uncopied):
 
     Raises:
         ValueError: a number that is not positive; options that go with the other of sync and
-            not; jobs of another name, or none of ps or worker.
+            not; jobs of another name, none of ps or worker, or no addresses.
+        StrategyError: the resolver says that this process is a server or a worker.
     """
 
     _instead = "a step that is scheduled may use it"
@@ -106,12 +113,11 @@ class ParameterServerStrategy(Uncopied):
         partitioner: Partitioner | None = None,
         placement: str | PlacementFunction = "round_robin",
     ) -> None:
+        check_engine(engine)
+        self._tasks = None
         if cluster is not None:
-            if num_servers is not None or num_workers is not None:
-                raise ValueError(
-                    "num_servers and num_workers are what cluster= says; give one of the two"
-                )
-            num_servers, num_workers = counts_of(cluster)
+            self._tasks = tasks = tasks_of(cluster, engine, (num_servers, num_workers))
+            num_servers, num_workers = len(tasks.servers), len(tasks.workers)
         self._num_servers = at_least("num_servers", 1 if num_servers is None else num_servers)
         self._num_workers = at_least("num_workers", 1 if num_workers is None else num_workers)
         if not isinstance(sync, bool):
@@ -136,7 +142,6 @@ class ParameterServerStrategy(Uncopied):
                 f" or a function of shape and dtype; got {in_words(partitioner)}"
             )
         check_placement(placement)
-        check_engine(engine)
         self._engine = engine
         self._to_aggregate = (replicas_to_aggregate or self._num_workers) if sync else None
         self._max_staleness = max_staleness
@@ -259,7 +264,7 @@ class ParameterServerStrategy(Uncopied):
         settings = Settings(
             self._num_servers,
             self._num_workers,
-            self._engine,
+            self._engine if self._tasks is None else engine_of(self._tasks),
             self._to_aggregate,
             self._max_staleness,
             self._partitioner,

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from mirror.errors import in_words
 
-_JOBS = ("chief", "worker", "ps")
+if TYPE_CHECKING:
+    from mirror.server.engine.protocol import Engine
+    from mirror.server.tasks import Tasks
 
 
-def counts_of(cluster: Any) -> tuple[int, int]:
-    """Returns how many servers and workers a cluster has."""
-    from mirror.cluster.spec import ClusterSpec  # which most programs do without
+def tasks_of(cluster: Any, engine: object, counts: Sequence[object]) -> Tasks:
+    """Returns where a cluster's servers and workers are.
 
-    spec = cluster.cluster_spec() if hasattr(cluster, "cluster_spec") else cluster
-    spec = ClusterSpec(spec)
-    unknown = [job for job in spec.jobs if job not in _JOBS]
-    if unknown:
+    Raises:
+        ValueError: as ``mirror.server.tasks``; or something else says how many there are,
+            or starts them.
+    """
+    from mirror.server import tasks
+
+    if any(count is not None for count in counts):
+        raise ValueError("num_servers and num_workers are what cluster= says; give one of the two")
+    found = tasks.tasks_of(cluster)
+    if engine != "auto":
         raise ValueError(
-            f"a cluster of parameter servers has the jobs {', '.join(map(repr, _JOBS))}; got "
-            f"{unknown[0]!r}"
+            f"engine={in_words(engine)} starts servers and workers itself, and not at the "
+            "addresses of cluster=, where mirror.server.Server processes are waiting; leave out "
+            f"engine=, or give num_servers={len(found.servers)}, num_workers={len(found.workers)}"
         )
-    counts = {job: spec.num_tasks(job) if job in spec.jobs else 0 for job in _JOBS}
-    if counts["chief"] > 1:
-        raise ValueError(f"a cluster has at most one chief; got {counts['chief']}")
-    for job in ("ps", "worker"):
-        if counts[job] < 1:
-            raise ValueError(f"a cluster of parameter servers has at least one {job}; got none")
-    return counts["ps"], counts["worker"]
+    return found
+
+
+def engine_of(tasks: Tasks) -> Engine:
+    """Returns the engine whose actors are where a cluster's tasks are.
+
+    Raises:
+        WireError: there is no key.
+    """
+    from mirror.server.engine.connect import key_of_environment
+    from mirror.server.engine.seats.engine import SeatEngine
+
+    return SeatEngine(tasks.by_name(), key_of_environment())
 
 
 def at_least(name: str, value: object, least: int = 1) -> int:

@@ -3,15 +3,39 @@
 import pytest
 
 from mirror.server.engine.choose import make_engine
+from mirror.server.engine.handshake import new_key
+from mirror.server.engine.seats.engine import SeatEngine
+from mirror.server.engine.seats.seat import Seat
 
 ECHO = "tests.server.engine.roles:Echo"
 
 
-@pytest.fixture(scope="session", params=["process", pytest.param("ray", marks=[pytest.mark.slow])])
+SLOW = [pytest.param(name, marks=[pytest.mark.slow]) for name in ("seats", "ray")]
+
+
+class SeatsHere(SeatEngine):
+    """Puts a seat for each actor on this machine."""
+
+    def __init__(self):
+        super().__init__({}, new_key())
+        self.seats = []
+
+    def start(self, name, role, init):
+        self.seats.append(Seat("127.0.0.1", 0, self._key))
+        self._addresses[name] = "127.0.0.1", self.seats[-1].port
+        return super().start(name, role, init)
+
+    def close(self):
+        super().close()
+        for seat in self.seats:
+            seat.close()
+
+
+@pytest.fixture(scope="session", params=["process", *SLOW])
 def engine(request):
     if request.param == "ray":
         pytest.importorskip("ray")
-    with make_engine(request.param) as engine:
+    with SeatsHere() if request.param == "seats" else make_engine(request.param) as engine:
         yield engine
 
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from mirror.server.engine import connect as connecting
+from mirror.server.engine import processes
+from mirror.server.engine.actor_process import receive_words
 from mirror.server.engine.connect import connect
-from mirror.server.engine.nursery import nursery
+from mirror.server.engine.nursery import Nursery, nursery
 from mirror.server.engine.processes import ProcessEngine
-from mirror.server.engine.protocol import ActorDied, WireError
+from mirror.server.engine.protocol import ActorDied, RemoteError, WireError
 from tests.server.engine.conftest import ECHO
 
 
@@ -193,6 +195,23 @@ def test_an_engine_that_nobody_holds_ends_its_actors():
     assert not lives(pid)
 
 
+def test_why_an_actor_does_not_stand_is_heard_after_its_end(process_engine, monkeypatch):
+    children, fork = [], Nursery.fork
+
+    def noted(self, name):
+        children.append(fork(self, name))
+        return children[-1]
+
+    def late(sock):
+        assert children[-1].ended.wait(60)
+        return receive_words(sock)
+
+    monkeypatch.setattr(Nursery, "fork", noted)
+    monkeypatch.setattr(processes, "receive_words", late)
+    with pytest.raises(RemoteError, match="Missing"):
+        process_engine.start("new", "tests.server.engine.roles:Missing", {})
+
+
 def test_actors_that_fork_end_all_the_same(process_engine):
     """Their children hold descriptors of theirs."""
     actor = process_engine.start("parent", ECHO, {})
@@ -209,7 +228,7 @@ def test_actors_end_with_who_has_started_them(forks):
     program = f"""
 import os, signal, sys
 from mirror.server.engine.processes import ProcessEngine
-from mirror.server.engine.nursery import nursery
+from mirror.server.engine.nursery import Nursery, nursery
 engine = ProcessEngine()
 pids = [engine.start(name, {ECHO!r}, {{}}).pid for name in "ab"]
 print(nursery().pid, *pids, flush=True)

@@ -1,0 +1,1 @@
+"""Actors at given addresses, where somebody has started a process for each."""
