@@ -45,6 +45,10 @@ class BuildHostLibraries(build_ext):  # type: ignore[misc]  # setuptools has no 
             package.mkdir(parents=True, exist_ok=True)
             for source in (*Path("csrc").glob("*.cu"), *Path("csrc").glob("*.h")):
                 shutil.copy2(source, package)
+            programs = Path(self.build_lib, "mirror", "benchmarks")  # of `mirror bench`
+            programs.mkdir(parents=True, exist_ok=True)
+            for source in Path("benchmarks").glob("*.py"):
+                shutil.copy2(source, programs)
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name))
@@ -73,7 +77,10 @@ class BuildHostLibraries(build_ext):  # type: ignore[misc]  # setuptools has no 
 
 
 class PlatformWheel(bdist_wheel):  # type: ignore[misc]
-    """A wheel for one platform and every Python."""
+    """A wheel for one platform and every Python.
+
+    It loads wherever glibc is 2.28 or newer: `make wheel` checks it and names it so.
+    """
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

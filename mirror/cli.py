@@ -115,9 +115,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _bench(args: argparse.Namespace) -> int:
     name = _BENCHMARKS[args.what]
-    script = Path(__file__).resolve().parents[1] / "benchmarks" / name
-    if not script.exists():
-        raise MirrorError(f"benchmarks/{name} comes with the source, not with an installed wheel")
+    package = Path(__file__).resolve().parent
+    places = (package / "benchmarks", package.parent / "benchmarks")  # of a wheel, of a checkout
+    script = next((folder / name for folder in places if (folder / name).exists()), None)
+    if script is None:
+        raise MirrorError(
+            f"benchmarks/{name} is missing in this installation; install mirror anew"
+        )
     return subprocess.run([sys.executable, str(script), *args.arguments]).returncode
 
 
@@ -204,7 +208,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         metavar="DIR",
         help="gzipped IDX files under MNIST's names; default: Fashion-MNIST of the Debian package "
-        "dataset-fashion-mnist if it is installed, else scikit-learn's digits",
+        "dataset-fashion-mnist if it is installed, else scikit-learn's digits, else drawn ones",
     )
     parser.set_defaults(command=_demo)
 

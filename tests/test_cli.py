@@ -85,3 +85,17 @@ def test_the_version_is_that_of_the_package(capsys):
         cli.main(["--version"])
     assert exited.value.code == 0
     assert capsys.readouterr().out == f"mirror {mirror.__version__}\n"
+
+
+@pytest.mark.parametrize("layout", ["mirror", "."])  # of an installed wheel, of a checkout
+def test_a_benchmark_is_found_where_the_wheel_or_the_checkout_has_it(
+    layout, monkeypatch, tmp_path, capfd
+):
+    folder = tmp_path / layout / "benchmarks"
+    folder.mkdir(parents=True)
+    (folder / "overhead.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(3)\n")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "mirror" / "cli.py"))
+    assert cli.main(["bench", "overhead", "--rounds", "1"]) == 3
+    assert capfd.readouterr().out == "['--rounds', '1']\n"
+    assert cli.main(["bench", "train"]) == 1
+    assert "train_step.py is missing in this installation" in capfd.readouterr().err

@@ -6,11 +6,10 @@
 // before the deadline. Here all are launched within some microseconds, and whoever calls by ctypes
 // holds no lock of the interpreter meanwhile.
 //
-// The driver's C API is loaded at run time, so that no CUDA is needed to build or to import this.
-// Its types and values stand below as in cuda.h of CUDA 12 and 13; tests/comm/kernels compares them
-// with that file where there is one.
-
-#include <dlfcn.h>
+// The driver's C API comes at run time, as addresses, so that no CUDA is needed to build or to
+// import this. Who calls looks them up: dlopen() here would ask for glibc 2.34. Its types and
+// values stand below as in cuda.h of CUDA 12 and 13; tests/comm/kernels compares them with that
+// file where there is one.
 
 #include <cstdint>
 #include <cstring>
@@ -38,6 +37,7 @@ struct Config {
 };
 constexpr unsigned kCooperative = 2;  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 
+// In the order of NAMES in mirror/comm/kernels/launcher.py.
 struct Driver {
   Result (*init)(unsigned);
   Result (*device_get)(int*, int);
@@ -55,12 +55,6 @@ std::mutex loading;
 Driver driver;
 bool is_loaded = false;
 void* contexts[kMaxDevices];
-
-template <typename Function>
-bool find(void* library, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  return function != nullptr;
-}
 
 // Returns the context that the runtime, and so torch, uses on a device.
 Result context_of(int device, void** context) {
@@ -94,23 +88,14 @@ struct Launch {
 
 int mirror_launch_bytes() { return static_cast<int>(sizeof(Launch)); }
 
-// Loads the driver's library once; returns whether it is there.
-bool mirror_load_driver(const char* path) {
+int mirror_driver_bytes() { return static_cast<int>(sizeof(Driver)); }
+
+// Takes the addresses of the driver's functions once; returns whether the driver is ready.
+bool mirror_use_driver(const Driver* found) {
   const std::lock_guard<std::mutex> lock(loading);
   if (is_loaded) return true;
-  void* library = dlopen(path, RTLD_NOW);
-  if (library == nullptr) return false;
-  Driver found;
-  if (!find(library, "cuInit", found.init) || !find(library, "cuDeviceGet", found.device_get) ||
-      !find(library, "cuDevicePrimaryCtxRetain", found.retain) ||
-      !find(library, "cuCtxGetCurrent", found.get_current) ||
-      !find(library, "cuCtxSetCurrent", found.set_current) ||
-      !find(library, "cuLaunchKernelEx", found.launch) ||
-      !find(library, "cuGetErrorString", found.error_string) || found.init(0) != 0) {
-    dlclose(library);
-    return false;
-  }
-  driver = found;
+  if (found->init(0) != 0) return false;
+  driver = *found;
   return is_loaded = true;
 }
 

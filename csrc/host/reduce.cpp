@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
@@ -21,6 +20,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "condition.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -254,7 +255,7 @@ class Helpers {
   }
 
   std::mutex mutex_;
-  std::condition_variable work_arrived_, nobody_works_;
+  Condition work_arrived_, nobody_works_;
   Work* work_ = nullptr;
   int seats_ = 0;
   int num_threads_ = 0;

@@ -1,10 +1,11 @@
-"""Labelled images to train on: IDX files (MNIST, Fashion-MNIST) and scikit-learn's digits."""
+"""Labelled images to train on: IDX files (MNIST, Fashion-MNIST), scikit-learn's digits, ours."""
 
 from __future__ import annotations
 
 import gzip
 import zlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mirror.errors import MirrorError
+from mirror.train.drawn import draw_digits
 
-__all__ = ["Images", "ImagesError", "load_digits", "load_idx", "load_images"]
+__all__ = ["Images", "ImagesError", "load_digits", "load_drawn", "load_idx", "load_images"]
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where the Debian package dataset-fashion-mnist puts its files."""
@@ -46,16 +48,31 @@ class Images:
 
 
 def load_images(directory: Path | None = None) -> Images:
-    """Loads the IDX files in a directory, else Debian's Fashion-MNIST, else the digits.
+    """Loads the IDX files in a directory, else Debian's Fashion-MNIST, else some digits.
+
+    These are scikit-learn's where it is installed, else drawn ones.
 
     Raises:
-        ImagesError: see ``load_idx`` and ``load_digits``.
+        ImagesError: see ``load_idx``.
     """
     if directory is not None:
         return load_idx(directory, name=f"images in {directory}")
     if FASHION_MNIST.is_dir():
         return load_idx(FASHION_MNIST, name="Fashion-MNIST")
-    return load_digits()
+    return load_digits() if find_spec("sklearn") is not None else load_drawn()
+
+
+def load_drawn() -> Images:
+    """Draws 2,000 digits of 12x12, the last 400 of them for the test."""
+    x, y = draw_digits(2000)
+    train, test = slice(1600), slice(1600, None)
+    return Images(
+        "drawn digits",
+        _scaled(x[train], 255),
+        _labels(y[train]),
+        _scaled(x[test], 255),
+        _labels(y[test]),
+    )
 
 
 def load_idx(directory: Path, name: str) -> Images:

@@ -63,3 +63,14 @@ def test_a_library_per_source_is_built_once(build, compiler, tmp_path):
     os.utime(libraries[0], (0, 0))  # as if its source had changed since
     assert build(program).returncode == 0
     assert len(calls.read_text().splitlines()) == len(names) + 1
+
+
+def test_a_wheel_holds_the_kernels_and_the_benchmarks(build, compiler, tmp_path):
+    program, _ = compiler
+    assert build(program).returncode == 0
+    package = tmp_path / "lib" / "mirror"
+    for folder, patterns in (("comm/csrc", ("*.cu", "*.h")), ("benchmarks", ("*.py",))):
+        source = ROOT / folder.removeprefix("comm/")
+        expected = {path.name for pattern in patterns for path in source.glob(pattern)}
+        assert {path.name for path in (package / folder).iterdir()} == expected
+        assert expected

@@ -17,6 +17,11 @@ from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_launch.so"
 DRIVER = "libcuda.so.1"
+NAMES = (
+    *"cuInit cuDeviceGet cuDevicePrimaryCtxRetain cuCtxGetCurrent cuCtxSetCurrent".split(),
+    *"cuLaunchKernelEx cuGetErrorString".split(),
+)
+"""The driver's functions, in the order of the struct Driver in csrc/host/launch.cpp."""
 
 
 class Launch(ctypes.Structure):
@@ -61,14 +66,23 @@ def launch(launches: Sequence[Launch], what: str) -> None:
 @cache
 def missing_reason() -> str | None:
     """Returns why kernels cannot be launched here; ``None`` when they can."""
-    reason = unusable_reason(
-        PATH, lambda: bool(library().mirror_launch_bytes() == ctypes.sizeof(Launch))
-    )
+    reason = unusable_reason(PATH, _is_current)
     if reason is not None:
         return reason
-    if not library().mirror_load_driver(DRIVER.encode()):
+    try:
+        driver = ctypes.CDLL(DRIVER)
+        found = [ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for name in NAMES]
+    except (OSError, AttributeError):
+        found = []
+    if not found or not library().mirror_use_driver((ctypes.c_void_p * len(NAMES))(*found)):
         return f"the CUDA driver's library {DRIVER} does not load, or is older than CUDA 11.8"
     return None
+
+
+def _is_current() -> bool:
+    sizes = (library().mirror_launch_bytes(), library().mirror_driver_bytes())
+    pointer = ctypes.sizeof(ctypes.c_void_p)
+    return sizes == (ctypes.sizeof(Launch), len(NAMES) * pointer)
 
 
 @cache
@@ -80,7 +94,7 @@ def library() -> ctypes.CDLL:
         ctypes.c_int,
         ctypes.POINTER(ctypes.c_int),
     ]
-    loaded.mirror_load_driver.argtypes = [ctypes.c_char_p]
-    loaded.mirror_load_driver.restype = ctypes.c_bool
+    loaded.mirror_use_driver.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+    loaded.mirror_use_driver.restype = ctypes.c_bool
     loaded.mirror_driver_error.restype = ctypes.c_char_p
     return loaded
