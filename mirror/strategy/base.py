@@ -21,13 +21,13 @@ from mirror.execution.current import current
 from mirror.execution.locksteps import end_threads
 from mirror.execution.replicas import Replica
 from mirror.pictures.trace import Trace
-from mirror.replica.collectives.reduction import ReduceOp
+from mirror.replica.collectives.reduction import Op
 from mirror.steps.running.compiled_step import CompiledStep
 from mirror.strategy.arguments import calling, check_call, taking_part
 from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.compiling import compiled_step
 from mirror.strategy.group import Group
-from mirror.strategy.options import CommunicationOptions, Guards
+from mirror.strategy.options import CommunicationOptions, Fallback, Guards, Mode
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.scope import Scope
@@ -161,7 +161,7 @@ class Strategy(Uncopied):
         return regroup(run.results, num_replicas, run.all_weights())
 
     def compile(
-        self, step: Callable[..., Any], *, fallback: str = "error", mode: str = "auto"
+        self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
     ) -> CompiledStep:
         """Returns a step that all replicas run as programs of one trace: ``compiled(batch)``.
 
@@ -177,7 +177,7 @@ class Strategy(Uncopied):
         runner = self._group.runner
         return ReplicaContext(replica or runner.lone_replica(), runner, self._group.gradients)
 
-    def reduce(self, op: str | ReduceOp, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, op: Op, value: Any, axis: int | None = None) -> Any:
         """Combines the parts of PerReplica values; keeps structures.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 
@@ -13,10 +14,16 @@ from mirror.devices import is_simulated, resolve
 from mirror.signposts import signposted_call
 from mirror.strategy.backend import make_communicator
 from mirror.strategy.base import Strategy
-from mirror.strategy.options import CommunicationOptions, Guards, check_choice
+from mirror.strategy.options import (
+    CommunicationOptions,
+    GradientReduction,
+    Guards,
+    Schedule,
+    check_choice,
+)
 
-_SCHEDULES = ("auto", "lockstep", "staggered")
-_GRADIENT_REDUCTIONS = ("mean", "sum")
+_SCHEDULES = get_args(Schedule)
+_GRADIENT_REDUCTIONS = get_args(GradientReduction)
 
 
 @signposted_call
@@ -66,26 +73,27 @@ class MirroredStrategy(Strategy):
         *,
         communication_options: CommunicationOptions | None = None,
         guards: Guards | None = None,
-        gradient_reduction: str = "mean",
-        schedule: str = "auto",
+        gradient_reduction: GradientReduction = "mean",
+        schedule: Schedule = "auto",
     ) -> None:
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
         options = or_default(communication_options, CommunicationOptions)
         resolved = resolve(devices)
+        manner: str = schedule
         simulated = is_simulated(resolved)
         if len(resolved) == 1 and simulated:
-            schedule = "lockstep"
+            manner = "lockstep"
         elif schedule == "auto" and not simulated:
-            schedule = "staggered"
+            manner = "staggered"
         elif schedule == "staggered" and simulated:
-            schedule = "concurrent"
+            manner = "concurrent"
         super().__init__(
             resolved,
             make_communicator(backend, resolved, options),
             options,
             or_default(guards, Guards),
-            schedule=schedule,
+            schedule=manner,
             weighted=gradient_reduction == "mean",
             workers=self._meet(resolved, backend, options),
             home=self._home(resolved),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
 from mirror.data.options import is_int
 from mirror.errors import in_words
 from mirror.signposts import signposted_call
+
+# What a type checker finds a typo in; check_choice finds it when the program runs.
+Fallback: TypeAlias = Literal["error", "eager"]
+GradientReduction: TypeAlias = Literal["mean", "sum"]
+Mode: TypeAlias = Literal["auto", "inductor", "trace"]
+Schedule: TypeAlias = Literal["auto", "lockstep", "staggered"]
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -16,6 +16,7 @@ from mirror.execution.replicas import Replica
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
+from mirror.replica.collectives.reduction import Op
 from mirror.replica.gradients.gradients import Gradients
 from mirror.signposts import signposted
 from mirror.uncopied import Uncopied
@@ -100,7 +101,7 @@ class ReplicaContext(Uncopied):
         self._run.set_weight(self._replica.replica_id, value)
 
     @opaque
-    def all_reduce(self, op: Any, value: Any) -> Any:
+    def all_reduce(self, op: Op, value: Any) -> Any:
         """Reduces a structure of tensors over the replicas that take part, in one collective.
 
         Differentiable for sum and mean, as part of the one loss that the replicas have in common;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from functools import reduce
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ class ReduceOp(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+
+Op: TypeAlias = (
+    Literal["sum", "mean", "max", "min", "prod", "SUM", "MEAN", "MAX", "MIN", "PROD"] | ReduceOp
+)
+"""What a type checker lets users write; any case, and other libraries' members, work too."""
 
 _PAIRWISE: dict[str, Any] = {
     "sum": torch.add,

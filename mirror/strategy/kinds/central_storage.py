@@ -13,7 +13,14 @@ from mirror.errors import DeviceError
 from mirror.signposts import signposted_call
 from mirror.strategy.kinds.one_device import check_one
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.options import CommunicationOptions, Guards
+from mirror.strategy.options import (
+    CommunicationOptions,
+    Fallback,
+    GradientReduction,
+    Guards,
+    Mode,
+    Schedule,
+)
 
 
 @signposted_call
@@ -56,8 +63,8 @@ class CentralStorageStrategy(MirroredStrategy):
         backend: str | Communicator = "auto",
         communication_options: CommunicationOptions | None = None,
         guards: Guards | None = None,
-        gradient_reduction: str = "mean",
-        schedule: str = "auto",
+        gradient_reduction: GradientReduction = "mean",
+        schedule: Schedule = "auto",
     ) -> None:
         if compute_devices is not None and not isinstance(compute_devices, (str, int)):
             if not tuple(compute_devices):
@@ -85,7 +92,7 @@ class CentralStorageStrategy(MirroredStrategy):
         return f"{super().__repr__()[:-1]}, parameter_device='{self._parameter_device}')"
 
     def compile(
-        self, step: Callable[..., Any], *, fallback: str = "error", mode: str = "auto"
+        self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
     ) -> Any:
         """Returns a step that runs as it is, for ``fallback="eager"``.
 

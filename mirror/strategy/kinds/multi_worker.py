@@ -18,7 +18,7 @@ from mirror.concurrency.stack import line_of, user_line
 from mirror.pictures.trace import Trace
 from mirror.signposts import signposted_call
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.options import CommunicationOptions, Guards
+from mirror.strategy.options import CommunicationOptions, GradientReduction, Guards, Schedule
 from mirror.strategy.report import Report
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         guards: Guards | None = None,
-        gradient_reduction: str = "mean",
-        schedule: str = "auto",
+        gradient_reduction: GradientReduction = "mean",
+        schedule: Schedule = "auto",
     ) -> None:
         self._resolver = cluster_resolver
         super().__init__(

@@ -14,6 +14,7 @@ from torch import nn
 
 from mirror.errors import StrategyError, in_words
 from mirror.execution.current import Context, current, enter, here
+from mirror.replica.collectives.reduction import Op
 from mirror.server.partitioners import Partitioner
 from mirror.server.placement import PlacementFunction, check_placement
 from mirror.server.recording import Recorded
@@ -223,7 +224,7 @@ class ParameterServerStrategy(Uncopied):
         check_call(fn, args, kwargs)
         return fn(*args, **(kwargs or {}))
 
-    def reduce(self, op: Any, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, op: Op, value: Any, axis: int | None = None) -> Any:
         """Returns the value, reduced over ``axis``, and warns as ``run``."""
         self._warn("reduce")
         if axis is None or not isinstance(value, torch.Tensor):

@@ -1,0 +1,34 @@
+# mirror for machines with NVIDIA GPUs; torch brings CUDA, the machine its driver and the
+# NVIDIA Container Toolkit:
+#
+#     docker build --tag mirror .
+#     docker run --rm --gpus all --shm-size 1g mirror doctor
+#
+# For CUDA 12: --build-arg CUDA=cu12 --build-arg INDEX=https://download.pytorch.org/whl/cu126
+
+FROM python:3.12-slim-bookworm AS build
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
+COPY benchmarks benchmarks
+COPY csrc csrc
+COPY mirror mirror
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:3.12-slim-bookworm
+ARG TORCH=2.13.0
+ARG CUDA=cu13
+ARG INDEX=https://pypi.org/simple
+RUN pip install --no-cache-dir --index-url "${INDEX}" "torch==${TORCH}"
+COPY --from=build /wheels /wheels
+# The version once more, so that no extra can pull another torch.
+RUN pip install --no-cache-dir "torch==${TORCH}" "$(echo /wheels/*.whl)[${CUDA}]"
+RUN useradd --create-home --uid 1000 mirror
+USER 1000
+WORKDIR /home/mirror
+# What the NVIDIA Container Toolkit reads where --gpus is not given.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENTRYPOINT ["mirror"]
+CMD ["doctor"]
