@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -64,7 +65,8 @@ def resolve(
         if isinstance(device, Sequence) and not isinstance(device, str):
             raise DeviceError(
                 f"devices have one entry per replica, each one device; got {[*wanted]!r}, with "
-                "several for one replica; a model that one GPU cannot hold is sharded with "
+                "several for one replica; a model that one GPU cannot hold has its layers on the "
+                "devices of mirror.MirroredStrategy([[...], [...]]), or is sharded with "
                 "torch.distributed.fsdp.fully_shard, or its layers placed with "
                 "torch.distributed.pipelining, in a process per GPU; where the optimizer's state "
                 "is what does not fit, use mirror.CentralStorageStrategy"
@@ -79,6 +81,40 @@ def resolve(
             f"{_visible(num_cuda)}; {_SIMULATE}"
         )
     return resolved
+
+
+def resolve_places(devices: Any = None) -> tuple[tuple[torch.device, ...], ...]:
+    """Returns each replica's devices: several, where a list of lists says so.
+
+    Args:
+        devices: what ``resolve`` takes, or a sequence with a sequence of them for each replica.
+
+    Raises:
+        DeviceError: as ``resolve``; the lists are of unlike length or empty, are mixed with
+            devices, or a GPU is there twice.
+    """
+    if not _is_list(devices) or not any(map(_is_list, devices)):
+        return tuple((device,) for device in resolve(devices))
+    rule = "devices have one entry per replica, all of them devices, or lists of equally many"
+    if not all(map(_is_list, devices)):
+        raise DeviceError(
+            f"{rule}; got {[*devices]!r}, of both kinds; put the devices of each replica, also a "
+            "lone one, in a list"
+        )
+    sizes = [len(row) for row in devices]
+    if len(set(sizes)) > 1 or 0 in sizes:
+        raise DeviceError(
+            f"{rule}; got {[*devices]!r}, with {', '.join(map(str, sizes))}; give every replica a "
+            "device for each position at which the model has layers"
+        )
+    flat = resolve([device for row in devices for device in row])
+    for device in flat:
+        if sizes[0] > 1 and device.type == "cuda" and flat.count(device) > 1:
+            raise DeviceError(
+                f"a GPU is at one position of one replica; got {[*devices]!r}, where '{device}' "
+                "is twice; name each GPU once, or simulate by lists of 'cpu'"
+            )
+    return tuple(flat[i : i + sizes[0]] for i in range(0, len(flat), sizes[0]))
 
 
 def num_cuda_devices() -> int:
@@ -224,6 +260,10 @@ def _parse_one(device: object, num_cuda: int) -> tuple[str, torch.device]:
         )
     is_cpu = match[1].lower() == "cpu"
     return name, _CPU if is_cpu else torch.device("cuda", int(match[2] or 0))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_index(value: object) -> bool:

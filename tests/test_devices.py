@@ -1,5 +1,6 @@
 """mirror/devices.py: every name a user may write, on machines with any number of GPUs."""
 
+import re
 import threading
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import nn
 
 import mirror
 from mirror import devices
-from mirror.devices import generators_of, separate_streams
+from mirror.devices import generators_of, resolve_places, separate_streams
 from mirror.errors import DeviceError
 
 CPU = torch.device("cpu")
@@ -217,11 +218,52 @@ def test_a_device_that_was_seeded_apart_keeps_its_stream():
 @pytest.mark.parametrize(
     "several", [[["cpu", "cpu"], ["cpu", "cpu"]], [("cuda:0", "cuda:1")], ["cpu", ["cpu"]]]
 )
-@pytest.mark.parametrize("kind", [mirror.MirroredStrategy, mirror.CentralStorageStrategy])
+@pytest.mark.parametrize(
+    "kind", [mirror.CentralStorageStrategy, mirror.MultiWorkerMirroredStrategy]
+)
 def test_a_replica_with_several_devices_is_refused_and_told_what_to_use(kind, several):
     with pytest.raises(mirror.DeviceError, match=r"one entry per replica.*fully_shard") as raised:
         kind(several)
     assert repr(several[-1])[1:-1] in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (["cpu", "cpu:1"], [(CPU,), (CPU,)]),
+        ([["cpu"], ["cpu"]], [(CPU,), (CPU,)]),
+        ([["cpu", "cpu:1"], ("CPU:0", "cpu")], [(CPU, CPU)] * 2),
+        ([["cuda:0", 1], ["GPU:2", "/gpu:3"]], [cuda(0, 1), cuda(2, 3)]),
+        (["cuda:1", "cuda:1"], [cuda(1), cuda(1)]),
+        ([["cuda:1"], ["cuda:1"]], [cuda(1), cuda(1)]),
+        ([[torch.device("cuda:3"), "cuda"]], [cuda(3, 0)]),
+    ],
+)
+def test_a_list_for_each_replica_names_its_devices_in_order(rows, expected, visible):
+    visible(4)
+    assert resolve_places(rows) == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ([["cuda:0", "cuda:1"], ["cuda:2"]], "with 2, 1; give every replica"),
+        ([["cpu", "cpu"], []], "with 2, 0; give every replica"),
+        ([[], []], "with 0, 0; give every replica"),
+        ([["cuda:0", "cuda:1"], "cuda:2"], "of both kinds"),
+        (["cpu", ["cpu"]], "of both kinds"),
+        ([["cuda:0", "cuda:0"]], "'cuda:0' is twice; name each GPU once"),
+        ([["cuda:0", "cuda:1"], ["cuda:1", "cuda:2"]], "'cuda:1' is twice; name each GPU once"),
+        ([["cuda:0", "cpu"]], "all CPU or all CUDA"),
+        ([["cuda:0", "cuda:1"], ["cuda:2", "cuda:9"]], "'cuda:9' does not exist"),
+        ([[["cpu"]]], "several for one replica"),
+        ([["cpu", None]], "a device is 'cpu' or one like 'cuda:0'; got 'None'"),
+    ],
+)
+def test_lists_that_are_no_places_are_refused(rows, what, visible):
+    visible(4)
+    with pytest.raises(mirror.DeviceError, match=re.escape(what)):
+        resolve_places(rows)
 
 
 STATES_IN_THREADS = """

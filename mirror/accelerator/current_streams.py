@@ -49,24 +49,24 @@ class ReplicasStreams:
     """The streams on which replicas have enqueued what they bring to where they meet.
 
     Args:
-        devices: one per replica, GPUs.
+        rows: the GPUs of each replica.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = tuple(devices)
+    def __init__(self, rows: Sequence[Sequence[torch.device]]) -> None:
+        self._rows = tuple(rows)
         self._noted: dict[torch.device, dict[Any, None]] = {}
-        self._have_noted: set[int] = set()
+        self._have_noted: set[tuple[int, torch.device]] = set()
 
-    def note(self, replica_id: int) -> None:
-        """Notes the stream of a replica, whose thread this is."""
-        device = self._devices[replica_id]
-        stream = torch.cuda.current_stream(device)
-        self._noted.setdefault(device, {})[stream] = None
-        self._have_noted.add(replica_id)
+    def note(self, replica_id: int, device: torch.device | None = None) -> None:
+        """Notes the streams of a replica, whose thread this is, or that on one of its devices."""
+        for gpu in self._rows[replica_id] if device is None else (device,):
+            stream = torch.cuda.current_stream(gpu)
+            self._noted.setdefault(gpu, {})[stream] = None
+            self._have_noted.add((replica_id, gpu))
 
-    def are_complete(self) -> bool:
-        """Whether those of all replicas have been noted."""
-        return len(self._have_noted) == len(self._devices)
+    def are_complete(self, column: Sequence[torch.device]) -> bool:
+        """Whether those of all replicas have been noted, on the device that each has here."""
+        return self._have_noted.issuperset(enumerate(column))
 
     def keep(self, read: Sequence[Sequence[Any]], made: Sequence[Sequence[Any]]) -> None:
         """Has memory kept until this thread's streams have read it, and for replicas' streams.
@@ -74,8 +74,10 @@ class ReplicasStreams:
         Args:
             read: per replica, tensors that the caller lets go of, read on this thread's streams.
             made: per replica, tensors made on them, for the streams noted.
+
+        All are on the replicas' first devices.
         """
-        for device, others, mine in zip(self._devices, read, made, strict=True):
+        for device, others, mine in zip((row[0] for row in self._rows), read, made, strict=True):
             stream = torch.cuda.current_stream(device)
             for tensor in others:
                 tensor.record_stream(stream)

@@ -25,8 +25,10 @@ leaves it. But never between instructions that call nothing. So:
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from mirror.accelerator.renaming import Renaming
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica, Replicas
 
@@ -101,6 +103,15 @@ def enter(strategy: Any, replica: Replica | None) -> None:
     """Makes a strategy's replica current, or its cross-replica context with ``None``."""
     current.below = current.replica, current.strategy, current.below
     current.replica, current.strategy = replica, strategy
+
+
+def renaming(replica: Replica) -> AbstractContextManager[object]:
+    """Has the devices that a replica's code names in this thread mean its own. [Note: Places]."""
+    replicas = replica.replicas
+    if replica.replica_id == 0 or not replicas.places.are_several:
+        return nullcontext()
+    names = replicas.places.names(replica.replica_id)
+    return Renaming(names, lambda: replica_of(replicas) is not None)
 
 
 def refuse_within_another(replicas: Replicas, what: str) -> None:

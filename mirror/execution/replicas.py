@@ -11,6 +11,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mirror.accelerator.places import Places
 from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
 from mirror.concurrency.lockstep import Lockstep
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """The replicas of one strategy: index r lives on ``devices[r]``.
+    """The replicas of one strategy: index r lives on ``devices[r]``, and beside it.
 
     An index is never inferred from a device. The identity of this object says whose a variable or
     a replica is.
@@ -33,6 +34,7 @@ class Replicas:
     Attributes:
         communicator: how they move bytes to each other.
         workers: the processes whose replicas train together; this one is alone in most programs.
+        places: all their devices; ``devices`` are those at position 0. See [Note: Places].
         mirrors: whether there is more than one replica, here or elsewhere.
         names: what messages call them, ``"replica 2 of 4 (cuda:2)"``.
         strategy: the strategy that runs them; strong, as a model outlives the variable that held
@@ -60,6 +62,7 @@ class Replicas:
         "mirrors",
         "names",
         "num_replicas",
+        "places",
         "steps_once",
         "strategy",
         "timeline",
@@ -69,7 +72,7 @@ class Replicas:
 
     def __init__(
         self,
-        devices: Sequence[torch.device],
+        places: Places,
         communicator: Communicator,
         *,
         strategy: Any,
@@ -78,7 +81,7 @@ class Replicas:
         workers: Alone | None = None,
         home: torch.device | None = None,
     ) -> None:
-        self.devices = tuple(devices)
+        self.places, self.devices = places, places.columns[0]
         self.communicator = communicator
         self.num_replicas = len(self.devices)
         self.workers = workers = Alone(self.num_replicas) if workers is None else workers
@@ -86,9 +89,10 @@ class Replicas:
         self.home = self.devices[0] if home is None else home
         self.mirrors = workers.num_replicas > 1 or self.is_apart
         whose = f"worker {workers.rank}, " if workers.are_several else ""
+        where = [", ".join(map(str, row)) for row in places.rows]
         self.names = tuple(
-            f"replica {workers.first + r} of {workers.num_replicas} ({whose}{device})"
-            for r, device in enumerate(self.devices)
+            f"replica {workers.first + r} of {workers.num_replicas} ({whose}{where[r]})"
+            for r in range(self.num_replicas)
         )
         self.strategy = strategy
         self.weighted = weighted

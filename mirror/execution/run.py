@@ -91,7 +91,9 @@ class Run:
         self.stepped: dict[Stepped, dict[int, object]] = {}
         self.stopwatches = stopwatches
         self.streams = streams
-        self._on_streams = None if replicas.are_simulated else ReplicasStreams(replicas.devices)
+        self._on_streams = (
+            None if replicas.are_simulated else ReplicasStreams(replicas.places.rows)
+        )
         self.members = {
             r: Replica(replicas, self, r, 1.0 if weights is None else float(weights[r]))
             for r in active

@@ -69,10 +69,10 @@ class Runner:
         self.stopwatches: tuple[Stopwatch, ...] = ()
         self.at_end: Callable[[], None] = nothing
         self.keep(())
-        self._claim = Claim()
-        self._generators = generators_of(replicas.devices)
-        self._streams = Streams(self.schedule.keeps_order and not self._generators)
-        self.copies = None if replicas.are_simulated else CopyStreams(replicas.devices)
+        self._claim, columns = Claim(), replicas.places.columns
+        self._generators = [own for c in columns if len(own := generators_of(c)) > 1]
+        self._streams = Streams(self.schedule.keeps_order and replicas.are_simulated)
+        self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
         self.is_closed = self._is_forked = False
         _runners.put(replicas, self)
         renew_in_forks(self)
@@ -192,8 +192,8 @@ class Runner:
             streams=self._begin_streams(active),
             checks=self._parts.at_merging,
         )
-        if len(self._generators) > 1:
-            separate_streams(self._generators)
+        for generators in self._generators:
+            separate_streams(generators)
         manner = self.schedule.manner
         lockstep.ends_teams = manner.ends_teams
         if weights is not None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mirror.devices import backward_in_calling_thread, using
-from mirror.execution.current import current, enter, here
+from mirror.execution.current import current, enter, here, renaming
 from mirror.execution.run import Run
 from mirror.execution.thread_state import ThreadState
 from mirror.timeline import FORWARD
@@ -36,7 +36,14 @@ def task_of(
             if replica.lent:
                 replica.give_back()
 
+    def renamed() -> Any:
+        with renaming(replica):
+            return call()
+
     def task() -> Any:
+        if replicas.places.are_several:
+            with using(device), backward_in_calling_thread((device,)):
+                return state.call(partial(variables.run, renamed), device)
         if len(run.active) == 1:
             with using(device):
                 return call()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mirror.accelerator.current_streams import CallersStreams
+from mirror.accelerator.places import Places
 from mirror.execution.replicas import Replicas
 from mirror.torch_private import num_function_modes, set_grad_enabled, top_saved_tensors_hooks
 
@@ -27,6 +28,7 @@ class ThreadState:
     Attributes:
         num_threads: intra-op threads of the caller.
         sharers: how many replicas compute at once and share them.
+        places: of replicas that have several devices.
         streams: of the GPUs, if they are any. See [Note: Whose stream is current].
     """
 
@@ -39,6 +41,7 @@ class ThreadState:
     num_threads: int
     sharers: int
     streams: CallersStreams | None
+    places: Places | None = None
     _has_set_threads: bool = False
     _caller: int = field(default_factory=threading.get_ident)
 
@@ -59,7 +62,8 @@ class ThreadState:
             saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=torch.get_num_threads(),
             sharers=sharers,
-            streams=None if replicas.are_simulated else CallersStreams(replicas.devices),
+            streams=(None if replicas.are_simulated else CallersStreams(replicas.places.devices)),
+            places=replicas.places if replicas.places.are_several else None,
         )
 
     def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
@@ -81,6 +85,8 @@ class ThreadState:
                 fn = partial(_call_in, self.streams, device, fn)
             same_kind = self.default_device.type == device.type
             default_device = device if same_kind else self.default_device
+            if self.places is not None:
+                default_device = self.places.beside(self.default_device, device)
             if default_device == (self.default_device if is_here else _CPU):
                 return fn()
             with default_device:

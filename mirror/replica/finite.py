@@ -93,10 +93,10 @@ def _are_finite(grads: Iterable[Tensor | None]) -> bool:
 
 
 def _all_finite(values: Iterable[Tensor]) -> bool:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}  # each in its own range
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # each in its own range
     for value in values:
-        by_dtype.setdefault(value.dtype, []).append(value)
-    return all(bool(torch.stack(alike).isfinite().all()) for alike in by_dtype.values())
+        alike.setdefault((value.dtype, value.device), []).append(value)
+    return all(bool(torch.stack(mine).isfinite().all()) for mine in alike.values())
 
 
 def _dense(grad: Tensor) -> Tensor:

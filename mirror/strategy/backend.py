@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import torch
 
+from mirror.accelerator.places import Places
 from mirror.comm.auto import choose
 from mirror.comm.base import Communicator
 from mirror.comm.choose import attempt, create, known
 from mirror.errors import BackendError, in_words
+from mirror.replica.collectives.placed import Placed
 from mirror.replica.collectives.watched import Watched
 from mirror.strategy.options import CommunicationOptions
+
+
+def communicator_at(
+    places: Places, backend: object, options: CommunicationOptions
+) -> Communicator:
+    """Returns the communicator of replicas that have one device each, or several.
+
+    Raises:
+        BackendError: see ``make_communicator``; of several devices a replica, a communicator.
+    """
+    if not places.are_several:
+        return make_communicator(backend, places.columns[0], options)
+    if isinstance(backend, Communicator):
+        raise BackendError(
+            "replicas with several devices each reduce position by position, by a communicator "
+            f"for each; got {backend!r}, which is one; pass the name of a backend, or 'auto'"
+        )
+    return Placed([make_communicator(backend, column, options) for column in places.columns])
 
 
 def make_communicator(

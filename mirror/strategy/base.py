@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from mirror.accelerator.places import Places
 from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
 from mirror.compiler import limits_for, opaque
@@ -43,7 +44,7 @@ class Strategy(Uncopied):
     """What all strategies have in common: a scope, replicas that run functions, and what is kept.
 
     Args:
-        devices: one per replica.
+        places: where the replicas are.
         schedule, weighted, workers, home: see ``Group``.
     """
 
@@ -51,7 +52,7 @@ class Strategy(Uncopied):
 
     def __init__(
         self,
-        devices: Sequence[torch.device],
+        places: Places,
         communicator: Communicator,
         options: CommunicationOptions,
         guards: Guards,
@@ -61,10 +62,10 @@ class Strategy(Uncopied):
         workers: Alone | None = None,
         home: torch.device | None = None,
     ) -> None:
-        self._devices = tuple(devices)
+        self._devices = places.columns[0]
         self._backend = communicator.name
         self._group = Group(
-            self._devices,
+            places,
             communicator,
             strategy=self,
             schedule=schedule,
@@ -84,7 +85,7 @@ class Strategy(Uncopied):
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The replicas' devices, in replica order."""
+        """The replicas' devices, in replica order: of several each, the first ones."""
         return self._devices
 
     @property
@@ -93,8 +94,7 @@ class Strategy(Uncopied):
         return self._backend
 
     def __repr__(self) -> str:
-        devices = ", ".join(map(str, self._devices))
-        return f"{type(self).__name__}([{devices}], backend={self._backend!r})"
+        return f"{type(self).__name__}([{self._group.replicas.places}], backend={self.backend!r})"
 
     # Mirroring
 

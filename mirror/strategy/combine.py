@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.errors import ShapeError, in_words
+from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.all_parts import of_all_workers, on_device
 from mirror.replica.collectives.nodes import not_differentiable
@@ -27,28 +28,46 @@ _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
     """See ``MirroredStrategy.reduce``."""
     name, replicas = reduce_op(op), runner.replicas
-    device = replicas.devices[0]
     leaves = leaves_of(value)
     check_parts(replicas.num_replicas, leaves)
     if replicas.mirrors and name in ("sum", "prod"):
         _refuse_undistributed(name, leaves)
     value = sewn_values(runner, value)
+
+    def reduced(leaf: Any) -> Tensor:
+        device = _home(replicas, leaf) if replicas.places.are_several else replicas.devices[0]
+        return _reduce(name, leaf, axis, device)
+
     if not replicas.workers.are_several:
-        return map_structure(lambda leaf: _reduce(name, leaf, axis, device), value)
+        return map_structure(reduced, value)
     value, tie = of_all_workers(runner, f"reduce({name!r}, axis={axis})", value)
     if name not in ("sum", "mean"):
-        return map_structure(lambda leaf: _reduce(name, leaf, axis, device), value)
-    return map_structure(lambda leaf: tie.tied(_reduce(name, leaf, axis, device)), value)
+        return map_structure(reduced, value)
+    return map_structure(lambda leaf: tie.tied(reduced(leaf)), value)
 
 
 def gather_values(runner: Runner, value: Any, axis: int) -> Any:
     """See ``MirroredStrategy.gather``."""
     check_parts(runner.replicas.num_replicas, leaves_of(value))
-    value, device = sewn_values(runner, value), runner.replicas.devices[0]
-    if not runner.replicas.workers.are_several:
-        return map_structure(lambda leaf: _gather(leaf, axis, device), value)
+    value, replicas = sewn_values(runner, value), runner.replicas
+
+    def gathered(leaf: Any) -> Tensor:
+        device = _home(replicas, leaf) if replicas.places.are_several else replicas.devices[0]
+        return _gather(leaf, axis, device)
+
+    if not replicas.workers.are_several:
+        return map_structure(gathered, value)
     value, tie = of_all_workers(runner, f"gather(axis={axis})", value)
-    return map_structure(lambda leaf: tie.tied(_gather(leaf, axis, device)), value)
+    return map_structure(lambda leaf: tie.tied(gathered(leaf)), value)
+
+
+def _home(replicas: Replicas, leaf: Any) -> torch.device:
+    """Returns where values are combined: the first replica's device at the position of a part."""
+    parts = leaf.parts() if isinstance(leaf, PerReplica) else [(0, leaf)]
+    for _, value in parts:
+        if isinstance(value, Tensor):
+            return replicas.places.at(value.device)[0]
+    return replicas.devices[0]
 
 
 def _refuse_undistributed(op: str, leaves: list[Any]) -> None:

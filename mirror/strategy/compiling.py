@@ -19,8 +19,8 @@ def compiled_step(
     """Returns a step of this group's replicas that is compiled when it is called.
 
     Raises:
-        CompileError: there are other workers, or parameters have a home of their own, and no
-            ``fallback``.
+        CompileError: there are other workers, a replica has several devices, or parameters have a
+            home of their own, and no ``fallback``.
         TypeError: ``step`` is no function that ``run`` takes.
         ValueError: an unknown ``fallback`` or ``mode``.
     """
@@ -28,12 +28,18 @@ def compiled_step(
     check_choice("mode", mode, MODES)
     check_call(step, (), {})
     has_others = group.replicas.workers.are_several
-    is_eager = has_others or group.replicas.is_apart
+    has_places = group.replicas.places.are_several
+    is_eager = has_others or has_places or group.replicas.is_apart
     if has_others and fallback == "error":
         raise CompileError(
             "compiled steps are for the replicas of one process, and this strategy has several "
             "workers; call strategy.run(step, ...), in which a model may be compiled by "
             "torch.compile, or pass fallback='eager', which does so"
+        )
+    if has_places and fallback == "error":
+        raise CompileError(
+            "compiled steps are programs of one device each, and a replica of this strategy has "
+            "several; call strategy.run(step, ...), or pass fallback='eager', which does so"
         )
     if group.replicas.is_apart and fallback == "error":
         raise CompileError(

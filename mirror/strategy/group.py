@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
 import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
 from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_memory
+from mirror.accelerator.places import Places
 from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
 from mirror.devices import is_simulated
@@ -57,7 +57,7 @@ class Group:
     """The replicas of a strategy, what runs functions on them, and what keeps them equal.
 
     Args:
-        devices: one per replica.
+        places: where the replicas are.
         strategy: the one that this is the group of.
         schedule: how replicas take turns, see [Note: Turns].
         weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
@@ -69,7 +69,7 @@ class Group:
 
     def __init__(
         self,
-        devices: Sequence[torch.device],
+        places: Places,
         communicator: Communicator,
         *,
         strategy: object,
@@ -81,7 +81,7 @@ class Group:
         home: torch.device | None = None,
     ) -> None:
         replicas = Replicas(
-            devices,
+            places,
             communicator,
             strategy=strategy,
             weighted=weighted,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
+from mirror.accelerator.places import Places
 from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
 from mirror.data.options import or_default
-from mirror.devices import is_simulated, resolve
+from mirror.devices import is_simulated, resolve_places
 from mirror.signposts import signposted_call
-from mirror.strategy.backend import make_communicator
+from mirror.strategy.backend import communicator_at
 from mirror.strategy.base import Strategy
 from mirror.strategy.options import (
     CommunicationOptions,
@@ -22,6 +23,7 @@ from mirror.strategy.options import (
     check_choice,
 )
 
+Device = torch.device | str | int
 _SCHEDULES = get_args(Schedule)
 _GRADIENT_REDUCTIONS = get_args(GradientReduction)
 
@@ -43,7 +45,8 @@ class MirroredStrategy(Strategy):
     Args:
         devices: devices or their names; a repeated entry makes several replicas on one device,
             ``["cpu"] * 4`` four simulated ones. ``None`` or empty: all visible CUDA devices,
-            else one CPU.
+            else one CPU. A list for each replica places a model's layers on several devices, see
+            below.
         backend: ``"auto"``, the name of a communication backend, or a ``Communicator`` over the
             same devices.
         communication_options: see ``CommunicationOptions``.
@@ -60,15 +63,25 @@ class MirroredStrategy(Strategy):
             in the order in which the replicas come, and sums divided otherwise. What has been
             chosen is logged, by "mirror". See [Note: Measured manners].
 
+    **Layers on several devices.** Under ``devices=[["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]`` a
+    model is written for the first replica: ``self.top.to("cuda:1")`` when it is made, and
+    ``h.to("cuda:1")`` in ``forward``. Replica r has copies of what is on the first one's device k
+    on its own device k, and where its code names that device in a function of tensors, its own is
+    meant. ``get_replica_context().devices`` has them for what is none: streams, generators,
+    ``torch.cuda.device``. Inputs go to the first device, results come from wherever they are. Each
+    GPU is in one place. Layers are placed before the model is first used. Lists of CPUs simulate
+    that: all their positions are the one CPU. See [Note: Places] in ``accelerator/places.py``.
+
     Raises:
-        DeviceError: a device does not exist, or CPU is mixed with CUDA.
+        DeviceError: a device does not exist, or CPU is mixed with CUDA; of lists, they are of
+            unlike length or empty, are mixed with devices, or a GPU is there twice.
         BackendError: the backend is unknown or cannot serve the devices.
         ValueError: an unknown ``gradient_reduction`` or ``schedule``.
     """
 
     def __init__(
         self,
-        devices: Sequence[torch.device | str | int] | None = None,
+        devices: Sequence[Device | Sequence[Device]] | None = None,
         backend: str | Communicator = "auto",
         *,
         communication_options: CommunicationOptions | None = None,
@@ -79,8 +92,8 @@ class MirroredStrategy(Strategy):
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
         options = or_default(communication_options, CommunicationOptions)
-        resolved = resolve(devices)
-        manner: str = schedule
+        places = Places(self._rows(devices))
+        resolved, manner = places.columns[0], str(schedule)
         simulated = is_simulated(resolved)
         if len(resolved) == 1 and simulated:
             manner = "lockstep"
@@ -89,8 +102,8 @@ class MirroredStrategy(Strategy):
         elif schedule == "staggered" and simulated:
             manner = "concurrent"
         super().__init__(
-            resolved,
-            make_communicator(backend, resolved, options),
+            places,
+            communicator_at(places, backend, options),
             options,
             or_default(guards, Guards),
             schedule=manner,
@@ -98,6 +111,15 @@ class MirroredStrategy(Strategy):
             workers=self._meet(resolved, backend, options),
             home=self._home(resolved),
         )
+
+    @property
+    def places(self) -> tuple[tuple[torch.device, ...], ...]:
+        """Each replica's devices, in replica order: one, unless its layers are on several."""
+        return self._group.replicas.places.rows
+
+    def _rows(self, devices: Any) -> Sequence[Sequence[torch.device]]:
+        """Returns each replica's devices, of those that were asked for."""
+        return resolve_places(devices)
 
     def _meet(
         self,

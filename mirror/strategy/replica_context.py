@@ -65,8 +65,13 @@ class ReplicaContext(Uncopied):
 
     @property
     def device(self) -> torch.device:
-        """Where this replica's variables are."""
+        """Where this replica's variables are; the first of its devices, if it has several."""
         return self._replica.device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """This replica's devices: what stands here for those that the model was written for."""
+        return self._replica.replicas.places.rows[self._replica.replica_id]
 
     @property
     def strategy(self) -> Any:

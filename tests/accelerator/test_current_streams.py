@@ -45,7 +45,7 @@ def test_other_threads_have_the_callers_streams_for_as_long(gpus):
 
 def test_who_acts_for_replicas_is_on_their_streams_and_leaves_them_ordered(gpus):
     devices = [gpus.devices[0], gpus.devices[1], gpus.devices[1]]
-    streams = ReplicasStreams(devices)
+    streams = ReplicasStreams([(device,) for device in devices])
     own = [torch.cuda.Stream(device) for device in devices]
     brought = []
 
@@ -69,7 +69,7 @@ def test_who_acts_for_replicas_is_on_their_streams_and_leaves_them_ordered(gpus)
 
 
 def test_who_acts_stays_on_the_stream_where_it_is_one_of_theirs(gpus):
-    streams = ReplicasStreams(gpus.devices)
+    streams = ReplicasStreams([(device,) for device in gpus.devices])
     for r in range(2):
         streams.note(r)
     with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
@@ -85,7 +85,7 @@ def test_memory_is_kept_for_who_reads_it_and_for_the_streams_noted(which, is_kep
     gpus = FakeGpus(2)
     with pytest.raises(StreamError, match="given out") if not is_kept else nullcontext(), gpus:
         own, default = torch.cuda.Stream("cuda:0"), torch.cuda.default_stream("cuda:0")
-        streams = ReplicasStreams(gpus.devices)
+        streams = ReplicasStreams([(device,) for device in gpus.devices])
         with torch.cuda.stream(own):
             grad = torch.ones(4, device="cuda:0")
             streams.note(0)
@@ -106,10 +106,23 @@ def test_memory_is_kept_for_who_reads_it_and_for_the_streams_noted(which, is_kep
 
 
 def test_streams_are_complete_when_every_replica_has_noted_one(gpus):
-    streams = ReplicasStreams([gpus.devices[0]] * 2)
+    streams = ReplicasStreams([(gpus.devices[0],)] * 2)
     for replica_id in (0, 0, 1):
-        assert not streams.are_complete()
+        assert not streams.are_complete([gpus.devices[0]] * 2)
         streams.note(replica_id)
-    assert streams.are_complete()
+    assert streams.are_complete([gpus.devices[0]] * 2)
     streams.forget()
-    assert not streams.are_complete()
+    assert not streams.are_complete([gpus.devices[0]] * 2)
+
+
+def test_streams_of_several_devices_are_noted_and_complete_position_by_position():
+    with FakeGpus(4) as gpus:
+        (a, b, c, d), own = gpus.devices, torch.cuda.Stream("cuda:3")
+        streams = ReplicasStreams([(a, b), (c, d)])
+        streams.note(0)
+        with torch.cuda.stream(own):
+            streams.note(1, d)
+        assert streams.are_complete((b, d))
+        assert not streams.are_complete((a, c))
+        with streams.joined():
+            assert torch.cuda.current_stream(d) == own

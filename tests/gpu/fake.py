@@ -149,6 +149,8 @@ class FakeGpus:
             "to": function(self._to),
             "tolist": function(lambda tensor: _REAL_LIST(self._to(tensor.detach(), _CPU))),
         }
+        for name in fakes.keys() - {"device", "is_cuda"}:
+            fakes[name].__name__ = name  # which modes may ask for
         made = {
             "as_tensor": partial(self._made, _REAL_AS_TENSOR),
             "tensor": partial(self._made, _REAL_TENSOR),

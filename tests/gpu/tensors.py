@@ -174,10 +174,20 @@ class Mode(TorchDispatchMode):
                 return func(*args, **kwargs)
             if wanted is not None and wanted.type == "cuda":
                 gpus.add(wanted)
+            if len(gpus) > 1 and func._schema.name.startswith("aten::_foreach_"):
+                return self._one_by_one(func, types, args, kwargs)
             self._refuse_strangers(func, touched, gpus)
             if not gpus:
                 return self._on_host(func, args, kwargs, touched, is_pinned)
             return self._on_gpu(func, args, kwargs, touched, gpus.pop())
+
+    def _one_by_one(self, func, types, args, kwargs):
+        """Does for lists over several GPUs what torch does: an operation for each tensor."""
+        size, made = len(args[0]), []
+        for i in range(size):
+            own = [[a[i]] if isinstance(a, (list, tuple)) and len(a) == size else a for a in args]
+            made.append(self.__torch_dispatch__(func, types, own, kwargs))
+        return None if made[0] is None else [out for (out,) in made]
 
     def copied(self, tensor: Tensor, device: torch.device, func, kwargs) -> Tensor:
         """Returns a copy on a device."""

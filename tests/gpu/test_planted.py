@@ -207,7 +207,7 @@ BUGS = {
         training("callers"),
     ),
     "who acts for all does not know where they are": (
-        of(ReplicasStreams, "note", "self._noted.setdefault(device, {})[stream] = None"),
+        of(ReplicasStreams, "note", "self._noted.setdefault(gpu, {})[stream] = None"),
         training("replicas"),
     ),
     "of several replicas on one GPU one is waited for": (
@@ -215,7 +215,7 @@ BUGS = {
         lambda: train(["cuda:0"] * 2, "replicas"),
     ),
     "a bucket is launched before all have told of their streams": (
-        of(Buckets, "_may_launch", "not self._streams.are_complete()", "False"),
+        of(Buckets, "_may_launch", "not self._streams.are_complete(devices)", "False"),
         hooks_behind_slots,
     ),
     "what is reduced is not kept": (lambda monkeypatch: None, work_on_the_side_is_not_kept),

@@ -109,7 +109,7 @@ def weighted_sum(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payloads:
-    """Reduces lists of tensors over replicas: one collective per dtype for all of them."""
+    """Reduces lists of tensors over replicas: one collective per dtype and position for all."""
     sum_or_op = "sum" if op == "mean" else op
     ids = list(payloads)
     outputs: Payloads = {
@@ -120,11 +120,11 @@ def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payload
             total = summed([outputs[r][i] for r in ids], tensor.device, sum_or_op)
             for r in ids:
                 outputs[r][i] = total.to(outputs[r][i].device, copy=True)
-    for dtype in dict.fromkeys(t.dtype for t in outputs[ids[0]]):
+    for dtype, device in dict.fromkeys((t.dtype, t.device) for t in outputs[ids[0]]):
         which = [
             i
             for i, t in enumerate(outputs[ids[0]])
-            if t.dtype == dtype and not t.is_sparse and not t.is_complex()
+            if t.dtype == dtype and t.device == device and not t.is_sparse and not t.is_complex()
         ]
         if which:
             replicas.timeline.begin(CROSS, REDUCTION, f"all_reduce({op})")

@@ -74,6 +74,7 @@ class Buffer:
         "_stale",
         "combined",
         "copies",
+        "devices",
         "handles",
         "name",
         "owner",
@@ -87,8 +88,9 @@ class Buffer:
         self._module = weakref.ref(module)
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
+        self.devices = replicas.places.at(buffer.device)
         self.combined: CombinedBuffer = make_subclass(CombinedBuffer, buffer.detach())
-        self.copies = [buffer.detach().to(d, copy=True) for d in replicas.devices]
+        self.copies = [buffer.detach().to(d, copy=True) for d in self.devices]
         self.handles = Handles()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self._combined_version = self.combined._version
@@ -183,7 +185,7 @@ class Buffer:
             return
         value = self._aggregate()
         for r in idle:
-            self.copies[r] = value.to(self.replicas.devices[r], copy=True)
+            self.copies[r] = value.to(self.devices[r], copy=True)
 
     def apart(self) -> tuple[tuple[int, ...], list[Tensor]] | None:
         """Returns who has run last, and the copies, if these may differ from what is read."""
@@ -258,7 +260,7 @@ class Buffer:
             if copy is value:
                 continue
             if copy.shape != mine.shape or copy.dtype != mine.dtype or copy.is_inference():
-                self.copies[r] = mine.to(self.replicas.devices[r], copy=True)
+                self.copies[r] = mine.to(self.devices[r], copy=True)
             else:
                 copy.data.copy_(mine)
         self.handles.strike_dead()

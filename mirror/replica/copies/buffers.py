@@ -49,8 +49,9 @@ class Buffers:
                 f"buffer {name!r} is a {type(buffer).__name__}, a tensor subclass with operations "
                 "of its own; mirror takes plain tensors"
             )
-        if buffer.device != self._replicas.devices[0]:
-            buffer.data = buffer.data.to(self._replicas.devices[0])
+        home = self._replicas.places.home_of(buffer.device, name)
+        if buffer.device != home:
+            buffer.data = buffer.data.to(home)
         record = self._by_id[id(buffer)] = Buffer(buffer, name, module, self._replicas)
         self._registry.own(buffer, self._forgetting())
         buffer._mirrored = record  # type: ignore[attr-defined]

@@ -194,6 +194,7 @@ class Variable:
         mirror: mirrors another parameter as this one is.
 
     Attributes:
+        devices: where each replica's copy is.
         owner: returns the mirrored parameter, ``None`` once it is gone.
         home, shown: the target that optimizers step, and the copy that the cross-replica context
             sees: the first replica's, unless home is a storage of its own.
@@ -206,6 +207,7 @@ class Variable:
     __slots__ = (
         "__weakref__",
         "copies",
+        "devices",
         "gradients",
         "handles",
         "home",
@@ -230,7 +232,7 @@ class Variable:
         mirror: Callable[[nn.Parameter, str], Variable],
     ) -> None:
         self.replicas, self.gradients, self.mirror = replicas, gradients, mirror
-        self.name = name
+        self.name, self.devices = name, replicas.places.at(parameter.device)
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
         self.handles = Handles()
         self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle wants the class
@@ -247,7 +249,7 @@ class Variable:
 
     def _first_values(self, value: Tensor) -> list[Tensor]:
         """Returns the values of the copies: the first one's is the parameter's own."""
-        return [value, *(value_on(value, device) for device in self.replicas.devices[1:])]
+        return [value, *(value_on(value, device) for device in self.devices[1:])]
 
     def _find_home(self, parameter: nn.Parameter) -> None:
         self.home, self.shown, self.leaves = self.targets[0], self.copies[0], self.copies
@@ -312,8 +314,7 @@ class Variable:
 
     def _give(self, replica_id: int, data: Tensor) -> None:
         """Gives a replica data in place of what it has."""
-        device = self.replicas.devices[replica_id]
-        value = data.to(device)
+        value = data.to(device := self.devices[replica_id])
         others = (target for r, target in enumerate(self.targets) if r != replica_id)
         # Replicas that are given one tensor must not share it.
         if any(share_storage(value, target) for target in others):

@@ -68,8 +68,11 @@ class Variables:
         if has_post_accumulate_hooks(parameter):
             refuse_post_accumulate_hook()
         grad, hooks = parameter.grad, hooks_of(parameter)
-        if parameter.device != self._replicas.home:
-            parameter.data = parameter.data.to(self._replicas.home)
+        home = self._replicas.home
+        if self._replicas.places.are_several:
+            home = self._replicas.places.home_of(parameter.device, name)
+        if parameter.device != home:
+            parameter.data = parameter.data.to(home)
         variable = self.kind(parameter, name, self._replicas, gradients, self.mirror)
         self._by_id[id(parameter)] = variable
         self._registry.own(parameter, self._forgetting())

@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class Buckets:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
         self._watch = watch
         self._are_wanted, self._finite = may_launch, finite
-        self._side = Side(replicas.devices)
+        self._side = Side(replicas.places.devices)
         self._streams = watch.streams
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
@@ -128,13 +129,21 @@ class Buckets:
             return  # the next pass will be another one
         if plan is None or again:
             self.forget_order()
-            sizes = [variable.targets[0].nbytes for variable in arrivals.variables]
-            ends = bucket_ends(sizes, self._reducer.bytes_per_pack)[:-1]
+            ends = self._ends(arrivals.variables)[:-1]
             self._plan = plan = _Plan(arrivals, ends)
             for index, end in enumerate(ends):
                 for copies in arrivals.copies:
                     launch = partial(self._arrived, plan, index)
                     self._hooks.append(copies[end - 1].watch(launch))
+
+    def _ends(self, variables: Sequence[Variable]) -> list[int]:
+        """Returns where buckets end: each is of one position, whose stream its hook can tell."""
+        ends: list[int] = []
+        for _, mine in groupby(variables, attrgetter("devices")):
+            sizes = [variable.targets[0].nbytes for variable in mine]
+            begin = ends[-1] if ends else 0
+            ends += [begin + end for end in bucket_ends(sizes, self._reducer.bytes_per_pack)]
+        return ends
 
     def forget_order(self) -> None:
         """Drops the order learnt."""
@@ -215,20 +224,20 @@ class Buckets:
         """Launches a bucket if it is complete and its turn has come."""
         with self._watch.lock:
             if self._streams is not None:
-                self._streams.note(copy.replica_id)
+                self._streams.note(copy.replica_id, copy.device)
             if index > len(self.on_their_way):
                 before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
                 self.is_disordered |= local_grad(before) is None
             if plan is self._plan and index == len(self.on_their_way) and not self._is_held:
                 part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
-                if self._may_launch():
+                if self._may_launch(copy.variable.devices):
                     with nullcontext() if self._streams is None else self._streams.joined():
                         self._launch(plan.order, part)
 
-    def _may_launch(self) -> bool:
+    def _may_launch(self, devices: Sequence[torch.device]) -> bool:
         if not self._are_wanted():
             return False
-        if self._streams is not None and not self._streams.are_complete():
+        if self._streams is not None and not self._streams.are_complete(devices):
             return False  # a slot is filled before the hook tells on which stream
         running = self._runner.running
         is_alone = running is None or running.lockstep.takes_turns

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mirror.compiler import opaque
-from mirror.execution.current import current
+from mirror.execution.current import current, renaming
 from mirror.replica.copies.overrides import all_leaves
 from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.gradients.hooks import refuse_hooks_of
@@ -68,6 +68,9 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
                 _tell_watches(this, told)
             if replica is not None:  # the engine works without the interpreter
                 replica.run.lockstep.let_next_begin(lane)
+            if replica is not None and replica.replicas.places.are_several:
+                with renaming(replica):  # which torch has taken off this thread, for backward
+                    return run(*args, **kwargs)
             if lane != CROSS or not backward_at_once(run, args, kwargs):
                 return run(*args, **kwargs)
             return None

@@ -63,7 +63,7 @@ class Watch:
         self._passes: tuple[list[Pass], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
         self.changes = 0
-        self.streams = None if replicas.are_simulated else ReplicasStreams(replicas.devices)
+        self.streams = None if replicas.are_simulated else ReplicasStreams(replicas.places.rows)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
         self._silent_order: Arrivals | None = None  # in which the last ones came that lost hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from mirror.accelerator.places import Places
 from mirror.accelerator.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
 from mirror.execution.current import current
@@ -69,12 +70,14 @@ class Split:
         num_examples: of the whole batch; ``None`` for a call that one replica makes whole.
 
     Args:
+        places: where the replicas are. See [Note: Places].
         copies: what tensors of the host travel by to GPUs.
     """
 
     __slots__ = (
         "_copies",
         "_pinned",
+        "_places",
         "_reads_callers",
         "active",
         "devices",
@@ -86,7 +89,7 @@ class Split:
     def __init__(
         self,
         sizes: Sequence[int],
-        devices: Sequence[torch.device],
+        places: Places,
         num_examples: int | None,
         copies: CopyStreams | None = None,
     ) -> None:
@@ -95,7 +98,8 @@ class Split:
         self._reads_callers = False  # memory that the caller has pinned
         self.sizes = sizes
         self.starts = list(accumulate(sizes, initial=0))
-        self.devices = devices
+        self.devices = places.columns[0]
+        self._places = places if places.are_several else None
         self.num_examples = num_examples
         self.active = [r for r, size in enumerate(sizes) if size] or [0]
 
@@ -129,7 +133,8 @@ class Split:
         A host that waited for a copy would wait for the GPU's earlier work, too, and hold up the
         other replicas: see [Note: Turns].
         """
-        device, is_ready = self.devices[replica_id], False
+        devices = self.devices if self._places is None else self._places.at(tensor.device)
+        device, is_ready = devices[replica_id], False
         if self._copies is not None:
             is_ready = id(tensor) in self._pinned
             _, tensor = self._pinned.get(id(tensor), (tensor, tensor))
@@ -256,7 +261,7 @@ class Handed:
         split = self.split
         if split.is_batched(tensor):
             part = split.delivered(tensor, self.replica_id)
-            if tensor.device == split.devices[self.replica_id]:
+            if part.device == tensor.device:
                 return part  # a view
         elif len(split.active) > 1 and _is_copied(tensor):
             # Not in the caller's inference mode, so that it has a version.
@@ -276,13 +281,13 @@ def _travels(value: Any) -> bool:
     return is_plain and value.device.type == "cpu" and not value.requires_grad
 
 
-def must_move(value: Any, device: torch.device) -> bool:
-    """Whether a call on ``device`` needs copies of what it is given, to bring tensors there."""
+def must_move(value: Any, devices: Sequence[torch.device]) -> bool:
+    """Whether a call on these devices needs copies of what it is given, to bring tensors there."""
     found, seen = [value], set[int]()
     while found:
         value = found.pop()
         if isinstance(value, Tensor):
-            is_elsewhere = value.device != device and not value.is_meta
+            is_elsewhere = value.device not in devices and not value.is_meta
             if is_elsewhere and not isinstance(value, MirroredTensor):
                 return True
         elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):

@@ -77,7 +77,8 @@ class Joiner:
         self._ids = ids
         self._parts = parts
         self._module = module
-        self._home = runner.replicas.devices[0]
+        places = runner.replicas.places
+        self._home, self._places = places.columns[0][0], places if places.are_several else None
         self._counts = [sizes[r] for r in ids]
         self._total = sum(self._counts)
         self._origins: list[dict[int, Any]] | None = None  # by id of a replica's copy
@@ -173,7 +174,9 @@ class Joiner:
 
     def at_home(self, value: Any) -> Any:
         """Returns one replica's value on the first replica's device."""
-        return value.to(self._home) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(self._home if self._places is None else self._home_of(value))
 
     def are_sizes(self, numbers: Sequence[Any]) -> bool:
         """Whether these are the numbers of examples of those that ran."""
@@ -201,12 +204,17 @@ class Joiner:
             return self.apart(parts)  # of every example, or of the call: nothing tells
         return self.entry(parts)
 
+    def _home_of(self, part: Tensor) -> torch.device:
+        """Returns the first replica's device at the position that a part is at."""
+        return self._home if self._places is None else self._places.at(part.device)[0]
+
     def _tensor(self, parts: Sequence[Tensor]) -> Tensor | None:
+        home = self._home if self._places is None else self._home_of(parts[0])
         if _are_batched(parts, self._counts):
-            here = [part.to(self._home) for part in sewn(self._runner, self._ids, parts)]
+            here = [part.to(home) for part in sewn(self._runner, self._ids, parts)]
             return here[0] if len(here) == 1 else torch.cat(here)
         if self._total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
-            here = [part.to(self._home) for part in sewn(self._runner, self._ids, parts)]
+            here = [part.to(home) for part in sewn(self._runner, self._ids, parts)]
             weights = self._weights_of(parts)
             if weights is None:
                 return weighted_mean(here, self._counts)
@@ -229,11 +237,12 @@ class Joiner:
         tensor = self._tensor(parts)
         if tensor is not None:
             return tensor
-        first: Tensor = parts[0].to(self._home)
+        home = self._home if self._places is None else self._home_of(parts[0])
+        first: Tensor = parts[0].to(home)
         for part in parts[1:]:
             if part.shape != first.shape or part.dtype != first.dtype or part.requires_grad:
                 raise _NotJoined
-            if not torch.equal(part.to(self._home), first):
+            if not torch.equal(part.to(home), first):
                 raise _NotJoined
         return first
 

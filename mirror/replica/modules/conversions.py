@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.routing import owner_of
+from mirror.replica.tensors import MirroredTensor
 from mirror.torch_private import CONVERT, wrap_once
 
 Conversion = Callable[[Tensor], Tensor]
@@ -44,6 +45,9 @@ class _Staying:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         converted = self.fn(tensor)
+        if self.replicas.places.are_several:
+            self._check_place(tensor, converted)
+            return converted
         devices = self.replicas.devices
         if converted.device not in devices and not converted.is_meta:
             names = ", ".join(map(str, devices))
@@ -53,3 +57,16 @@ class _Staying:
                 "the move out, or move an ordinary copy, copy.deepcopy(model)"
             )
         return converted
+
+    def _check_place(self, tensor: Tensor, converted: Tensor) -> None:
+        """Raises StrategyError for a move away from where a variable is."""
+        places, is_mirrored = self.replicas.places, isinstance(tensor, MirroredTensor)
+        devices = () if is_mirrored else places.rows[0]
+        stays = converted.device == tensor.device or converted.is_meta
+        if not stays and converted.device not in devices:
+            raise StrategyError(
+                f"layers are placed on the first replica's devices "
+                f"({', '.join(map(str, places.rows[0]))}), before the model is used for the first "
+                f"time; a variable on {tensor.device} was to be moved to {converted.device}: move "
+                "it in __init__, or before strategy.mirror(model)"
+            )

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.accelerator.places import Places
 from mirror.compiler import opaque
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
@@ -113,16 +114,16 @@ def call_once(
         DivergenceError: not all replicas that run call it.
     """
     name = type(metric).__name__
-    devices = replica.replicas.devices
+    places = replica.replicas.places
 
     def action(payloads: dict[int, Any]) -> dict[int, Any]:
         weights = replica.run.weights()
         every = list(payloads.values())
-        join = _Join(metric, devices[0], [weights[r] for r in payloads])
+        join = _Join(metric, places, [weights[r] for r in payloads])
         own_args = [join(*values) for values in zip(*(a for a, _ in every), strict=True)]
         own_kwargs = {key: join(*(k[key] for _, k in every)) for key in every[0][1]}
         result = call(*own_args, **own_kwargs)
-        return {r: _moved(result, devices[r]) for r in payloads}
+        return {r: _moved(result, places, r) for r in payloads}
 
     signature = name, len(args), tuple(sorted(kwargs))
     point = MergePoint(f"a call of {name}", signature, (args, kwargs), action)
@@ -132,9 +133,9 @@ def call_once(
 class _Join:
     """Joins what the replicas give a metric."""
 
-    def __init__(self, metric: Any, home: torch.device, weights: Sequence[float]) -> None:
+    def __init__(self, metric: Any, places: Places, weights: Sequence[float]) -> None:
         self._metric = metric
-        self._home = home
+        self._places = places
         self._weights = weights
 
     def __call__(self, *parts: Any) -> Any:
@@ -145,7 +146,8 @@ class _Join:
         if any(type(part) is not type(first) for part in parts):
             self._refuse(parts)
         if isinstance(first, Tensor):
-            return self._tensor([part.to(self._home) for part in parts])
+            home = self._places.at(first.device)[0]
+            return self._tensor([part.to(home) for part in parts])
         if isinstance(first, (list, tuple)):
             return type(first)([entry for part in parts for entry in part])
         if isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
@@ -199,7 +201,8 @@ class _Join:
         )
 
 
-def _moved(result: Any, device: torch.device) -> Any:
-    return map_structure(
-        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, result
-    )
+def _moved(result: Any, places: Places, replica_id: int) -> Any:
+    def moved(leaf: Any) -> Any:
+        return leaf.to(places.at(leaf.device)[replica_id]) if isinstance(leaf, Tensor) else leaf
+
+    return map_structure(moved, result)

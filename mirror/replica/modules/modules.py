@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mirror.accelerator.renaming import as_named
 from mirror.compiler import is_compiled, refuse_unknown_compiler
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
@@ -155,7 +156,7 @@ class Modules:
     def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
         """Gives a lazy module its parameters, by the first replica to come by, and mirrors it."""
         drawing = replica.run.drawing_for_all(replica.replica_id)
-        with self._initializing, drawing, alike(self.replicas.workers):
+        with self._initializing, drawing, alike(self.replicas.workers), as_named():
             if module.has_uninitialized_params():
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:
@@ -187,14 +188,14 @@ class Modules:
 
     def _move(self, module: nn.Module) -> None:
         """Moves a module to the only replica's device."""
-        device = self.replicas.devices[0]
         for submodule in module.modules():
             self.route(submodule)
             self._recorded.look_again(submodule)
-        for tensor in (*module.parameters(), *module.buffers()):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not (self._registry.owns(tensor) or is_unmade(tensor)):
-                if tensor.device != device:
-                    tensor.data = tensor.data.to(device)
+                home = self.replicas.places.home_of(tensor.device, name)
+                if tensor.device != home:
+                    tensor.data = tensor.data.to(home)
                 self._registry.own(tensor)
 
     def _refuse_script(self, module: torch.jit.ScriptModule, name: str) -> None:

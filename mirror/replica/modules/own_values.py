@@ -179,9 +179,9 @@ class OwnValues:
         if value is MISSING:
             return value
         sizes = replica.run.all_weights() if self._is_batched else None
-        split = None
+        split, places = None, replica.replicas.places
         if sizes is not None:
-            split = Split([int(n) for n in sizes], replica.replicas.devices, int(sum(sizes)))
+            split = Split([int(n) for n in sizes], places, int(sum(sizes)))
 
         def part(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
@@ -196,7 +196,10 @@ class OwnValues:
                 return leaf
             if split is not None and split.is_batched(leaf):
                 leaf = split.rows(leaf, replica.replica_id)
-            own: Tensor = leaf.to(replica.device, copy=True)
+            device = replica.device
+            if places.are_several:
+                device = places.at(leaf.device)[replica.replica_id]
+            own: Tensor = leaf.to(device, copy=True)
             return own
 
         return map_structure(part, value)
@@ -219,7 +222,7 @@ class OwnValues:
         # What was batched is so again, also when the parts are now as large as all of it was.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
         if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
-            home = run.replicas.devices[0]
+            home = run.replicas.places.at(parts[0].device)[0]
             here = [part.to(home) for part in sewn(runner, values, parts)]
             return _mean(here, [weights[r] for r in values])
         self._is_batched = False

@@ -97,7 +97,7 @@ def call_in_turn(
             return _call_whole(runner, args, kwargs, whole)
         finally:
             current.in_whole_call = False
-    split = Split(sizes, replicas.devices, sum(sizes), runner.copies)
+    split = Split(sizes, replicas.places, sum(sizes), runner.copies)
     split.pin((args, kwargs))
     parts = {r: Handed(split, r) for r in split.active}
     names = _positional_names(module)
@@ -126,9 +126,9 @@ def _call_whole(
     runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[..., Any]
 ) -> Any:
     """Calls a module on the first replica, with its arguments moved there."""
-    if not must_move((args, kwargs), runner.replicas.devices[0]):
+    if not must_move((args, kwargs), runner.replicas.places.rows[0]):
         return whole(*args, **kwargs)
-    split = Split([1], runner.replicas.devices, None, runner.copies)
+    split = Split([1], runner.replicas.places, None, runner.copies)
     part = Handed(split, 0)
     split.pin((args, kwargs))
     try:

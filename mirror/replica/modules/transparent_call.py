@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.compiler import let_go, letting_go, not_compiled, take_hold
-from mirror.execution.current import current, enter, here, refuse_within_another
+from mirror.execution.current import current, enter, here, refuse_within_another, renaming
 from mirror.execution.replicas import Replica
 from mirror.execution.run import recomputing
 from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes
@@ -125,8 +125,9 @@ class TransparentCall(Route):
                 )
             before = here()
             try:
-                enter(self.replicas.strategy, recomputing(self.replicas, of))
-                return whole(*args, **kwargs)
+                enter(self.replicas.strategy, replica := recomputing(self.replicas, of))
+                with renaming(replica):
+                    return whole(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
         finally:

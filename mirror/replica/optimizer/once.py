@@ -209,7 +209,7 @@ def _mean(run: Together, *leaves: Any) -> Any:
         loss: Any = sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
     else:
         parts = sewn(runner_of(run.replicas), run.active, leaves)
-        home = run.replicas.devices[0]
+        home = run.replicas.places.at(parts[0].device)[0]
         scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
         loss = summed(scaled, home)
     if not run.replicas.workers.are_several:

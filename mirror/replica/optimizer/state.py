@@ -241,12 +241,16 @@ class ReplicaStates:
                 self.publish_first()
 
     def _copied(self, value: Any, source: int, destination: int) -> Any:
-        places = (self._replicas.home, *self._replicas.devices[1:])
-        home, device = places[source], places[destination]
+        devices = (self._replicas.home, *self._replicas.devices[1:])
+        home, device = devices[source], devices[destination]
+        places = self._replicas.places if self._replicas.places.are_several else None
 
         def copied(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                return leaf.detach().to(device if leaf.device == home else leaf.device, copy=True)
+                there = device if leaf.device == home else leaf.device
+                if places is not None:
+                    there = places.beside(leaf.device, device)
+                return leaf.detach().to(there, copy=True)
             return copy.deepcopy(leaf)
 
         return map_structure(copied, value)

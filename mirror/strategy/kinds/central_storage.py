@@ -102,6 +102,9 @@ class CentralStorageStrategy(MirroredStrategy):
         """
         return super().compile(step, fallback=fallback, mode=mode)
 
+    def _rows(self, devices: Any) -> Sequence[Sequence[torch.device]]:
+        return [(device,) for device in resolve(devices)]
+
     def _home(self, devices: Sequence[torch.device]) -> torch.device | None:
         is_one = tuple(devices) == (self._parameter_device,) and not is_simulated(devices)
         return None if is_one else self._parameter_device

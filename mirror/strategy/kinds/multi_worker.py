@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
 from mirror.concurrency.stack import line_of, user_line
+from mirror.devices import resolve
 from mirror.pictures.trace import Trace
 from mirror.signposts import signposted_call
 from mirror.strategy.mirrored import MirroredStrategy
@@ -94,6 +95,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             path = whole.with_name(f"{whole.stem}.worker{workers.rank}{whole.suffix}")
         with super().trace(path) as trace:
             yield trace
+
+    def _rows(self, devices: Any) -> Sequence[Sequence[torch.device]]:
+        return [(device,) for device in resolve(devices)]
 
     def _meet(
         self,

@@ -1,0 +1,117 @@
+"""A communicator of replicas that have several devices each: one for every position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from mirror.accelerator.renaming import as_named
+from mirror.comm.base import Communicator
+
+
+class Placed(Communicator):
+    """Has tensors reduced between the devices at their position. See [Note: Places].
+
+    Lists may hold tensors of several positions; all else is of one.
+
+    Args:
+        inners: for each position, the one over the replicas' devices there.
+    """
+
+    concurrent = True  # turns are taken inside
+    packs = False  # what lies in one buffer is on one device
+
+    def __init__(self, inners: Sequence[Communicator]) -> None:
+        super().__init__(inners[0].devices)
+        self._inners = tuple(inners)
+        self._by_device = {device: inner for inner in inners for device in inner.devices}
+        names = dict.fromkeys(inner.name for inner in inners)
+        vars(self)["name"] = "+".join(names)
+        vars(self)["deterministic"] = all(inner.deterministic for inner in inners)
+        vars(self)["waits"] = any(inner.waits for inner in inners)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        with as_named():
+            self._of(tensors).all_reduce(tensors, op, scale)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        with as_named():
+            self._of(tensors).broadcast(tensors, root)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        with as_named():
+            self._of(tensors).reduce_scatter(tensors, op)
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        with as_named():
+            self._of(tensors).all_gather(tensors)
+
+    def all_reduce_lists(
+        self,
+        lists: Sequence[Sequence[Tensor]],
+        op: str = "sum",
+        scale: float = 1.0,
+        bytes_per_pack: int = 25 * 2**20,
+    ) -> None:
+        if len({len(column) for column in lists}) != 1 or not lists[0]:
+            self._inners[0].all_reduce_lists(
+                lists, op, scale, bytes_per_pack
+            )  # says what is wrong
+            return
+        with as_named():
+            for inner, columns in self._apart(lists):
+                inner.all_reduce_lists(columns, op, scale, bytes_per_pack)
+
+    def all_reduce_checked(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        op: str,
+        scale: float,
+        bytes_per_pack: int,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        with as_named():  # a bucket is reduced by the replica that comes last
+            for inner, mine in self._apart(columns):
+                inner.all_reduce_checked(mine, op, scale, bytes_per_pack, wire_dtype)
+
+    def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
+        wanted = list(reductions)
+        for inner in self._inners:
+            inner.prepare(wanted)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        with ExitStack() as stack:
+            for inner in self._inners:
+                stack.enter_context(inner.within(seconds))
+            yield
+
+    def abort(self) -> None:
+        for inner in self._inners:
+            inner.abort()
+
+    def close(self) -> None:
+        super().close()
+        with ExitStack() as stack:  # all of them, whatever one raises
+            for inner in self._inners:
+                stack.callback(inner.close)
+
+    def _of(self, tensors: Sequence[Tensor]) -> Communicator:
+        if not len(tensors):
+            return self._inners[0]
+        return self._by_device.get(tensors[0].device, self._inners[0])  # which refuses strangers
+
+    def _apart(
+        self, columns: Sequence[Sequence[Tensor]]
+    ) -> list[tuple[Communicator, list[list[Tensor]]]]:
+        """Returns each position's communicator with its tensors, a list per replica."""
+        which: dict[Communicator, list[int]] = {}
+        for i, tensor in enumerate(columns[0]):
+            which.setdefault(self._of([tensor]), []).append(i)
+        return [
+            (inner, [[column[i] for i in mine] for column in columns])
+            for inner, mine in which.items()
+        ]

@@ -1,0 +1,20 @@
+"""A model whose layers are on two devices, and where its replicas are."""
+
+import torch
+from torch import nn
+
+A, B, C, D = (torch.device("cuda", i) for i in range(4))
+ROWS = [[A, B], [C, D]]
+
+
+class Net(nn.Module):
+    """Written for one replica, on two devices."""
+
+    def __init__(self, bottom=A, top=B):
+        super().__init__()
+        self.of_top = top
+        self.bottom = nn.Linear(4, 8).to(bottom)
+        self.top = nn.Linear(8, 2).to(top)
+
+    def forward(self, x):
+        return self.top(self.bottom(x).relu().to(self.of_top))
