@@ -10,8 +10,8 @@
     def test_it(crew):
         assert crew(2).run(program, batches=8) == [2, 2]
 
-Starting Python and importing torch takes seconds, so a process goes on to the next test, unless
-one has failed: then all of them are made anew. They listen on loopback alone.
+They are forks of one process that has torch (tests/nursery.py). One goes on to the next test,
+unless one has failed: then all of them are made anew. They listen on loopback alone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ import os
 import pickle
 import socket
 import struct
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.nursery import Child, Nursery
+
 _LENGTH = struct.Struct("<Q")
 _ROOT = Path(__file__).parent.parent
+_NURSERY = Nursery()
 
 
 class WorkersFailedError(Exception):
@@ -51,7 +53,7 @@ class Crew:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Child] = []
 
     def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a function of a test file on every worker; returns what they return, by rank.
@@ -72,7 +74,6 @@ class Crew:
         file = sys.modules[program.__module__].__file__
         task = pickle.dumps((file, program.__qualname__, args, kwargs))
         for process in self._processes:
-            assert process.stdin is not None
             process.stdin.write(_LENGTH.pack(len(task)) + task)
             process.stdin.flush()
         found = [_answer(process) for process in self._processes]
@@ -90,8 +91,8 @@ class Crew:
         """Ends the processes."""
         processes, self._processes = self._processes, []
         for process in processes:
-            process.kill()
-            process.communicate()
+            if not process.stdin.closed:  # else it has been waited for
+                _NURSERY.kill(process)
 
     def _start(self) -> None:
         with socket.socket() as probe:
@@ -108,28 +109,20 @@ class Crew:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
             }
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.crew"],
-                    env=environ,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    cwd=_ROOT,
-                )
-            )
+            self._processes.append(_NURSERY.start(environ))
 
 
-def _answer(process: subprocess.Popen[bytes]) -> tuple[Any, str | None]:
-    assert process.stdout is not None
+def _answer(process: Child) -> tuple[Any, str | None]:
     head = process.stdout.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
-        code = process.wait()
+        code = _NURSERY.wait(process)
         return code, f"the process has ended with {code}"
     answer: tuple[Any, str | None] = pickle.loads(process.stdout.read(_LENGTH.unpack(head)[0]))
     return answer
 
 
-def _serve() -> None:
+def serve() -> None:
+    """Calls what is sent to its standard input, for good."""
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
     while True:
         head = sys.stdin.buffer.read(_LENGTH.size)
@@ -159,7 +152,3 @@ def _called(file: str, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -
     for part in name.split("."):
         found = getattr(found, part)
     return found(*args, **kwargs)
-
-
-if __name__ == "__main__":
-    _serve()
