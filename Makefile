@@ -1,6 +1,9 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
 # make test   the linters, the type checker and all tests but those marked slow: some ten minutes
 # make quick  the contract on two simulated devices, the layers, the public API: half a minute
+# make affected   the tests that run what differs from main, as tests/scripts/affected/chart.txt has it
+# make chart   draws that chart anew: of each test two cases, over a copy that notes what runs
+# make mutants IN=mirror/execution   how many of 50 small faults the tests find
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make exhaustive-test   whole products, long soaks, every fault at every point: hours
 # make third-party  trains programs over public libraries, and writes docs/third-party.md
@@ -17,6 +20,14 @@ VENV ?= .venv
 TORCH ?= 2.13.0
 ARCH ?= $(shell uname -m)
 
+# What `make affected` compares with, and the seconds of processor time that it may take.
+BASE ?= main
+WITHIN ?= 120
+IN ?= mirror
+
+# Some environments keep Python from writing .pyc files; the tests start it many times, and import.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.py \
     tests/test_circles.py tests/project/test_public_api.py
@@ -24,7 +35,7 @@ QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.p
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test quick slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here clean
+.PHONY: demo test quick affected chart mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -36,6 +47,15 @@ test: lint
 quick: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -k "not x1 and not x3 and not importing" \
 	    $(PARALLEL) $(QUICK)
+
+affected: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.affected --base $(BASE) --seconds $(WITHIN)
+
+chart: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.affected record --cases 2
+
+mutants: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.mutants $(IN)
 
 slow-test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow and not exhaustive" $(PARALLEL)
