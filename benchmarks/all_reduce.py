@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from arguments import ROUNDS, at_least, new_file, new_picture
 from gloo import Gloo, inputs, max_error
+from pictures import KIB, bandwidths, caption_of
 from timing import Elsewhere, Samples, interleaved, seconds_of
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from mirror.comm.host import host_library
 from mirror.devices import is_simulated, resolve, synchronize
 from mirror.errors import DeviceError
 
-KIB, MIB = 2**10, 2**20
+MIB = 2**20
 SIZES = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 TOO_LONG_SECONDS = 1.0
@@ -120,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         _write_json(arguments.json, rows, targets)
     if arguments.plot:
-        _plot(arguments.plot, rows)
+        caption = f"{caption_of(max(places, key=len))}; {arguments.dtype}"
+        bandwidths(rows, caption).savefig(arguments.plot, dpi=150)
     return int(any(target.missed for target in targets))
 
 
@@ -284,26 +286,6 @@ def _write_json(path: str, rows: list[Row], targets: list[Target]) -> None:
     }
     with open(path, "w") as file:
         json.dump(found, file, indent=1)
-
-
-def _plot(path: str, rows: list[Row]) -> None:
-    """Draws busbw over bytes, a panel for each number of replicas."""
-    from matplotlib.figure import Figure
-
-    replicas = sorted({row.n for row in rows})
-    figure = Figure(figsize=(4.5 * len(replicas), 4), layout="constrained")
-    panels = figure.subplots(1, len(replicas), squeeze=False)[0]
-    for panel, n in zip(panels, replicas, strict=True):
-        panel.set(title=f"{n} replicas", xlabel="bytes per replica", ylabel="busbw, GB/s")
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        for name in dict.fromkeys(row.name for row in rows if row.n == n):
-            points = [(row.bytes, row.busbw) for row in rows if (row.n, row.name) == (n, name)]
-            if all(busbw for _, busbw in points):
-                panel.plot(*zip(*points, strict=True), marker=".", label=name)
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.savefig(path, dpi=150)
 
 
 def _bytes(count: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cases import Case
 from contestants import WAYS, Contestant
+from pictures import finish
 from timing import Samples
 
 
@@ -203,18 +204,22 @@ def case_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(path: str, rows: Sequence[Row], host: dict[str, Any] | None) -> None:
-    """Draws step time over the number of replicas, a panel for each case, and the host's time.
+def picture(
+    rows: Sequence[Row], host: dict[str, Any] | None, caption: str, num_gpus: int = 0
+) -> Any:
+    """Returns a figure of step time over the number of replicas, for each case, and the host's.
 
     The better schedule stands for a way; the last way that was measured for the host's time.
+
+    Args:
+        caption: stands below.
+        num_gpus: up to so many replicas have a device each, and could be so many times as fast.
     """
     from matplotlib.figure import Figure
 
     cases = list(dict.fromkeys(row.case.name for row in rows))
-    count = len(cases) + (host is not None)
-    if not count:
-        return
-    columns = min(3, count)
+    count = max(1, len(cases) + (host is not None))
+    columns = 2 if count == 4 else min(3, count)
     lines = -(-count // columns)
     figure = Figure(figsize=(4.5 * columns, 3.6 * lines), layout="constrained")
     panels = [figure.add_subplot(lines, columns, i + 1) for i in range(count)]
@@ -222,9 +227,12 @@ def plot(path: str, rows: Sequence[Row], host: dict[str, Any] | None) -> None:
         here = [row for row in rows if row.case.name == name]
         panel.set(title=name, xlabel="replicas", ylabel="ms per step", xscale="log")
         panel.axhline(here[0].milliseconds[0], color="gray", label="plain loop, one device")
+        counts = sorted({row.contestant.n for row in here})
+        if num_gpus > 1:
+            ideal = [(n, here[0].milliseconds[0] / n) for n in counts if n <= num_gpus]
+            panel.plot(*zip(*ideal, strict=True), ":", color="gray", label="that over n devices")
         for label, points in _lines(here):
             panel.plot(*zip(*points, strict=True), marker=".", label=label)
-        counts = sorted({row.contestant.n for row in here})
         panel.set_xticks(counts, map(str, counts))
         panel.minorticks_off()
         panel.set_ylim(bottom=0)
@@ -233,7 +241,8 @@ def plot(path: str, rows: Sequence[Row], host: dict[str, Any] | None) -> None:
         panels[0].legend(fontsize="small")
     if host is not None:
         _draw_host(panels[-1], host)
-    figure.savefig(path, dpi=120)
+    finish(figure, caption)
+    return figure
 
 
 def _draw_host(panel: Any, host: dict[str, Any]) -> None:

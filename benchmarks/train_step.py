@@ -36,6 +36,7 @@ from arguments import ROUNDS, at_least, new_file, new_picture
 from cases import CASES, FOR_GPUS, Case
 from compiled_targets import cost_targets, step_targets
 from contestants import PEERS, SCHEDULES, WAYS, Contestant, Field, started
+from pictures import caption_of, machine
 from resident import Residents
 from timing import Elsewhere, interleaved
 from train_report import (
@@ -43,7 +44,7 @@ from train_report import (
     case_table,
     host_targets,
     memory_targets,
-    plot,
+    picture,
     target_table,
     targets_of,
 )
@@ -128,7 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
     if arguments.plot:
-        plot(arguments.plot, rows, host)
+        places = [torch.device(name) for name in field.places(max(arguments.replicas))]
+        num_gpus = len({place for place in places if place.type == "cuda"})
+        figure = picture(rows, host, caption_of(places), num_gpus)
+        figure.savefig(arguments.plot, dpi=120)
     return int(any(target.missed for target in targets))
 
 
@@ -215,7 +219,7 @@ def _environment(arguments: argparse.Namespace) -> dict[str, object]:
         devices = [f"{name} ({torch.cuda.get_device_name(name)})" for name in devices]
     return {
         "date": datetime.now().isoformat(" ", "minutes"),
-        "machine": f"{_processor()}, {os.cpu_count()} CPUs",
+        "machine": machine(),
         "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
         "devices": ", ".join(devices),
         "threads": arguments.threads,
@@ -224,12 +228,6 @@ def _environment(arguments: argparse.Namespace) -> dict[str, object]:
         "rounds": arguments.rounds,
         "command": " ".join(sys.argv),
     }
-
-
-def _processor() -> str:
-    with open("/proc/cpuinfo") as file:
-        names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

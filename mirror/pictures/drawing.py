@@ -103,7 +103,7 @@ def _legend(kinds: Sequence[str], width: int) -> Iterator[tuple[int, int, str]]:
     """Yields the line and the x of each kind; lines are broken where the picture ends."""
     line, x = 0, _MARGIN
     for kind in kinds:
-        needed = 30 + int(6.2 * len(kind))
+        needed = 34 + int(6.2 * len(kind))
         if x > _MARGIN and x + needed > width:
             line, x = line + 1, _MARGIN
         yield line, x, kind

@@ -35,7 +35,7 @@ def table_of(title: str, whole: float, parts: Sequence[Part], notes: Sequence[st
             '<div style="font-size:13px;max-width:640px">',
             f"<div><b>{escape(title)}</b></div>",
             _bar(parts, share),
-            '<table style="border-collapse:collapse;border:0;margin:0">',
+            '<table style="font-size:13px;border-collapse:collapse;border:0;margin:0">',
             *lines,
             "</table>",
             *(f'<div style="margin-top:2px">{escape(note)}</div>' for note in notes),

@@ -1,6 +1,7 @@
 """Around a training loop: what a program does besides its steps."""
 
 from mirror.train.loop.hook import Hook
+from mirror.train.loop.plotting import LivePlot
 from mirror.train.loop.saving import SaveEvery
 from mirror.train.loop.showing import LogEvery, ProgressBar
 from mirror.train.loop.state import TrainingState
@@ -11,6 +12,7 @@ from mirror.train.loop.writing import CSVWriter, TensorBoardWriter
 __all__ = [
     "CSVWriter",
     "Hook",
+    "LivePlot",
     "LogEvery",
     "ProgressBar",
     "SaveEvery",

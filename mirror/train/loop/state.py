@@ -70,6 +70,14 @@ class TrainingState:
             self._values[name] = value = float(value)
         return value
 
+    def value_there(self, name: str) -> Value:
+        """Returns the value that was logged last as it is: a tensor may be on a GPU still.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._values[name]
+
     def stop(self, reason: str = "it was asked to") -> None:
         """Has the training end with this step, on all workers."""
         self.reason = self.reason or reason
