@@ -16,10 +16,10 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 # What each takes, in this order; the Trainer of transformers wants accelerate.
 PACKAGES = (("keras",), ("lightning",), ("transformers", "accelerate"))
 
-# What is asked of each at its end; Lightning's strategy holds the one of mirror.
+# Asked of each at its end: both replicas have computed. Lightning's strategy holds mirror's.
 ASKED = """
 report = (strategy if hasattr(strategy, "report") else strategy.mirror).report()
-assert report.num_steps >= 8 and report.num_replicas == 2 and min(report.host_seconds) > 0, report
+assert report.num_replicas == 2 and min(report.host_seconds) > 0, report
 """
 
 

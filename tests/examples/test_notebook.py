@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+(NOTEBOOK,) = (path for path in NOTEBOOKS if path.stem == "notebook")
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +23,16 @@ def notebook(tmp_path_factory):
         return run(NOTEBOOK, tmp_path_factory.mktemp("work"))
 
 
-def test_the_outputs_are_kept_and_tell_of_no_machine():
-    text = NOTEBOOK.read_text()
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_outputs_are_kept_and_tell_of_no_machine(path):
+    text = path.read_text()
     code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert len(text) < 150_000
     assert not re.search(r"/(home|root|tmp|work|mnt|Users)/|ipykernel_", text)
     outputs = [output for cell in code for output in cell["outputs"]]
     assert "stderr" not in [output.get("name") for output in outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-    assert sum("text/html" in output.get("data", {}) for output in outputs) == 2
+    assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
 @pytest.mark.slow
