@@ -9,6 +9,7 @@
 # make third-party  trains programs over public libraries, and writes docs/third-party.md
 # make wheel  the sdist, and of it a wheel for manylinux_2_28, checked, in dist/
 # make installed   that wheel installed outside the checkout, and used: under a minute
+# make docs   the documents and the API as a site, in build/site; what is broken is an error
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
 # make core TORCH=2.7.0   the three ways, optimizers and the compiler with that torch, likewise
 #
@@ -35,7 +36,7 @@ QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.p
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test quick affected chart mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here clean
+.PHONY: demo docs test quick affected chart mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -86,6 +87,9 @@ wheel-aarch64:
 
 installed: wheel
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/installed.py dist/*.whl
+docs: $(VENV)/docs.stamp
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs/site . build/site
+	@echo "build/site/README.html"
 
 third-party: .venv-third-party/third-party.stamp
 	.venv-third-party/bin/python -m tests.scripts.third_party

@@ -1,6 +1,8 @@
 """The documents: their links lead somewhere, and they name this version."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,17 @@ def test_every_page_can_be_found_from_the_first_one():
 def test_the_citation_names_this_version():
     assert f"\nversion: {mirror.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {mirror.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="pip install -e '.[docs]'")
+    pytest.importorskip("myst_parser")
+    command = "-m sphinx --fail-on-warning --keep-going --quiet -c docs/site .".split()
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for page in ("README", "docs/how-do-i", "docs/site/api"):
+        assert (tmp_path / f"{page}.html").exists()
+    assert "mirror.MirroredStrategy" in (tmp_path / "docs" / "site" / "api.html").read_text()

@@ -53,3 +53,21 @@ def test_the_first_program_runs_as_printed(where, num_gpus):
         loss = run(program)
         assert str(loss.device) == ("cuda:0" if num_gpus else "cpu")
         assert loss.requires_grad
+
+
+def test_the_error_is_printed_as_it_is():
+    printed = re.search(r"```text\n(DivergenceError: .*?)\n```", README, re.DOTALL)[1]
+    strategy = mirror.MirroredStrategy(["cpu"] * 2)
+    model = strategy.mirror(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        if mirror.get_replica_context().replica_id_in_sync_group == 0:
+            return
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    with strategy, pytest.raises(mirror.DivergenceError) as info:
+        strategy.run(step)
+    raised = re.sub(r" at \S+:\d+ in step", " at train.py:19 in step", str(info.value))
+    assert f"{type(info.value).__name__}: {raised}" == printed

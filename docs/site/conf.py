@@ -1,0 +1,51 @@
+"""The site of the documents: README.md, docs/ and others as they lie, and the API from docstrings.
+
+make docs   builds it into build/site; nothing is fetched, and what is broken is an error
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import mirror  # noqa: E402
+
+project = "mirror"
+release = version = mirror.__version__
+author = "The mirror authors"
+project_copyright = author
+
+# The source folder is the repository, so that links between the documents are what they are.
+root_doc = "README"
+include_patterns = ["*.md", "docs/*.md", "docs/site/*.rst", "benchmarks/*.md", "deploy/*.md"]
+exclude_patterns = [".venv*", "build", "tests"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+html_theme = "furo"
+html_title = f"mirror {release}"
+html_show_sourcelink = False
+suppress_warnings = ["toc.not_included"]  # every page is found from the first: test_documents.py
+
+myst_heading_anchors = 3
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # else a property that an Attributes section names is there twice
+
+
+def _first_paragraph(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Leaves of a module's docstring what it says first; the rest is for who reads the source."""
+    if what == "module" and "" in lines:
+        del lines[lines.index("") :]
+
+
+def setup(app: Any) -> None:
+    """Called by sphinx."""
+    app.connect("autodoc-process-docstring", _first_paragraph)

@@ -1,0 +1,38 @@
+"""docs/from-tf-distribute.md names what there is here, under its name."""
+
+import re
+from operator import attrgetter
+
+import pytest
+
+import mirror
+import mirror.server
+from tests.examples.pages import ROOT
+
+PAGE = (ROOT / "docs" / "from-tf-distribute.md").read_text()
+ROWS = re.findall(r"^\| (.*) \| (.*) \|$", PAGE, re.M)[1:]
+# A name with its path, in code; what is called ends at the parenthesis.
+NAMES = sorted(
+    {
+        name
+        for _, here in ROWS
+        for name in re.findall(r"`((?:mirror|strategy|ReplicaContext)\.[\w.]+)", here)
+    }
+)
+ROOTS = {
+    "mirror": mirror,
+    "strategy": mirror.MirroredStrategy,
+    "ReplicaContext": mirror.ReplicaContext,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_the_table_is_there(name):
+    first, _, rest = name.partition(".")
+    owner, _, last = rest.rpartition(".")
+    owner = attrgetter(owner)(ROOTS[first]) if owner else ROOTS[first]
+    assert hasattr(owner, last) or last in getattr(owner, "__annotations__", ())
+
+
+def test_sixty_names_stand_side_by_side():
+    assert len(ROWS) >= 60
