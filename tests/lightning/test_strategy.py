@@ -124,7 +124,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    ["clipping", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "clipping")],
+)
 def test_the_trainer_trains_and_logs_as_on_one_device(case, plugin):
     # A value logged in forward was logged once per replica: the last one's, or their plain mean.
     make, options = CASES[case]
@@ -148,6 +151,7 @@ def test_a_program_in_the_scope_with_one_device_is_right(make_strategy):
     assert_same(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_checkpoints_are_those_of_one_device(plugin, tmp_path):
     plain = Net()
     start = copy.deepcopy(plain)
@@ -163,6 +167,7 @@ def test_checkpoints_are_those_of_one_device(plugin, tmp_path):
     assert_same(again.state_dict(), model.state_dict(), tolerance=0)
 
 
+@pytest.mark.slow
 def test_one_trainer_fits_validates_predicts_and_fits_again(plugin):
     results = []
     plain = Net()

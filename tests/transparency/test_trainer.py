@@ -63,7 +63,7 @@ def llama():
     )
 
 
-@pytest.mark.parametrize("evaluated_only", [False, True])
+@pytest.mark.parametrize("evaluated_only", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_where_it_sees_several_gpus_the_way_off_is_told_and_right(
     evaluated_only, train, make_strategy
 ):
@@ -75,7 +75,9 @@ def test_where_it_sees_several_gpus_the_way_off_is_told_and_right(
     assert_same(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("order", ["adapter first", "mirrored first"])
+@pytest.mark.parametrize(
+    "order", ["adapter first", pytest.param("mirrored first", marks=pytest.mark.slow)]
+)
 def test_lora_trains_and_merges_as_on_one_device(order, train, make_strategy, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
