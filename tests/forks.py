@@ -12,6 +12,7 @@ Where the imports themselves are looked at, or a signal is sent, start a Python.
 """
 
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -25,9 +26,14 @@ ROOT = Path(__file__).parents[1]
 
 
 class Forks:
-    """A process that waits for programs, and forks for each."""
+    """A process that waits for programs, and forks for each.
 
-    def __init__(self):
+    Args:
+        imports: names of more modules that programs import.
+    """
+
+    def __init__(self, *imports):
+        self._imports = imports
         self._process = None
 
     def run(self, program, *arguments, timeout=120):
@@ -38,12 +44,12 @@ class Forks:
         """Runs programs at the same time; returns a ``CompletedProcess`` of each."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.forks"],
+                [sys.executable, "-W", "error", "-m", "tests.forks", *self._imports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "torch"},
             )
         with tempfile.TemporaryDirectory() as folder:
             task = [folder, list(programs), list(map(str, arguments)), timeout]
@@ -72,6 +78,8 @@ def _serve():
     import mirror  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports what most programs would
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     gc.freeze()  # so that nothing of it is copied, as a collection of garbage would
     for line in sys.stdin:
         folder, programs, arguments, timeout = json.loads(line)

@@ -9,7 +9,8 @@ the variable. When all replicas have called, each variable is assigned once:
     ``aggregation="sum"``           what it was, and the sum of the changes
     ``"only_first_replica"``        the first replica's
     other floats                    the mean, weighted by examples
-    other integers                  that, if all are equal; or it has counted examples: their sum
+    other integers                  that, if all are equal; or it has counted examples: their sum,
+                                    which one example for each replica does not tell apart
     a trainable variable            refused: its gradient belongs to the value it had
 """
 
@@ -27,6 +28,7 @@ from mirror.replica.keras.library import library
 
 _STRIDE = 0x1000003  # Keras adds its counter to the seed: replicas are further apart than it gets
 _SEED = "seed_generator_state"
+_COUNTS = "_mirror_counts_examples"  # on a variable, once that has been seen
 
 
 class Written:
@@ -116,10 +118,16 @@ def _joined(
         return first if are_equal else weighted_mean(values, sizes)
     if before.dtype != torch.bool:
         changes = [value - before for value in values]
-        counts_examples = any(size != 1 for size in sizes) and all(
+        counts_examples = counted and all(
             bool((change == size).all()) for change, size in zip(changes, sizes, strict=True)
         )
-        if counts_examples and counted:
+        if counts_examples and all(size == 1 for size in sizes):
+            # Of one example each: a number of calls looks the same.
+            counts_examples = bool(getattr(variable, _COUNTS, None))
+            are_equal = counts_examples is False or len(values) == 1
+        elif counted and all(bool((change != 0).all()) for change in changes):
+            setattr(variable, _COUNTS, counts_examples)
+        if counts_examples:
             return torch.stack([before, *changes]).sum(0).to(before.dtype)
         # Equal changes may be equal numbers of examples, of which nobody has told.
         are_equal = are_equal and (counted or bool(((changes[0] == 0) | (changes[0] == 1)).all()))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from mirror.concurrency.merge_point import MergePoint
@@ -25,12 +26,13 @@ from mirror.replica.keras.library import (
     is_stateless,
     library,
 )
+from mirror.replica.keras.metrics import watch_metrics
 from mirror.replica.keras.optimizers import watch_optimizers
 from mirror.replica.keras.written import Written, assign_joined
 from mirror.replica.modules.recording import recording
 from mirror.replica.modules.transparent_call import TransparentCall
 from mirror.torch_private import WHOLE_CALL, wrap_once
-from mirror.values import leaves_of
+from mirror.values import leaves_of, map_structure
 
 
 class KerasCall(TransparentCall):
@@ -41,12 +43,15 @@ class KerasCall(TransparentCall):
     def __init__(self, module: nn.Module, *args: Any) -> None:
         super().__init__(module, *args)
         self.is_plain = False
+        watch_keras()  # strategy.mirror() needs no scope
 
     def _call_outside(self, module: Any, args: Any, kwargs: Any, each: Any = None) -> Any:
         if current.in_whole_call or not self.replicas.mirrors:
             return super()._call_outside(module, args, kwargs)
         if is_stateless():  # the variables' values are the scope's, which replicas do not see
             return self._call_whole(module, args, kwargs)
+        if any(isinstance(leaf, np.ndarray) for leaf in leaves_of((args, kwargs))):
+            args, kwargs = map_structure(_as_tensor, (args, kwargs))
         calls = _Calls(module)
         outputs = super()._call_outside(module, args, kwargs, each=calls.call)
         return calls.finished(outputs, self.replicas.devices[0])
@@ -80,6 +85,12 @@ class KerasCall(TransparentCall):
             return super()._call_outside(module, args, kwargs)
         finally:
             current.in_whole_call = False
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Makes tensors of arrays, as Keras would, so that they are split."""
+    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and leaf.dtype.kind in "biuf"
+    return library().ops.convert_to_tensor(leaf) if is_array else leaf
 
 
 class _Calls:
@@ -154,6 +165,7 @@ def watch_keras() -> None:
         return
     if wrap_once(keras.Layer, "__init__", _recording_init):
         watch_optimizers()
+        watch_metrics()
 
 
 def _recording_init(original: Callable[..., None]) -> Callable[..., None]:

@@ -22,8 +22,9 @@ from mirror.compiler import let_go, letting_go, not_compiled, take_hold
 from mirror.execution.current import current, enter, here, refuse_within_another, renaming
 from mirror.execution.replicas import Replica
 from mirror.execution.run import recomputing
+from mirror.replica.joining.once import call_once
 from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes
-from mirror.replica.modules.metric_calls import call_once, is_metric
+from mirror.replica.modules.metric_calls import is_metric
 from mirror.replica.modules.own_values import Attributes, OwnValues
 from mirror.replica.modules.recompute import replica_of_backward, saves_are_hooked
 from mirror.replica.modules.split_call import Each, Mirroring, call_in_turn

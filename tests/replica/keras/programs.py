@@ -193,6 +193,11 @@ def main():
 
         trained(of(Counts, out), cpus())
 
+    def one_example_each():
+        with cpus().scope():
+            model = of(Counted)()
+        model(x[:2])
+
     def loss_in_run():
         in_run(of(regularized, out), 3)
 
@@ -225,6 +230,7 @@ def main():
         "differing integers": differing_integers,
         "loss in run": loss_in_run,
         "count in run": count_in_run,
+        "one example each": one_example_each,
         "saved": saved,
     }
     results = {}

@@ -20,7 +20,7 @@ def test_trainable_variables_are_not_assigned_in_a_call():
     assert "assigns trainable variable" in outcomes()["assigns trainable"]
 
 
-@pytest.mark.parametrize("name", ["differing integers", "count in run"])
+@pytest.mark.parametrize("name", ["differing integers", "count in run", "one example each"])
 def test_integers_that_cannot_be_joined_are_refused(name):
     assert "StrategyError: " in outcomes()[name]
     assert 'aggregation="sum"' in outcomes()[name]

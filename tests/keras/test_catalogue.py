@@ -1,0 +1,33 @@
+"""Programs of Keras, unchanged in a scope: what they compute is what one device computes.
+
+What they do is in programs/; see one_device.py, which runs them.
+"""
+
+import pytest
+
+from tests.keras.one_device import FILES, names
+
+PROGRAMS = [(file.stem, name) for file in sorted(FILES.glob("*.py")) for name in names(file.stem)]
+QUICK = {
+    "layers": ["built_by_fit"],
+    "state": ["batch_normalization"],
+    "loops": ["optimizer_applied_in_run"],
+    "metrics": ["updated_in_run"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), PROGRAMS, ids=map("-".join, PROGRAMS))
+def test_a_program_equals_one_device(module, name, differences):
+    ((result,),) = [differences(module, name).values()]
+    assert isinstance(result, list), result
+    difference, tolerance = result
+    assert difference <= tolerance
+
+
+def test_programs_of_every_kind_equal_one_device(differences):
+    for module, chosen in QUICK.items():
+        for name, result in differences(module, *chosen).items():
+            assert isinstance(result, list), result
+            difference, tolerance = result
+            assert difference <= tolerance, name
