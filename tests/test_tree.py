@@ -89,7 +89,6 @@ TESTED_BY = {
     "server/engine/service.py": "server/engine/test_protocol.py",
     "server/engine/starting.py": "server/engine/test_protocol.py",
     "server/reading.py": "server/test_recording.py",
-    "server/report.py": "strategy/kinds/test_parameter_server.py",
     "server/roles/client.py": "server/roles/test_worker_model.py",
     "server/roles/datasets.py": "server/roles/test_coordinator.py",
     "server/roles/fleet.py": "server/roles/test_faults.py",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from mirror.pictures.lanes import COLOURS
+from mirror.pictures.table import Part, table_of
+from mirror.timeline import FORWARD, INPUT, REDUCTION
 
 _BAR = 30
 
@@ -63,18 +67,38 @@ class ServersReport:
 
     def __str__(self) -> str:
         steps = max(1, self.num_steps)
-        lines = [
-            f"steps           {self.num_steps}, {self.num_retried} times again on another worker",
-            f"updates         {self.num_updates}, gradients dropped: {self.num_dropped}, waiting: "
-            f"{self.num_waiting}",
+        step = (
             f"a step          {self.step_seconds / steps * 1e3:.2f} ms, of which pull "
-            f"{self.pull_seconds / steps * 1e3:.2f}, push {self.push_seconds / steps * 1e3:.2f}",
-            f"bytes a step    pulled {self.pulled_bytes / steps:.0f}, pushed "
-            f"{self.pushed_bytes / steps:.0f}",
-            f"servers         {', '.join(f'{size} bytes' for size in self.server_bytes)}",
-            "staleness       gradients",
+            f"{self.pull_seconds / steps * 1e3:.2f}, push {self.push_seconds / steps * 1e3:.2f}"
+        )
+        counts, updates, *rest = self._lines()
+        return "\n".join([counts, updates, step, *rest])
+
+    def _repr_html_(self) -> str:
+        steps = max(1, self.num_steps)
+        rest = max(0.0, self.step_seconds - self.pull_seconds - self.push_seconds)
+        parts = [
+            Part("pull", self.pull_seconds / steps, COLOURS[INPUT]),
+            Part("push", self.push_seconds / steps, COLOURS[REDUCTION]),
+            Part("on the worker", rest / steps, COLOURS[FORWARD]),
         ]
+        title = f"a step, mean of {self.num_steps}, on servers and workers"
+        return table_of(title, self.step_seconds / steps, parts, list(self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        """Yields what is told besides times."""
+        steps = max(1, self.num_steps)
+        yield f"steps           {self.num_steps}, {self.num_retried} times again on another worker"
+        yield (
+            f"updates         {self.num_updates}, gradients dropped: {self.num_dropped}, waiting: "
+            f"{self.num_waiting}"
+        )
+        yield (
+            f"bytes a step    pulled {self.pulled_bytes / steps:.0f}, pushed "
+            f"{self.pushed_bytes / steps:.0f}"
+        )
+        yield f"servers         {', '.join(f'{size} bytes' for size in self.server_bytes)}"
+        yield "staleness       gradients"
         most = max((self.staleness or {0: 1}).values())
         for late, count in sorted((self.staleness or {}).items()):
-            lines.append(f"{late:>9}       {count:<8} {'#' * round(_BAR * count / most)}")
-        return "\n".join(lines)
+            yield f"{late:>9}       {count:<8} {'#' * round(_BAR * count / most)}"

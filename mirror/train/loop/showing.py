@@ -6,6 +6,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from mirror.train.loop.hook import Every, Hook
@@ -74,8 +75,8 @@ class Pace:
 class ProgressBar(Hook):
     """Shows a bar with the rate, the time that is left, the wait for input and the replicas.
 
-    By tqdm where it is installed, in notebooks too; else on a terminal, and nowhere else. Values
-    are shown as they are logged, twice a second: then the host waits for a GPU.
+    By tqdm where it is installed, in notebooks too, or by rich; else on a terminal, and nowhere
+    else. Values are shown as they are logged, twice a second: then the host waits for a GPU.
     """
 
     chief_only = True
@@ -83,7 +84,7 @@ class ProgressBar(Hook):
     def __init__(self) -> None:
         self._every = Every("ProgressBar", None, 0.5)
         self._pace = Pace()
-        self._bar: _Tqdm | _Plain | None = None
+        self._bar: _Tqdm | _Rich | _Plain | None = None
 
     def begin(self, training: TrainingState) -> None:
         self._pace = Pace()
@@ -119,16 +120,31 @@ class _Tqdm:
         self._bar.close()
 
 
+class _Rich:
+    def __init__(self, kinds: Any, total: int | None, step: int) -> None:
+        words = kinds.TextColumn("{task.description}", markup=False)
+        columns = kinds.BarColumn(), kinds.MofNCompleteColumn(), words
+        self._total = total
+        self._bar = kinds.Progress(*columns, auto_refresh=False)  # which is a thread
+        self._bar.start()
+        self._task = self._bar.add_task("", total=total, completed=step)
+
+    def show(self, step: int, rate: float, told: str) -> None:
+        words = f"{rate:.3g} steps/s,{_left(self._total, step, rate)} {told}"
+        self._bar.update(self._task, completed=step, description=words, refresh=True)
+
+    def close(self, step: int) -> None:
+        self._bar.update(self._task, completed=step, refresh=True)
+        self._bar.stop()
+
+
 class _Plain:
     def __init__(self, total: int | None, step: int) -> None:
         self._total = total
         self._bar = Progress("training", max(total or 1, 1))
 
     def show(self, step: int, rate: float, told: str) -> None:
-        left = ""
-        if self._total is not None and rate > 0:
-            seconds = math.ceil((self._total - step) / rate)
-            left = f" {seconds // 60}:{seconds % 60:02d} left,"
+        left = _left(self._total, step, rate)
         of = "" if self._total is None else f"/{self._total}"
         done = 0 if self._total is None else min(step, self._total)
         self._bar.show(done, f"{step}{of}, {rate:.3g} steps/s,{left} {told}")
@@ -137,12 +153,20 @@ class _Plain:
         self._bar.__exit__(None, None, None)
 
 
-def _bar(total: int | None, step: int) -> _Tqdm | _Plain:
-    try:
-        kind = importlib.import_module("tqdm.auto").tqdm
-    except ModuleNotFoundError:
-        return _Plain(total, step)
-    return _Tqdm(kind, total, step)
+def _left(total: int | None, step: int, rate: float) -> str:
+    """Returns when the last step will have ended, as far as that is known."""
+    if total is None or rate <= 0:
+        return ""
+    seconds = math.ceil((total - step) / rate)
+    return f" {seconds // 60}:{seconds % 60:02d} left,"
+
+
+def _bar(total: int | None, step: int) -> _Tqdm | _Rich | _Plain:
+    with suppress(ModuleNotFoundError):
+        return _Tqdm(importlib.import_module("tqdm.auto").tqdm, total, step)
+    with suppress(ModuleNotFoundError):
+        return _Rich(importlib.import_module("rich.progress"), total, step)
+    return _Plain(total, step)
 
 
 def _total(training: TrainingState) -> int | None:

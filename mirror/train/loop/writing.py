@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from pathlib import Path
 from typing import Any
 
+from mirror.files import replacing
 from mirror.train.loop.hook import Every, Hook
 from mirror.train.loop.state import TrainingState
 
@@ -57,13 +59,17 @@ class CSVWriter(Hook):
             self._file.close()
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        """Writes the head and the rows there are, and stays at the end of the file."""
-        self._file = self._path.open("w", newline="")
-        if self._names:
-            writer = csv.writer(self._file)
-            writer.writerow(["step", *self._names])
-            writer.writerows([row["step"], *(row.get(n, "") for n in self._names)] for row in rows)
-            self._file.flush()
+        """Writes the head and the rows there are, and stays at the end of the file.
+
+        Whoever ends the process meanwhile leaves the file as it was.
+        """
+        with replacing(self._path) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+            if self._names:
+                writer = csv.writer(text)
+                writer.writerow(["step", *self._names])
+                kept = ([row["step"], *(row.get(n, "") for n in self._names)] for row in rows)
+                writer.writerows(kept)
+        self._file = self._path.open("a", encoding="utf-8", newline="")
 
 
 class TensorBoardWriter(Hook):
@@ -114,7 +120,7 @@ def _rows(path: Path, last_step: int) -> list[dict[str, str]]:
     """Returns the rows of a table up to a step; one that was not written whole is left out."""
     if not path.is_file():
         return []
-    with path.open(newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     return [
         row

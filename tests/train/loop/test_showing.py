@@ -1,8 +1,10 @@
 """What hooks show: lines with values and the pace, and bars."""
 
+import functools
 import io
 import re
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -69,8 +71,28 @@ def test_tqdm_is_told_every_step(monkeypatch, hooks, total):
     assert re.fullmatch(r"loss 0, input \d+%, 2 replicas", told[1])
 
 
-def test_without_tqdm_there_is_a_bar_on_a_terminal(monkeypatch):
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_without_tqdm_rich_shows_the_bar(monkeypatch, is_terminal):
+    console = pytest.importorskip("rich.console")
+    progress = pytest.importorskip("rich.progress")
+    out = io.StringIO()
+    made = functools.partial(
+        progress.Progress,
+        console=console.Console(file=out, force_terminal=is_terminal, width=120, _environ={}),
+    )
+    kinds = SimpleNamespace(**{**vars(progress), "Progress": made})
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    monkeypatch.setitem(sys.modules, "rich.progress", kinds)
+    before = threading.active_count()
+    train(ProgressBar(), StopAtStep(4))
+    assert threading.active_count() == before
+    shown = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", out.getvalue())
+    assert re.search(r"4/4 [\d.e+]+ steps/s, \d+:\d\d left, loss 0, input \d+%, 2 repl", shown)
+
+
+def test_without_either_there_is_a_bar_on_a_terminal(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("CI", raising=False)
     terminal = io.StringIO()

@@ -81,3 +81,14 @@ def test_tensorboard_has_the_scalars(tmp_path):
     events = reading.EventAccumulator(str(tmp_path)).Reload()
     scalars = [(event.step, event.value) for event in events.Scalars("loss")]
     assert scalars == [(2, 1.5), (4, 3.5), (6, 5.5), (8, 7.5)]
+
+
+def test_a_table_that_cannot_be_rewritten_stays_as_it_was(tmp_path, monkeypatch):
+    # It was emptied first, and what ended the process then took all rows with it.
+    train(tmp_path / "log.csv", 3)
+    before = (tmp_path / "log.csv").read_bytes()
+    monkeypatch.setattr(csv, "writer", lambda file: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "log.csv", 6, first=3)
+    assert (tmp_path / "log.csv").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
