@@ -126,6 +126,8 @@ TESTED_BY = {
     "strategy/kinds/server_options.py": "strategy/kinds/test_parameter_server.py",
     "strategy/mirrored.py": "strategy/test_constructor.py",
     "strategy/options.py": "strategy/test_constructor.py",
+    "train/conversion/refusals.py": "train/conversion/test_refused.py",
+    "train/conversion/script.py": "train/conversion/test_conversion.py",
     "train/checkpoint/contents.py": "faults/test_damage.py",
     "train/archive/durable.py": "faults/test_disk.py",
     "train/checkpoint/host_copies.py": "train/checkpoint/test_beside.py",
