@@ -1,8 +1,5 @@
 """Ctrl-C ends the run it comes in, and nothing else."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,22 +8,13 @@ from tests.concurrency.interrupts import CASES
 
 
 @pytest.fixture(scope="module")
-def interrupted():
+def interrupted(forks):
     """Gives ``interrupted(schedule)``: what interrupts.py says of every case."""
     known = {}
 
     def run(schedule):
         if schedule not in known:
-            driver = Path(__file__).with_name("interrupts.py")
-            root = str(Path(__file__).parents[2])
-            done = subprocess.run(
-                [sys.executable, driver, schedule],
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-                env={**os.environ, "PYTHONPATH": root},
-            )
+            done = forks.run(Path(__file__).with_name("interrupts.py").read_text(), schedule)
             assert done.returncode == 0, done.stderr
             lines = (line.split(maxsplit=1) for line in done.stdout.splitlines())
             known[schedule] = dict(lines)

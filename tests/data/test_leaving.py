@@ -4,11 +4,8 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +18,6 @@ pytestmark = [
     # From Python 3.12 on, about every fork of workers while there are threads.
     pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
 ]
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def endless(**options):
@@ -148,17 +142,6 @@ def test_a_loader_in_the_middle_of_a_batch_is_waited_for():
     assert threads() == []
 
 
-def python(program, **options):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        **options,
-    )
-
-
 PRELUDE = """
 import os, signal, sys, threading, time, torch, mirror
 from torch.utils.data import DataLoader, TensorDataset
@@ -170,8 +153,8 @@ next(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_interpreter_that_exits_in_the_middle_exits_well(workers):
-    done = python(PRELUDE.format(workers=workers) + "print('done')")
+def test_an_interpreter_that_exits_in_the_middle_exits_well(workers, forks):
+    done = forks.run(PRELUDE.format(workers=workers) + "print('done')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
