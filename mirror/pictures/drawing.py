@@ -83,8 +83,11 @@ def _axis(whole: float, scale: float, bottom: int) -> Iterator[str]:
 def _lane(lane: Lane, top: int, scale: float) -> Iterator[str]:
     yield f'<text x="{_MARGIN}" y="{top + 15}">{escape(lane.name)}</text>'
     for row, spans in enumerate(lane.rows):
+        drawn = -1.0  # up to which pixel; of what is narrower than one, one is drawn for it
         for span in spans:
-            yield _span(span, top + _ROW * row, scale)
+            if span.end * scale >= drawn + 1:
+                drawn = span.end * scale
+                yield _span(span, top + _ROW * row, scale)
 
 
 def _span(span: Span, top: int, scale: float) -> str:

@@ -35,6 +35,15 @@ def test_every_span_is_drawn_to_scale_and_told_in_words():
     assert {"replica 0 of 2 (cpu)", "replica 1 of 2 (cpu)", "0 us", "forward"} <= set(words)
 
 
+def test_of_thousands_of_spans_no_more_are_drawn_than_can_be_seen():
+    spans = [span(i % 2, FORWARD, 10.0 * i, 19.0) for i in range(10_000)]
+    picture = ET.fromstring(drawn(spans))
+    rects = [g.find(f"{SVG}rect") for g in picture.iter(f"{SVG}g")]
+    assert 2 * 500 < len(rects) < 2 * 800
+    ends = [float(rect.get("x")) + float(rect.get("width")) for rect in rects]
+    assert max(ends) == pytest.approx(788, abs=1)
+
+
 def test_words_are_no_markup():
     picture = drawn([span(0, HOSTILE, 0.0, 10.0, HOSTILE)])
     assert "<img" not in picture
