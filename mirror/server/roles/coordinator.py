@@ -25,6 +25,9 @@ class Served(Protocol):
     def begin_session(self, queue_size: int) -> Session:
         """Starts servers and workers."""
 
+    def check_usable(self, what: str) -> None:
+        """Raises StrategyError after ``close``, and inside ``run`` of another strategy."""
+
 
 class ClusterCoordinator(Uncopied):
     """Sends steps to workers, which run them beside each other; one per strategy.
@@ -91,7 +94,7 @@ class ClusterCoordinator(Uncopied):
 
         Raises:
             BaseException: what a step scheduled before has raised; raised once, and steps that
-                waited then are not run.
+                waited then are not run. Of several that fail beside each other, the first.
             ServerLostError: a server is gone.
             StepError: ``fn`` cannot be sent to a worker; what of it is named.
             TypeError: ``fn`` is not a function, or an async one or a generator.
@@ -105,6 +108,7 @@ class ClusterCoordinator(Uncopied):
             raise TypeError(f"args must be a tuple: args=(x,); got {in_words(args)}")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a dict, got {in_words(kwargs)}")
+        self._strategy.check_usable("schedule")
         _refuse_parts((*args, *(kwargs or {}).values()))
         return self._session.schedule(fn, args, kwargs or {})
 
@@ -114,6 +118,7 @@ class ClusterCoordinator(Uncopied):
         Raises:
             As ``schedule``.
         """
+        self._strategy.check_usable("join")
         self._session.join()
 
     def done(self) -> bool:
@@ -157,6 +162,7 @@ class ClusterCoordinator(Uncopied):
                 "create_per_worker_dataset takes a dataset, or a function that returns one; got "
                 f"{in_words(dataset)}"
             )
+        self._strategy.check_usable("create_per_worker_dataset")
         return self._session.create_dataset(dataset)
 
 

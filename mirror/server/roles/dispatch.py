@@ -9,6 +9,11 @@ a server or a worker, so nothing is stuck when one of them is lost.
 [Note: At least once]
 A step whose worker is lost goes to the front of the queue, with the same number, which servers
 know: what it pushed before counts, and is not counted again.
+
+[Note: One error for all]
+Steps that fail beside each other are told of once, as TensorFlow does: steps scheduled before an
+error was raised raise no other. Otherwise it would be the clock that says how many errors there
+are, and a program that has handled one would meet the next in what it does then.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ class Step:
         flags: modes of modules when it was scheduled.
         datasets: the indices of per-worker datasets in it.
         attempt: how many workers were lost with it.
+        after: how many errors had been raised when it was scheduled.
     """
 
     number: int
@@ -46,6 +52,7 @@ class Step:
     flags: list[bool]
     datasets: tuple[int, ...]
     attempt: int = 0
+    after: int = 0
     value: Any = None
     error: BaseException | None = None
     ended: threading.Event = field(default_factory=threading.Event)
@@ -81,6 +88,7 @@ class Dispatch:
         self._queue_size = queue_size
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._num_raised = 0
         self._fatal: BaseException | None = None
         self.is_closed = False
         self._up = set(range(num_workers))
@@ -104,6 +112,7 @@ class Dispatch:
             self._changed.wait_for(lambda: len(self._queue) < self._queue_size or self._is_over())
             self.check()
             step = make(self.num_scheduled)
+            step.after = self._num_raised
             self.num_scheduled += 1
             self._open.add(step.number)
             self._queue.append(step)
@@ -130,6 +139,7 @@ class Dispatch:
                 raise self._fatal.with_traceback(None)
             if self._error is not None:
                 error, self._error = self._error, None
+                self._num_raised += 1
                 raise error
 
     def fail(self, error: BaseException) -> None:
@@ -205,15 +215,20 @@ class Dispatch:
         elif not step.ended.is_set():
             add_note(value, f"in step {step.number}, on worker {worker}")
             step.end(error=value)
-            if self._error is None:
-                self._error = value
-            cancelled = StrategyError(
-                f"this step was not run, since step {step.number} has raised "
-                f"{type(value).__name__}: {value}"
-            )
-            cancelled.__cause__ = value
-            self._cancel(cancelled)
+            if step.after == self._num_raised:
+                self._fail(step, value)
         self._changed.notify_all()
+
+    def _fail(self, step: Step, value: BaseException) -> None:
+        """Keeps an error to be raised, and ends what waits; see [Note: One error for all]."""
+        if self._error is None:
+            self._error = value
+        cancelled = StrategyError(
+            f"this step was not run, since step {step.number} has raised "
+            f"{type(value).__name__}: {value}"
+        )
+        cancelled.__cause__ = value
+        self._cancel(cancelled)
 
     def _cancel(self, error: BaseException) -> None:
         for step in self._queue:

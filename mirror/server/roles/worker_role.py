@@ -247,10 +247,44 @@ def _apart(value: Any) -> Any:
 
 
 def _of_error(error: BaseException) -> bytes:
+    """Returns an exception and its traceback: as itself, else without what cannot travel.
+
+    Many classes take in ``__init__`` what is not in ``args``, so pickle cannot make them again;
+    they are made without it. If the class itself cannot go, it is told of in words.
+    """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    for sent in (error, _Parts(error)):
+        try:
+            data = dump((sent, text), lambda thing: None)
+            if str(load(data, lambda token: None)[0]) == str(error):
+                return data
+        except Exception:
+            continue
+    return dump((RuntimeError(f"{type(error).__name__}: {error}"), text), lambda thing: None)
+
+
+class _Parts:
+    """Stands for an exception in a pickle, and is one when it is read."""
+
+    def __init__(self, error: BaseException) -> None:
+        own = {name: value for name, value in vars(error).items() if _travels(value)}
+        self._made_of = type(error), error.args, own
+
+    def __reduce__(self) -> Any:
+        return remade, self._made_of
+
+
+def _travels(value: Any) -> bool:
     try:
-        sent = dump((error, text), lambda thing: None)
-        load(sent, lambda token: None)
-        return sent
+        load(dump(value, lambda thing: None), lambda token: None)
+        return True
     except Exception:
-        return dump((RuntimeError(f"{type(error).__name__}: {error}"), text), lambda thing: None)
+        return False
+
+
+def remade(kind: type[BaseException], args: tuple[Any, ...], own: dict[str, Any]) -> BaseException:
+    """Returns an exception of a class, made without calling it."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(own)
+    return error

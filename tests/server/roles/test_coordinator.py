@@ -80,11 +80,6 @@ def test_a_remote_value_is_no_argument(coordinator):
     coordinator.join()
 
 
-class UnusualError(Exception):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
-
 def test_an_error_is_raised_as_itself_and_once(coordinator):
     def step():
         raise KeyError("lost key")
@@ -103,7 +98,10 @@ def test_an_error_is_raised_as_itself_and_once(coordinator):
 
 def test_an_error_that_cannot_be_pickled_is_told_in_words(coordinator):
     def step():
-        raise UnusualError(1, 2)
+        class UnusualError(Exception):
+            lock = threading.Lock()
+
+        raise UnusualError("1 and 2")
 
     coordinator.schedule(step)
     with pytest.raises(RuntimeError, match="UnusualError: 1 and 2"):

@@ -110,6 +110,26 @@ def test_put_raises_what_a_step_has_raised(workers):
         one.dispatch.wait()
 
 
+def test_errors_of_steps_beside_one_that_was_raised_are_told_by_fetch_alone(workers):
+    go = threading.Event()
+
+    def act(worker, step):
+        if step.data == b"late":
+            go.wait(10)
+        return ({"outcome": "raised"}, KeyError(step.number)) if step.data else returned()
+
+    one = workers(2, act)
+    late, early = one.put(b"late"), one.put(b"early")
+    assert early.ended.wait(10)
+    with pytest.raises(KeyError, match="1"):
+        one.put()
+    later = one.put()
+    go.set()
+    one.dispatch.wait()
+    assert isinstance(late.error, KeyError)
+    assert later.error is None
+
+
 def test_a_lost_workers_step_goes_on_elsewhere_or_again(workers):
     lost = set()
 
