@@ -98,7 +98,8 @@ class ClusterCoordinator(Uncopied):
             ServerLostError: a server is gone.
             StepError: ``fn`` cannot be sent to a worker; what of it is named.
             TypeError: ``fn`` is not a function, or an async one or a generator.
-            ValueError: a RemoteValue is among the arguments.
+            ValueError: a RemoteValue is among the arguments, a dataset of another coordinator,
+                or PerWorkerValues for another number of workers.
         """
         if not callable(fn) or inspect.isclass(fn):
             raise TypeError(f"schedule takes a function, got {in_words(fn)}")

@@ -22,8 +22,8 @@ class PerWorkerDataset(Uncopied):
 
     _instead = "a step that is scheduled takes it as an argument"
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, owner: object) -> None:
+        self.index, self.owner = index, owner
 
     def __iter__(self) -> PerWorkerIterator:
         return PerWorkerIterator(self)

@@ -10,7 +10,7 @@ from mirror.concurrency.stack import add_note
 from mirror.errors import StrategyError, in_words
 from mirror.server.recording import Recorded
 from mirror.server.report import ServersReport, Traffic
-from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerIterator
+from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from mirror.server.roles.dispatch import Dispatch, Step
 from mirror.server.roles.fleet import Fleet
 from mirror.server.roles.remote_value import RemoteValue
@@ -45,6 +45,7 @@ class Session:
         self._settings, self._stands_for = settings, stands_for
         self.fleet = Fleet(settings.engine, settings.num_servers, settings.num_workers)
         self._datasets: list[bytes] = []
+        self._owner = object()  # of datasets, without keeping anything alive
         self._traffic, self._seconds = Traffic(), 0.0
         self._lock, self._lock_numbers = threading.RLock(), threading.Lock()
         self._sent = [_Sent() for _ in range(settings.num_workers)]
@@ -83,11 +84,13 @@ class Session:
 
             def find(thing: Any) -> Token | None:
                 if isinstance(thing, PerWorkerDataset):
-                    datasets.append(thing.index)
+                    datasets.append(self._index_of(thing))
                     return ("dataset", thing.index)
                 if isinstance(thing, PerWorkerIterator):
-                    datasets.append(thing.dataset.index)
+                    datasets.append(self._index_of(thing.dataset))
                     return ("iterator", thing.dataset.index)
+                if isinstance(thing, PerWorkerValues):
+                    self._check_values(thing)
                 if isinstance(thing, RemoteValue):
                     raise ValueError(
                         "a RemoteValue cannot be an argument of a step; fetch it first: "
@@ -104,6 +107,21 @@ class Session:
                 return Step(number, data, flags, tuple(dict.fromkeys(datasets)))
 
             return RemoteValue(self.dispatch.put(make))
+
+    def _index_of(self, dataset: PerWorkerDataset) -> int:
+        if dataset.owner is not self._owner:
+            raise ValueError(
+                "a per-worker dataset is read by the workers of the coordinator that has made it; "
+                "got another coordinator's; call create_per_worker_dataset of this one"
+            )
+        return dataset.index
+
+    def _check_values(self, values: PerWorkerValues) -> None:
+        count, given = self._settings.num_workers, len(values.values)
+        if given != count:
+            raise ValueError(
+                f"PerWorkerValues has a value for each of {count} workers; got {given}"
+            )
 
     def _flush(self) -> None:
         try:
@@ -128,7 +146,7 @@ class Session:
         self.dispatch.check()
         with self._lock:
             self._datasets.append(dump(dataset, find))
-            return PerWorkerDataset(len(self._datasets) - 1)
+            return PerWorkerDataset(len(self._datasets) - 1, self._owner)
 
     def join(self) -> None:
         """Waits for all steps; then what is here is up to date."""

@@ -316,7 +316,10 @@ class Variables:
             return ("module", index)
         if isinstance(thing, Optimizer):
             known = self._known_optimizer(thing)
-            return None if known is None else ("optimizer", known)
+            if known is None:
+                self._warn(thing, name_of, "of other parameters, whose steps there are lost")
+                return None
+            return ("optimizer", known)
         return None
 
     def _warn(self, thing: Any, name_of: Callable[[Any], str], what: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.data.options import InputContext
-from mirror.errors import ActorDied, StrategyError
+from mirror.errors import ActorDied, StepError, StrategyError, in_words
 from mirror.server.engine.connect import connect
 from mirror.server.engine.protocol import Client as Connection
 from mirror.server.report import Traffic
@@ -124,7 +124,7 @@ class WorkerRole:
             value = fn(*self._own(args), **self._own(kwargs))
             if model is not None and model.client.is_fresh and model.client.changed():
                 self._push_changes()
-            outcome, sent = "returned", dump(_apart(value), self._token)
+            outcome, sent = "returned", self._of_value(value)
         except ActorDied as error:
             outcome, sent, lost = "lost", _of_error(error), error.name
         except BaseException as error:
@@ -139,6 +139,16 @@ class WorkerRole:
             "seconds": perf_counter() - begun,
             "pid": os.getpid(),
         }, [sent]
+
+    def _of_value(self, value: Any) -> bytes:
+        try:
+            return dump(_apart(value), self._token)
+        except Exception as error:
+            raise StepError(
+                f"a step has returned {in_words(value)}, which cannot be sent to the "
+                f"coordinator's process: {type(error).__name__}: {error}; return tensors and "
+                "plain values"
+            ) from error
 
     # What steps hold
 

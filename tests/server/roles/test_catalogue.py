@@ -187,6 +187,56 @@ def test_steps_cannot_schedule_steps(coordinator):
     coordinator.join()
 
 
+@pytest.mark.parametrize(
+    "value", [threading.Lock, lambda: [(i for i in range(3))]], ids=["a lock", "in a list"]
+)
+def test_a_result_that_cannot_be_sent_is_named(coordinator, value):
+    coordinator.schedule(lambda: value())
+    with pytest.raises(StepError, match=r"has returned .*cannot be sent.*cannot pickle"):
+        coordinator.join()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_values_for_another_number_of_workers_are_refused(coordinator, count):
+    values = mirror.server.PerWorkerValues(range(count))
+    for args in ((values,), ([{"x": values}],)):
+        with pytest.raises(ValueError, match=f"each of 2 workers; got {count}"):
+            coordinator.schedule(plain, args=args)
+
+
+def test_a_coordinators_things_are_no_others(coordinator):
+    data = coordinator.create_per_worker_dataset([1])
+    with mirror.ParameterServerStrategy() as strategy:
+        other = mirror.ClusterCoordinator(strategy)
+        other.create_per_worker_dataset([2])
+        for argument in (data, iter(data)):
+            with pytest.raises(ValueError, match="another coordinator's; call create_per_worker"):
+                other.schedule(plain, args=(argument,))
+        foreign = coordinator.strategy
+        with foreign.scope():
+            model = nn.Linear(1, 1)
+        with pytest.warns(UserWarning, match="holds 'model', a Linear whose weights stay a copy"):
+            value = other.schedule(lambda: model.weight.item())
+        other.join()
+        assert value.fetch() == model.weight.item()
+        with pytest.raises(StepError, match="a ParameterServerStrategy, cannot be pickled"):
+            other.schedule(lambda: foreign.num_servers)
+
+
+def test_an_optimizer_whose_steps_are_lost_is_warned_of(coordinator):
+    own = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+
+    def step():
+        own(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    lost = "'optimizer', a SGD of other parameters, whose steps there are lost"
+    with pytest.warns(UserWarning, match="'own', a Linear"), pytest.warns(UserWarning, match=lost):
+        coordinator.schedule(step)
+    coordinator.join()
+
+
 # Threads and scopes
 
 
