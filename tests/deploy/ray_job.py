@@ -1,7 +1,10 @@
 """What KubeRay's API takes of a RayJob: fields, and of which kind; pods are Kubernetes' own."""
 
+import re
+
 import pytest
 
+MAX_NAME = 47  # of a RayJob: its cluster's and services' are longer, and end at 63
 NUMBER, TEXT, FLAG, TEXTS, POD = int, str, bool, "texts", "pod"
 
 JOB = {
@@ -57,7 +60,25 @@ def wrong_ray_job(document, version):
     """Returns what is wrong with a RayJob; ``""`` if all is well."""
     if document.get("apiVersion") != "ray.io/v1":
         return f"apiVersion: {document.get('apiVersion')}"
-    return "; ".join(_wrong("", document, WHOLE, version))
+    return "; ".join([*_wrong("", document, WHOLE, version)] or _broken(document))
+
+
+def _broken(document):
+    """Yields what is of the right types, but KubeRay's operator refuses it."""
+    name, job = document["metadata"]["name"], document["spec"]
+    if len(name) > MAX_NAME or not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        yield f"{name} is no name of at most {MAX_NAME} small letters, digits and -"
+    for field in ("suspend", "ttlSecondsAfterFinished"):
+        if job.get(field) and not job.get("shutdownAfterJobFinishes"):
+            yield f"{field} needs shutdownAfterJobFinishes"
+    least = {"backoffLimit": 0, "ttlSecondsAfterFinished": 0, "activeDeadlineSeconds": 1}
+    for field, limit in least.items():
+        if job.get(field, limit) < limit:
+            yield f"{field} is less than {limit}"
+    for group in job["rayClusterSpec"].get("workerGroupSpecs", ()):
+        least, most = group["minReplicas"], group["maxReplicas"]
+        if not 0 <= least <= group.get("replicas", least) <= most:
+            yield f"{group['groupName']} has no number of replicas from {least} to {most}"
 
 
 def _wrong(name, value, kind, version):

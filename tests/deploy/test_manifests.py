@@ -61,6 +61,26 @@ def test_a_misspelt_field_is_found():
     assert "AssertionError" in wrong(misspelt(jobset, ("spec", "failurePolicy", "maxRestarts")))
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("metadata", "name"), "t" * 48, "no name of at most 47"),
+        (("metadata", "name"), "7th", "no name"),
+        (("spec", "shutdownAfterJobFinishes"), False, "ttlSecondsAfterFinished needs"),
+        (("spec", "backoffLimit"), -1, "backoffLimit is less than 0"),
+        (("spec", "activeDeadlineSeconds"), 0, "activeDeadlineSeconds is less than 1"),
+        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "replicas"), 5, "replicas from 4 to 4"),
+    ],
+)
+def test_what_kuberays_operator_would_refuse_is_found(place, value, said):
+    document = copy.deepcopy(documents()["rayjob RayJob"])
+    holder = document
+    for step in place[:-1]:
+        holder = holder[step]
+    holder[place[-1]] = value
+    assert said in wrong(document)
+
+
 def test_workers_are_as_many_as_they_are_told():
     found = documents()
     job = found["job Job"]["spec"]

@@ -99,8 +99,9 @@ def test_an_error_is_raised_as_itself_and_once(coordinator):
 def test_an_error_that_cannot_be_pickled_is_told_in_words(coordinator):
     def step():
         class UnusualError(Exception):
-            lock = threading.Lock()
+            pass
 
+        UnusualError.lock = threading.Lock()
         raise UnusualError("1 and 2")
 
     coordinator.schedule(step)
