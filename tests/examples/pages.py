@@ -1,4 +1,4 @@
-"""Runs the programs of a page: ``python -m tests.examples.pages docs/input.md``.
+"""Runs the programs of a page, or one: ``python -m tests.examples.pages docs/input.md [title]``.
 
 A section, what stands below a ``## `` heading, is a program if it has code: the blocks before the
 first such heading, then its own, in order. A ``diff`` block is two programs, what was there and
@@ -104,12 +104,14 @@ def torchrun(file: Path, source: str) -> None:
     subprocess.run([sys.executable, *command, str(file)], env=environ, check=True)
 
 
-def run_page(path: Path) -> None:
-    """Runs all programs of a page, one after the other, in this process."""
+def run_page(name: str, title: str | None = None) -> None:
+    """Runs the programs of a page, or one, each after the other in this process."""
+    path = ROOT / name
     for section in sections(path):
-        print(f"{path.name}: {section.title}", flush=True)
-        run_section(path, section)
+        if title in (None, section.title):
+            print(f"{path.name}: {section.title}", flush=True)
+            run_section(path, section)
 
 
 if __name__ == "__main__":
-    run_page(ROOT / sys.argv[1])
+    run_page(*sys.argv[1:])

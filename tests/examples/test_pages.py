@@ -1,5 +1,6 @@
 """Every program that README and docs/ print runs as printed: see pages.py."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,29 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES if sections(path)]
 # Those that start processes, compile, or import much.
 SLOW = {f"docs/{name}.md" for name in "frameworks performance servers tensorflow1".split()}
-MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES]
+RUN = "import sys; from tests.examples.pages import run_page; run_page(*sys.argv[1:])"
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in SLOW])
 def test_the_programs_of_a_page_run_as_printed(name, forks):
-    done = forks.run(
-        "import sys; from tests.examples.pages import ROOT, run_page; "
-        "run_page(ROOT / sys.argv[1])",
-        name,
-    )
+    done = forks.run(RUN, name)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "title"), [(name, s.title) for name in sorted(SLOW) for s in sections(ROOT / name)]
+)
+def test_a_slow_program_runs_as_printed(name, title, forks):
+    done = forks.run(RUN, name, title, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_questions_have_answers():
+    page = (ROOT / "docs" / "how-do-i.md").read_text()
+    questions = re.findall(r"^### (.*)\n+(.*)", page, re.M)
+    assert len(dict(questions)) == len(questions) >= 60
+    assert [title for title, answer in questions if not answer or answer.startswith("#")] == []
 
 
 def test_no_code_is_passed_over():
