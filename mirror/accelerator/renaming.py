@@ -38,7 +38,8 @@ class Renaming(TorchFunctionMode):
 
     It sees ``torch.device``, names and numbers, in ``x.to(device)``, ``x.cuda(1)`` and wherever
     ``device=`` is taken. Of what is no function of tensors (``torch.cuda.device``, streams, a
-    ``torch.Generator``) it sees nothing. It costs some microseconds a call.
+    ``torch.Generator``) it sees nothing. It costs some microseconds a call. Under
+    torch.compile the graph breaks: compiled code would hold one replica's devices.
 
     Args:
         names: the devices that are renamed, and what they mean.

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
 from mirror.compiler import not_compiled
-from mirror.execution.current import current, enter, here, replica_of
+from mirror.execution.current import current, enter, here, renaming, replica_of
 from mirror.execution.run import recomputing
 from mirror.replica.tensors import MirroredTensor, resolve
 from mirror.torch_private import forward_class, tracing_state, wrap_once
@@ -80,7 +80,10 @@ def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(node, *args)
         before = here()
         try:
-            enter(replicas.strategy, recomputing(replicas, replica_id))
+            enter(replicas.strategy, replica := recomputing(replicas, replica_id))
+            if replicas.places.are_several:
+                with renaming(replica):
+                    return run(node, *args)
             return run(node, *args)
         finally:
             current.replica, current.strategy, current.below = before

@@ -90,12 +90,20 @@ def test_gathered_and_reduced_values_stay_at_their_position(strategy):
 @pytest.mark.parametrize("way", ["call", "run"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_layers_are_on_their_devices(strategy, way, reentrant):
+    class Moving(nn.Linear):
+        def forward(self, h):
+            return super().forward(h.to("cuda:1"))
+
     class Recomputing(Net):
+        def __init__(self):
+            super().__init__()
+            self.top = Moving(8, 2).to(B)
+
         def forward(self, x):
             h = checkpoint(self.bottom, x, use_reentrant=reentrant).relu()
             if way == "run":  # of what is recomputed outside run, modules alone are known
                 return checkpoint(lambda h: self.top(h.to(B)), h, use_reentrant=reentrant)
-            return checkpoint(self.top, h.to(B), use_reentrant=reentrant)
+            return checkpoint(self.top, h, use_reentrant=reentrant)
 
     model, x = strategy.mirror(Recomputing()), torch.randn(6, 4)
     plain = on_cpu(model)

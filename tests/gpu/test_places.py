@@ -1,5 +1,7 @@
 """Layers on several simulated GPUs per replica: what one device gives, everything in its place."""
 
+from contextlib import ExitStack, contextmanager, nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,8 +38,12 @@ class Net(nn.Module):
         return h + torch.zeros((), device=self.of_top)
 
 
-def train(rows, way="run", adam=True, make=Net, **options):
-    """Returns losses, and the state of model and optimizer, after some uneven steps."""
+def train(rows, way="run", adam=True, make=Net, on=nullcontext, **options):
+    """Returns losses, and the state of model and optimizer, after some uneven steps.
+
+    Args:
+        on: makes a context in which each replica's function runs, or the caller's whole step.
+    """
     torch.manual_seed(0)
     data = [(torch.randn(n, 8), torch.randn(n, 4)) for n in SIZES]
     if rows is None:
@@ -57,11 +63,12 @@ def train(rows, way="run", adam=True, make=Net, **options):
 
         for x, y in data:
             if way == "transparent":
-                losses.append(step((x.to(rows[0][0]), y)))
+                with on():
+                    losses.append(step((x.to(rows[0][0]), y)))
                 continue
             (batch,) = strategy.distribute_dataset([(x, y)])
             if way == "run":
-                parts = strategy.run(step, args=(batch,))
+                parts = strategy.run(within(on, step), args=(batch,))
                 losses.append(strategy.reduce("mean", parts))
                 continue
             optimizer.zero_grad()
@@ -92,6 +99,31 @@ def step_of(model, optimizer, device):
         return loss.detach()
 
     return step
+
+
+def within(on, step):
+    def stepping(batch):
+        with on():
+            return step(batch)
+
+    return stepping
+
+
+@contextmanager
+def on_own_streams():
+    """Goes on on other streams of all places, of a replica's in its code, and comes back."""
+    context = mirror.get_replica_context()
+    outside = mirror.in_cross_replica_context() or context is None
+    devices = [torch.device("cuda", i) for i in range(4)] if outside else context.devices
+    before = [torch.cuda.current_stream(device) for device in devices]
+    streams = [torch.cuda.Stream(device) for device in devices]
+    with ExitStack() as stack:
+        for stream, other in zip(streams, before, strict=True):
+            stream.wait_stream(other)
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+    for stream, other in zip(streams, before, strict=True):
+        other.wait_stream(stream)
 
 
 def outcome(losses, model, optimizer):
@@ -128,7 +160,7 @@ def assert_equal(got, wanted):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("adam", [True, False])
+@pytest.mark.parametrize("adam", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_on_two_gpus_per_replica_train_as_on_one_device(way, adam, expected):
     with FakeGpus(4) as gpus:
@@ -149,8 +181,15 @@ def test_simulated_places_are_the_one_cpu(way, expected):
     assert_equal(train([["cpu", "cpu:1"]] * 3, way), expected[True])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 def test_every_schedule_is_in_order(schedule, expected):
     with FakeGpus(6):
         got = train([["cuda:4", "cuda:1"], ["cuda:0", "cuda:3"]], schedule=schedule)
     assert_equal(got, expected[True])
+
+
+@pytest.mark.parametrize("way", ["transparent", "run"])
+def test_streams_of_ones_own_are_in_order_at_every_place(way, expected):
+    with FakeGpus(4):
+        assert_equal(train(ROWS, way, on=on_own_streams), expected[True])

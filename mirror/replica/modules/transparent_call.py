@@ -127,8 +127,10 @@ class TransparentCall(Route):
             before = here()
             try:
                 enter(self.replicas.strategy, replica := recomputing(self.replicas, of))
-                with renaming(replica):
-                    return whole(*args, **kwargs)
+                if self.replicas.places.are_several:
+                    with renaming(replica):
+                        return whole(*args, **kwargs)
+                return whole(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
         finally:
