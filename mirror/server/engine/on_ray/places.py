@@ -24,7 +24,8 @@ def place_of(number: int, num_cpus: float) -> Any:
     """Returns where an actor is to be, by its number: one machine after another.
 
     Of an actor that takes CPUs Ray knows where there are some. One that takes none it would put
-    anywhere, often all on one machine. If a machine is gone, Ray puts its actor on another.
+    anywhere, often all on one machine. If a machine is gone, or so new that not all have heard of
+    it, Ray puts its actor on another.
     """
     machines = machines_of(ray.nodes())
     if num_cpus or not machines:
