@@ -18,9 +18,9 @@ def differences():
         pytest.skip("Keras is not installed")
     forks = Forks("keras")
 
-    def run(module, *names):
+    def run(module, *names, schedule="lockstep"):
         program = "from tests.keras.one_device import main; main()"
-        done = forks.run(program, module, *names, timeout=170)
+        done = forks.run(program, schedule, module, *names, timeout=170)
         assert done.returncode == 0, done.stderr[-4000:]
         return dict(json.loads(line) for line in done.stdout.splitlines())
 

@@ -1,6 +1,6 @@
 """Runs programs of Keras on one device and over three replicas; prints what they differ by.
 
-``python -m tests.keras.one_device layers dense`` does it for one; without a name, for all.
+``python -m tests.keras.one_device lockstep layers lora`` does it for one; without a name, for all.
 A program is a function of a file in programs/, which takes ``scope``: what a strategy's scope is,
 or nothing. What it returns is compared, number by number. A file may have ``TOLERANCES``.
 """
@@ -29,22 +29,23 @@ def names(module):
 
 def main():
     warnings.simplefilter("ignore")
-    module, *chosen = sys.argv[1:]
+    schedule, module, *chosen = sys.argv[1:]
     programs = importlib.import_module(f"tests.keras.programs.{module}")
     tolerances = getattr(programs, "TOLERANCES", {})
     for name in chosen or names(module):
         try:
-            difference = _difference(getattr(programs, name))
+            difference = _difference(getattr(programs, name), schedule)
             result = [difference, tolerances.get(name, TOLERANCE)]
         except Exception:
             result = traceback.format_exc()[-3000:]
         print(json.dumps([name, result]), flush=True)
 
 
-def _difference(program):
+def _difference(program, schedule):
     import numpy as np
 
     import mirror
+    from mirror.concurrency import pace
     from mirror.replica.keras.written import Written
 
     one = _numbers(program, contextlib.nullcontext)
@@ -56,8 +57,10 @@ def _difference(program):
         return of(written, call)
 
     Written.of = counted
+    if schedule == "staggered":  # replicas run beside each other also where their turns are short
+        pace.LONG_SECONDS, pace.LOOKS = -1.0, 1
     try:
-        with mirror.MirroredStrategy(["cpu"] * 3) as strategy:
+        with mirror.MirroredStrategy(["cpu"] * 3, schedule=schedule) as strategy:
             three = _numbers(program, strategy.scope)
     finally:
         Written.of = of

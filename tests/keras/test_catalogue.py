@@ -25,6 +25,15 @@ def test_a_program_equals_one_device(module, name, differences):
     assert difference <= tolerance
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["loops", "metrics", "state"])
+def test_replicas_that_run_beside_each_other_equal_one_device(module, differences):
+    for name, result in differences(module, schedule="staggered").items():
+        assert isinstance(result, list), result
+        difference, tolerance = result
+        assert difference <= tolerance, name
+
+
 def test_programs_of_every_kind_equal_one_device(differences):
     for module, chosen in QUICK.items():
         for name, result in differences(module, *chosen).items():
