@@ -254,6 +254,12 @@ def f(a, b=1):
     return a + b
 
 
+def outer():
+    def inner():
+        return 5
+    return inner
+
+
 def __repr__(self):
     return 1 + 1
 '''
@@ -269,9 +275,13 @@ def __repr__(self):
         ("continue", "break"),
         ("return a + b", "return None"),
         ("a + b", "(a - b)"),
+        ("5", "6"),
+        ("return 5", "return None"),
+        ("return inner", "return None"),
     }
+    names = {"5": "outer.inner", "return 5": "outer.inner", "return inner": "outer"}
     for mutant in found:
         ast.parse(mutant.text)
         assert mutant.text != text
         assert text.replace(mutant.was, mutant.now, 1) != text
-        assert mutant.function == "f"
+        assert mutant.function == names.get(mutant.was, "f")

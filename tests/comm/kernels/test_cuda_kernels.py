@@ -217,6 +217,18 @@ def test_default_device_and_inference_mode_are_not_its_own(gpus):
     made.reset()
 
 
+def test_a_reset_leaves_nothing_of_what_was_aborted(gpus):
+    made = machine(gpus, "direct", (0, 1))
+    memory = [made._errors, *made._workspaces]
+    for tensor in memory:
+        tensor.fill_(7)
+    gpus.synchronized.clear()
+    made.reset()
+    assert not any(tensor.any() for tensor in memory)
+    # What still runs must not write afterwards; nor may what comes next begin before.
+    assert [device.index for device in gpus.synchronized] == [0, 1, 0, 1]
+
+
 def test_one_that_is_dropped_waits_for_its_kernels_before_it_gives_memory_back(gpus):
     dropped = gpus.create("ring", (0, 1))
     machine = dropped._machine

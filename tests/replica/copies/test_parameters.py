@@ -167,3 +167,15 @@ def test_training_goes_on_from_a_changed_parameter(change, strategy):
             optimizer.step()
     assert_same(model.state_dict(), plain.state_dict())
     strategy.check_replicas()
+
+
+def test_the_getter_of_data_gives_that_of_the_replica(make_strategy):
+    strategy = make_strategy(2)
+    layer = strategy.mirror(torch.nn.Linear(2, 2))
+    read = torch.Tensor.data.__get__
+
+    def is_the_same():
+        return torch.equal(read(layer.weight), layer.weight.data)
+
+    assert is_the_same()
+    assert strategy.run(is_the_same).values == (True, True)

@@ -65,12 +65,9 @@ def sample(places: Sequence[str], size: int, seed: int) -> list[Mutant]:
 
 def tests_of(mutant: Mutant, known: chart.Chart, seconds: float) -> list[str]:
     """Returns the tests for a change there, as ``make affected`` chooses them, by path."""
-    function = f"{mutant.file}:{mutant.function}"
-    must = [test for test in choice.namesakes(mutant.file, ROOT) if test in known.seconds]
-    ran = known.tests_of(function)
-    may = choice.may_run([function], known)
-    named = [test for test in must if test in ran]
-    return choice.within(named, may, known.seconds, seconds)[0] or must
+    named = [test for test in choice.namesakes(mutant.file, ROOT) if test in known.seconds]
+    may = choice.may_run([f"{mutant.file}:{mutant.function}"], known)
+    return choice.within(named, may, known.seconds, seconds)[0]
 
 
 def tried(mutant: Mutant, tests: Sequence[str], tree: Path, limit: float) -> str:

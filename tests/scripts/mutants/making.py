@@ -45,7 +45,8 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
     for line in lines:
         starts.append(starts[-1] + len(line))
     seen = set()
-    for name, function in functions(ast.parse(text)):
+    # The innermost function first: what is in it is that one's.
+    for name, function in reversed(list(functions(ast.parse(text)))):
         if function.name in SPOKEN:
             continue
         for node, other in _changes(function):
@@ -56,7 +57,7 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
             was, now = text[start:end], ast.unparse(other)
             if isinstance(node, ast.expr) and not isinstance(node, ast.Constant):
                 now = f"({now})"
-            if (start, end, now) in seen:  # a function within a function has had it
+            if (start, end, now) in seen:
                 continue
             seen.add((start, end, now))
             changed = text[:start] + now + text[end:]
