@@ -19,7 +19,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
-ARCH ?= $(shell uname -m)
+PLATFORM ?= manylinux_2_28_$(shell uname -m)
 
 # What `make affected` compares with, and the seconds of processor time that it may take.
 BASE ?= main
@@ -76,14 +76,16 @@ bench: $(VENV)/bench.stamp
 wheel: $(VENV)/test.stamp
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist/unchecked
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_$(ARCH) \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat $(PLATFORM) \
 	    --wheel-dir dist dist/unchecked/*.whl
 	mv dist/unchecked/*.tar.gz dist
 
-# The same for another architecture; its compiler is Debian's g++-aarch64-linux-gnu.
+# The same for another architecture; its compiler is Debian's g++-aarch64-linux-gnu. Of other
+# architectures auditwheel finds the platform, and takes none by name.
 wheel-aarch64:
 	CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 $(MAKE) --no-print-directory \
-	    ARCH=aarch64 wheel
+	    PLATFORM=auto wheel
+	ls dist/*manylinux_2_2[0-8]_aarch64*.whl
 
 installed: wheel
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/installed.py dist/*.whl
