@@ -123,8 +123,9 @@ def _joined(
         )
         if counts_examples and all(size == 1 for size in sizes):
             # Of one example each: a number of calls looks the same.
-            counts_examples = bool(getattr(variable, _COUNTS, None))
-            are_equal = counts_examples is False or len(values) == 1
+            known = getattr(variable, _COUNTS, None)
+            counts_examples = known is True
+            are_equal = known is False or len(values) == 1
         elif counted and all(bool((change != 0).all()) for change in changes):
             setattr(variable, _COUNTS, counts_examples)
         if counts_examples:
