@@ -4,7 +4,8 @@
 #     docker build --tag mirror .
 #     docker run --rm --gpus all --shm-size 1g mirror doctor
 #
-# For CUDA 12: --build-arg CUDA=cu12 --build-arg INDEX=https://download.pytorch.org/whl/cu126
+# For CUDA 12: --build-arg CUDA=cu12 --build-arg PIP_EXTRA_INDEX_URL=URL, the index of torch for
+# CUDA 12 that https://pytorch.org/get-started/locally names.
 
 FROM python:3.12-slim-bookworm AS build
 RUN apt-get update \
@@ -20,8 +21,9 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM python:3.12-slim-bookworm
 ARG TORCH=2.13.0
 ARG CUDA=cu13
-ARG INDEX=https://pypi.org/simple
-RUN pip install --no-cache-dir --index-url "${INDEX}" "torch==${TORCH}"
+# pip reads it. A version for a CUDA version (2.13.0+cu126) comes before one that names none.
+ARG PIP_EXTRA_INDEX_URL
+RUN pip install --no-cache-dir "torch==${TORCH}"
 COPY --from=build /wheels /wheels
 # The version once more, so that no extra can pull another torch.
 RUN pip install --no-cache-dir "torch==${TORCH}" "$(echo /wheels/*.whl)[${CUDA}]"

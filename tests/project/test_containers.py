@@ -57,7 +57,7 @@ def test_what_is_copied_is_there_and_is_sent_to_docker():
 
 def test_its_arguments_are_those_of_the_project():
     rest = [rest for word, rest in instructions(DOCKERFILE.read_text()) if word == "ARG"]
-    arguments = dict(argument.split("=", 1) for argument in rest)
+    arguments = dict(argument.split("=", 1) for argument in rest if "=" in argument)
     torch = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.M)[1]
     assert arguments["TORCH"] == torch
     extras = re.findall(r"^(cu\d+) = ", (ROOT / "pyproject.toml").read_text(), re.M)
