@@ -157,7 +157,6 @@ context.is_main_process                           replica_id_in_sync_group
 context.barrier                                   wait
 context.allreduce                                 all_reduce
 context.scope                                     merge_call
-context.devices                                   context.device
 mirror.NcclAllReduce                              nccl
 mirror.HierarchicalCopyAllReduce                  hierarchical
 mirror.ReductionToOneDevice                       naive

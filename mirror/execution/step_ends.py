@@ -3,8 +3,9 @@
 [Note: Ends of steps]
 A step ends where an outermost run returns in which an optimizer has made a step, or several; or
 where an optimizer's step returns outside any run, in the cross-replica context or without any
-strategy. An optimizer that steps within another one's step is a part of that. A run without a
-step, of a forward pass or an evaluation, ends nothing.
+strategy. ``apply`` of a Keras optimizer is a step as well. An optimizer that steps within another
+one's step is a part of that. A run without a step, of a forward pass or an evaluation, ends
+nothing.
 
 It is told to the timeline of the strategy, and through that to what the strategy does every so
 many steps; then to the listeners, who want to know of all strategies, and of none.

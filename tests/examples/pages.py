@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # What a page may show programs of, whether it is installed here or not.
 OTHERS = {"accelerate", "keras", "lightning", "tensorflow"}
+# Of these sections each block is a program by itself: test_frameworks.py.
+_BY_THEMSELVES = {"With Keras, Lightning, transformers"}
 _FENCE = re.compile(r"^( *)```(.*)$")
 
 
@@ -107,8 +109,9 @@ def torchrun(file: Path, source: str) -> None:
 def run_page(name: str, title: str | None = None) -> None:
     """Runs the programs of a page, or one, each after the other in this process."""
     path = ROOT / name
+    os.environ["KERAS_BACKEND"] = "torch"  # which Keras reads when it is imported
     for section in sections(path):
-        if title in (None, section.title):
+        if title in (None, section.title) and section.title not in _BY_THEMSELVES:
             print(f"{path.name}: {section.title}", flush=True)
             run_section(path, section)
 

@@ -1,6 +1,7 @@
 """Layers on several simulated GPUs per replica: what one device gives, everything in its place."""
 
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -110,11 +111,10 @@ def within(on, step):
 
 
 @contextmanager
-def on_own_streams():
+def on_own_streams(way):
     """Goes on on other streams of all places, of a replica's in its code, and comes back."""
-    context = mirror.get_replica_context()
-    outside = mirror.in_cross_replica_context() or context is None
-    devices = [torch.device("cuda", i) for i in range(4)] if outside else context.devices
+    everywhere = [torch.device("cuda", i) for i in range(4)]
+    devices = mirror.get_replica_context().devices if way == "run" else everywhere
     before = [torch.cuda.current_stream(device) for device in devices]
     streams = [torch.cuda.Stream(device) for device in devices]
     with ExitStack() as stack:
@@ -192,4 +192,4 @@ def test_every_schedule_is_in_order(schedule, expected):
 @pytest.mark.parametrize("way", ["transparent", "run"])
 def test_streams_of_ones_own_are_in_order_at_every_place(way, expected):
     with FakeGpus(4):
-        assert_equal(train(ROWS, way, on=on_own_streams), expected[True])
+        assert_equal(train(ROWS, way, on=partial(on_own_streams, way)), expected[True])

@@ -1,8 +1,12 @@
-"""Keras optimizers inside ``run``: their variables are there once, so replicas step together."""
+"""Keras optimizers: where they end steps; inside ``run`` their variables are there once.
+
+So replicas step together. Outside ``run`` their steps are those of one device.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +19,53 @@ from mirror.execution.current import current
 from mirror.execution.replicas import Replica
 from mirror.execution.run import Run
 from mirror.execution.runner import runner_of
+from mirror.execution.step_ends import step_ends
+from mirror.replica.gradients.passes import lane_here
 from mirror.replica.keras.library import computing_on, library
+from mirror.timeline import OPTIMIZER
 from mirror.torch_private import wrap_once
 
 
+class _Thread(threading.local):
+    is_applying = False
+
+
+_thread = _Thread()
+
+
 def watch_optimizers() -> None:
-    """Has ``apply`` inside ``run`` done once for all replicas; once, for good."""
-    wrap_once(library().optimizers.Optimizer, "apply", _once_for_all)
+    """Has ``apply`` end a step, and inside ``run`` done once for all replicas; once, for good."""
+    base = library().optimizers.Optimizer
+    wrap_once(base, "apply", _once_for_all)
+    kinds = [base]
+    while kinds:  # those that wrap others apply these within their own
+        kind = kinds.pop()
+        kinds += type.__subclasses__(kind)
+        if "apply" in vars(kind):
+            wrap_once(kind, "apply", _ending_a_step)
+
+
+def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells the timeline and the listeners, as the hooks of torch's optimizers do."""
+
+    @opaque
+    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.is_applying:
+            return original(optimizer, *args, **kwargs)
+        timeline, lane = lane_here()
+        if timeline is not None:
+            timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.apply")
+        _thread.is_applying = True
+        try:
+            result = original(optimizer, *args, **kwargs)
+        finally:
+            _thread.is_applying = False
+            if timeline is not None:
+                timeline.end(lane, OPTIMIZER)
+        step_ends.optimizer_stepped(timeline)
+        return result
+
+    return apply
 
 
 def _once_for_all(original: Callable[..., Any]) -> Callable[..., Any]:

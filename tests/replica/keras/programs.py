@@ -35,6 +35,7 @@ def main():
 
     import mirror
     import mirror.keras
+    from mirror.execution.step_ends import step_ends
 
     generator = np.random.default_rng(0)
     x = generator.normal(size=(50, 8)).astype("float32")
@@ -172,6 +173,38 @@ def main():
         one, three = in_run(make, 1), in_run(make, 3)
         return {"weights": float(abs(one[0] - three[0]).max()), "iterations": three[1]}
 
+    def ends_of_steps():
+        """Ends of steps that are heard, and that the strategy counts, by what is fitted."""
+        strategy, heard, found = cpus(), [], {}
+
+        def several():
+            kernels, rest = keras.optimizers.SGD(), keras.optimizers.Adam()
+            return keras.optimizers.MultiOptimizer(
+                lambda variable: kernels if "kernel" in variable.path else rest
+            )
+
+        wrapping = keras.optimizers.LossScaleOptimizer
+        optimizers = {
+            "one": keras.optimizers.SGD,
+            "wrapped": lambda: wrapping(keras.optimizers.SGD()),
+            "several": several,
+        }
+
+        def hear():
+            heard.append(1)
+
+        step_ends.listeners.append(hear)
+        for name, optimizer in optimizers.items():
+            with strategy.scope():
+                model = of(lambda: layers.Dense(8), out)()
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+                model.compile(optimizer(), loss=loss)
+            before = len(heard), strategy.report().num_steps
+            model.fit(x, y, batch_size=20, epochs=2, verbose=0)
+            found[name] = [len(heard) - before[0], strategy.report().num_steps - before[1]]
+        step_ends.listeners.remove(hear)
+        return found
+
     def assigns_trainable():
         class Assigns(layers.Dense):
             def call(self, x):
@@ -226,6 +259,7 @@ def main():
         "normalization": normalization,
         "dropout": dropout,
         "apply in run": apply_in_run,
+        "ends of steps": ends_of_steps,
         "assigns trainable": assigns_trainable,
         "differing integers": differing_integers,
         "loss in run": loss_in_run,

@@ -1,4 +1,4 @@
-"""A Keras optimizer that is applied inside run steps once."""
+"""A Keras optimizer that is applied inside run steps once, and ends a step wherever it is."""
 
 import pytest
 
@@ -11,3 +11,7 @@ def test_apply_inside_run_is_one_step():
     outcome = outcomes()["apply in run"]
     assert outcome["iterations"] == 4
     assert outcome["weights"] < 1e-5
+
+
+def test_apply_ends_a_step_once_also_if_optimizers_are_wrapped():
+    assert outcomes()["ends of steps"] == {"one": [6, 6], "wrapped": [6, 6], "several": [6, 6]}
