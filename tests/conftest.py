@@ -1,6 +1,7 @@
 """Fixtures for all tests: devices, strategies that get closed, one seed."""
 
 import gc
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from mirror.replica.modules.attributes import ReplicaAttribute
 # So that `from tests.oracle import ...` works however pytest is started.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.register_assert_rewrite("tests.oracle")
+
+# A shell starts what it leaves in the background with Ctrl-C ignored, and so would be what tests
+# start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # At its first use torch notes which functions make tensors, for good; some tests put others in
 # their place.
