@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # What a page may show programs of, whether it is installed here or not.
-OTHERS = {"accelerate", "keras", "lightning", "tensorflow"}
+OTHERS = {"accelerate", "keras", "lightning", "tensorflow", "transformers"}
 # Of these sections each block is a program by itself: test_frameworks.py.
 _BY_THEMSELVES = {"With Keras, Lightning, transformers"}
 _FENCE = re.compile(r"^( *)```(.*)$")
@@ -73,6 +74,10 @@ def run_section(path: Path, section: Section) -> None:
     """Runs a section's programs, each as the main module, in a folder of its own."""
     ends: list[list[float]] = []
     for source in section.sources():
+        if any(f"import {name}" in source or f"from {name}" in source for name in OTHERS):
+            # They warn of each other's age. What the page itself is warned of stays an error.
+            warnings.simplefilter("default")
+            warnings.filterwarnings("error", module="__main__")
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
