@@ -107,4 +107,8 @@ def test_a_program_trains_over_processes_started_by_hand(tmp_path, monkeypatch):
     finally:
         for process in started:
             process.send_signal(signal.SIGINT)
-        assert [process.wait(60) for process in started] == [130] * 4
+        try:
+            assert [process.wait(60) for process in started] == [130] * 4
+        finally:
+            for process in started:
+                process.kill()
