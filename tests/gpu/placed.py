@@ -18,3 +18,10 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.top(self.bottom(x).relu().to(self.of_top))
+
+
+def on_cpu(module):
+    """Returns the same model on one device."""
+    plain = Net("cpu", "cpu")
+    plain.load_state_dict({k: v.cpu() for k, v in module.state_dict().items()})
+    return plain

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from tests.gpu.fake import FakeGpus
-from tests.gpu.placed import ROWS, A, B, C, D, Net
+from tests.gpu.placed import ROWS, A, B, C, D, Net, on_cpu
 
 
 @pytest.fixture
@@ -23,12 +23,6 @@ def strategy():
 @pytest.fixture
 def net(strategy):
     return strategy.mirror(Net())
-
-
-def on_cpu(module):
-    plain = Net("cpu", "cpu")
-    plain.load_state_dict({k: v.cpu() for k, v in module.state_dict().items()})
-    return plain
 
 
 def context():
@@ -164,7 +158,17 @@ def test_streams_of_random_numbers_are_apart_at_every_position(strategy):
     assert second[0] == second[1] != first[0]
 
 
-def test_attributes_and_lazy_layers_are_in_their_place(strategy):
+@pytest.fixture
+def by_turns():
+    """Replicas that begin at once may both find a lazy layer without values; one then fails."""
+    torch.manual_seed(0)
+    with FakeGpus(4), mirror.MirroredStrategy(ROWS, "naive", schedule="lockstep") as strategy:
+        yield strategy
+
+
+def test_attributes_and_lazy_layers_are_in_their_place(by_turns):
+    strategy = by_turns
+
     class Keeping(Net):
         def __init__(self):
             super().__init__()

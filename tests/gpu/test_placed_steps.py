@@ -8,7 +8,7 @@ from torch import nn
 
 import mirror
 from tests.gpu.fake import FakeGpus
-from tests.gpu.placed import ROWS, A, B, Net
+from tests.gpu.placed import ROWS, A, B, Net, on_cpu
 
 
 @pytest.fixture
@@ -21,12 +21,6 @@ def strategy():
 @pytest.fixture
 def net(strategy):
     return strategy.mirror(Net())
-
-
-def on_cpu(module):
-    plain = Net("cpu", "cpu")
-    plain.load_state_dict({k: v.cpu() for k, v in module.state_dict().items()})
-    return plain
 
 
 def test_checkpoints_go_to_other_places_and_come_from_them(strategy, net, tmp_path):

@@ -57,9 +57,8 @@ class Placed(Communicator):
         bytes_per_pack: int = 25 * 2**20,
     ) -> None:
         if len({len(column) for column in lists}) != 1 or not lists[0]:
-            self._inners[0].all_reduce_lists(
-                lists, op, scale, bytes_per_pack
-            )  # says what is wrong
+            # It says what is wrong.
+            self._inners[0].all_reduce_lists(lists, op, scale, bytes_per_pack)
             return
         with as_named():
             for inner, columns in self._apart(lists):
