@@ -331,6 +331,7 @@ SPLIT_CALL = "_compiled_call_impl"  # in a module's __dict__: what calling the m
 WHOLE_CALL = "_call_impl"
 CONVERT = "_apply"
 INFER = "_infer_parameters"
+INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call
 WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
 METADATA = "_metadata"  # of a state_dict: versions of the modules it is of
 Loss: Any = _find("torch.nn.modules.loss._Loss", nn.MSELoss.__base__)

@@ -12,8 +12,8 @@ its own, which is put into the generator with the turn; whose was there before i
 After the run the generator stands where the first replica has left it, so
 ``torch.get_rng_state`` between runs is all there is to save. If that replica has drawn nothing
 and others have, one number is drawn for them, lest they draw the same again. What ``merge_call``
-calls draws from the first replica's stream, and so do the initial values of a lazy module,
-whoever calls it first. A run of one replica, and replicas that run at once, draw as they come.
+calls draws from the first replica's stream, and so do the initial values of a lazy module. A run
+of one replica, and replicas that run at once, draw as they come.
 
 Python's and numpy's generators stay shared: their states take 20 and 80 us to read.
 
@@ -111,16 +111,6 @@ class RandomStreams:
         """Has what is drawn from now on drawn from the first replica's stream."""
         if self.inside != self._first:
             self.enter(self._first)
-
-    @contextmanager
-    def for_all(self, replica_id: int) -> Iterator[None]:
-        """Has what a replica, whose turn it is, draws meanwhile drawn from the first one's."""
-        self.enter_first()
-        try:
-            yield
-        finally:
-            if self.inside != replica_id:
-                self.enter(replica_id)
 
     def end(self) -> None:
         """Leaves the generator where the first replica has left it."""

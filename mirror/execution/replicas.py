@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -205,8 +204,8 @@ class Together(Protocol):
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Waits for the others, has the point's action run once; returns this one's result."""
 
-    def drawing_for_all(self, replica_id: int) -> AbstractContextManager[None]:
-        """Has a replica draw what all will have, as one device would."""
+    def enter_first_stream(self) -> None:
+        """Has what a merge draws be drawn from the first replica's stream, as one device would."""
 
     def shares(self) -> dict[int, float]:
         """Returns what each replica's gradient counts for."""

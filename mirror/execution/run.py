@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mirror.accelerator.current_streams import ReplicasStreams
@@ -185,9 +184,10 @@ class Run:
         if self.streams is not None and self.streams.inside != replica_id:
             self.streams.enter(replica_id)
 
-    def drawing_for_all(self, replica_id: int) -> AbstractContextManager[None]:
-        """Has a replica draw what all will have, as one device would."""
-        return nullcontext() if self.streams is None else self.streams.for_all(replica_id)
+    def enter_first_stream(self) -> None:
+        """Has what a merge draws be drawn from the first replica's stream, as one device would."""
+        if self.streams is not None:
+            self.streams.enter_first()
 
     def _check(self) -> None:
         if self.modes:

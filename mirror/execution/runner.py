@@ -103,8 +103,7 @@ class Runner:
         self._parts.ran(run)
         self._parts.bring_along(run)
         self.at_end()
-        if run.streams is not None:
-            run.streams.enter_first()
+        run.enter_first_stream()
         try:
             return fn()
         finally:

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch._dynamo  # which torch imports at a mode's first operation; not among fakes
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from tests.gpu.order import Order
@@ -123,7 +124,7 @@ class FakeGpus:
     def _of_tensors(self):
         def getter(method):
             def get(tensor):
-                if has_torch_function_unary(tensor):
+                if has_torch_function_unary(tensor) and not is_lazy(tensor):
                     return handle_torch_function(get, (tensor,), tensor)
                 return method(tensor)
 

@@ -158,17 +158,7 @@ def test_streams_of_random_numbers_are_apart_at_every_position(strategy):
     assert second[0] == second[1] != first[0]
 
 
-@pytest.fixture
-def by_turns():
-    """Replicas that begin at once may both find a lazy layer without values; one then fails."""
-    torch.manual_seed(0)
-    with FakeGpus(4), mirror.MirroredStrategy(ROWS, "naive", schedule="lockstep") as strategy:
-        yield strategy
-
-
-def test_attributes_and_lazy_layers_are_in_their_place(by_turns):
-    strategy = by_turns
-
+def test_attributes_and_lazy_layers_are_in_their_place(strategy):
     class Keeping(Net):
         def __init__(self):
             super().__init__()

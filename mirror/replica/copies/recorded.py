@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mirror.replica.tensors import MirroredTensor
 
@@ -16,8 +17,8 @@ _Modules = dict[int, weakref.ref[nn.Module]]
 class Recorded:
     """The modules of a group that are created in its scope, or changed, since its last use.
 
-    A module with tensors on the meta device has no values to mirror yet. It is looked at again at
-    every use: what gives it values need not set an entry of it.
+    A module with tensors on the meta device, or a lazy one, has no values to mirror yet. It is
+    looked at again at every use: what gives it values need not set an entry of it.
 
     Attributes:
         modules, unmade: what there is of both kinds.
@@ -39,7 +40,7 @@ class Recorded:
         return is_new
 
     def look_again(self, module: nn.Module) -> None:
-        """Notes a module for every next use, if it holds meta tensors itself."""
+        """Notes a module for every next use, if it holds tensors without values itself."""
         own = chain(module._parameters.values(), module._buffers.values())
         if any(map(is_unmade, own)):
             self.unmade[id(module)] = weakref.ref(module)
@@ -60,4 +61,4 @@ def is_unmade(tensor: Tensor | None) -> bool:
     """Whether a tensor has no values yet."""
     if tensor is None or isinstance(tensor, MirroredTensor):
         return False
-    return tensor.is_meta
+    return is_lazy(tensor) or tensor.is_meta

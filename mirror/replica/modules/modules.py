@@ -16,15 +16,14 @@ Of torch itself these are wrapped when the first module is mirrored: the module'
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from mirror.accelerator.renaming import as_named
 from mirror.compiler import is_compiled, refuse_unknown_compiler
+from mirror.concurrency.merge_point import MergePoint
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
 from mirror.execution.part import Part
@@ -50,7 +49,7 @@ from mirror.replica.modules.transparent_call import TransparentCall
 from mirror.replica.modules.wrappers import refuse_wrapper, watch_wrappers
 from mirror.replica.routing import route_of, watch_compile
 from mirror.replica.tensors import MirroredTensor
-from mirror.torch_private import INFER, SPLIT_CALL, refuse_lacking
+from mirror.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_lacking
 
 
 class Modules:
@@ -87,7 +86,6 @@ class Modules:
         self._recorded = recorded
         self._variables = variables
         self._buffers = buffers
-        self._initializing = threading.Lock()
 
     def part(self) -> Part:
         """Returns what is told of runs. See [Note: Parts]."""
@@ -154,15 +152,31 @@ class Modules:
         self.route(module)
 
     def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
-        """Gives a lazy module its parameters, by the first replica to come by, and mirrors it."""
-        drawing = replica.run.drawing_for_all(replica.replica_id)
-        with self._initializing, drawing, alike(self.replicas.workers), as_named():
-            if module.has_uninitialized_params():
+        """Gives a lazy module its parameters, once all replicas have come by, and mirrors it.
+
+        It gets them of what the first replica gives it, and from its random stream.
+
+        Raises:
+            DivergenceError: not all replicas that run call it first.
+        """
+        if INITIALIZING not in module.__dict__:  # it has them, and its class is no other one
+            return
+        name = type(module).__name__
+
+        def action(payloads: dict[int, Any]) -> dict[int, None]:
+            args, kwargs = payloads[min(payloads)]
+            replica.run.enter_first_stream()
+            with alike(self.replicas.workers), as_named():
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:
                     self._move(module)
                 else:
                     self.mirror_own(module, type(module).__name__)
+            return dict.fromkeys(payloads)
+
+        what = f"the first call of a {name}"
+        point = MergePoint(what, (name, id(module)), (args, kwargs), action)
+        replica.run.merge(replica.replica_id, point)
 
     def route(self, module: nn.Module) -> None:
         """Has calls of a module split."""
@@ -224,7 +238,7 @@ class Modules:
         return value.device.type == self.replicas.devices[0].type
 
     def _is_new(self, tensor: Any, name: str) -> bool:
-        if tensor is None or is_lazy(tensor) or is_unmade(tensor):
+        if tensor is None or is_unmade(tensor):
             return False
         if isinstance(tensor, MirroredTensor):
             if tensor._mirrored.replicas is not self.replicas:  # type: ignore[attr-defined]

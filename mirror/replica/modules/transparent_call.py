@@ -40,7 +40,7 @@ class Keeper(Mirroring, Protocol):
         """What notes the attributes that replicas set."""
 
     def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
-        """Gives a lazy module its parameters, by the first replica to come by, and mirrors it."""
+        """Gives a lazy module its parameters, when all replicas have come by, and mirrors it."""
 
 
 class TransparentCall(Route):
@@ -81,10 +81,10 @@ class TransparentCall(Route):
         replica = current.replica
         if replica is None or replica.replicas is not self.replicas:
             return self._call_outside(module, args, kwargs)
-        if self.compiled is not None and not self.renormalizes:
-            return self.compiled(*args, **kwargs)
         if not self.is_plain:
             return self._call_inside(module, replica, args, kwargs)
+        if self.compiled is not None:
+            return self.compiled(*args, **kwargs)
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
 
     # Copies and pickles of a module are ordinary, also where its class has a __getstate__ or
@@ -98,10 +98,12 @@ class TransparentCall(Route):
 
     def _call_inside(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> Any:
         """Calls a module that is not plain, on a replica."""
-        if is_metric(module):
-            return call_once(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
         if isinstance(module, LazyModuleMixin):
             self.recorder.initialize(module, replica, args, kwargs)
+        if self.compiled is not None and not self.renormalizes:
+            return self.compiled(*args, **kwargs)
+        if is_metric(module):
+            return call_once(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
         if self.renormalizes:
             renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
         return getattr(module, WHOLE_CALL)(*args, **kwargs)

@@ -5,8 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 import mirror
+from tests.gpu.fake import FakeGpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules")
 N = 3
@@ -99,3 +101,114 @@ def test_what_a_lazy_module_draws_is_the_first_replicas_alone(strategy, before, 
     plain(torch.ones(2, 4))
     assert torch.equal(module.weight, plain.weight)
     assert numbers[0] == expected + torch.rand(3).tolist()
+
+
+class Scaled(LazyModuleMixin, nn.Module):
+    """Stays of its class when it has its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.UninitializedParameter()
+
+    def initialize_parameters(self, x):
+        if self.has_uninitialized_params():
+            with torch.no_grad():
+                self.scale.materialize((x.shape[-1],))
+                self.scale.uniform_()
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def lazy_model():
+    return nn.Sequential(nn.LazyLinear(5), Scaled(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+
+def trained(model, strategy, x, way="run"):
+    """The parameters after two steps, the first of which begins with the first call."""
+
+    def make():
+        made.append(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(x):
+        loss = model(x).square().mean()
+        if not made:
+            context = mirror.get_replica_context()
+            make() if context is None else context.merge_call(lambda _: make())
+        made[0].zero_grad()
+        loss.backward()
+        made[0].step()
+
+    made = []
+    if way == "call first":
+        model(x)
+    if way == "compiled layers":
+        for layer in (model[0], model[3]):
+            layer.compile(backend="eager")
+    for _ in range(2):
+        if strategy is None or way == "calls":
+            step(x)
+        else:
+            (parts,) = strategy.distribute_dataset([x])
+            strategy.run(step, args=(parts,))
+    if strategy is not None:
+        strategy.check_replicas()
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def equals_one_device(make_strategy, is_loaded, way):
+    x, values = torch.randn(8, 4), lazy_model()
+    values(x)
+    results = []
+    for is_plain in (True, False):
+        torch.manual_seed(7)
+        with make_strategy() as strategy:
+            model = lazy_model() if is_plain else strategy.mirror(lazy_model())
+            model[2].eval()  # else every replica takes the mean of its own examples
+            if is_loaded:
+                model.load_state_dict(values.state_dict())
+            results.append(trained(model, None if is_plain else strategy, x, way))
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, msg=name)
+
+
+LOADED = pytest.mark.parametrize("is_loaded", [False, True], ids=["own values", "loaded values"])
+
+
+@LOADED
+@pytest.mark.parametrize("way", ["run", "calls", "call first", "compiled layers"])
+def test_lazy_layers_train_as_on_one_device(way, is_loaded):
+    equals_one_device(lambda: mirror.MirroredStrategy(["cpu"] * N), is_loaded, way)
+
+
+@LOADED
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+def test_lazy_layers_that_all_replicas_meet_at_once_train_as_on_one_device(schedule, is_loaded):
+    """Under "staggered" all replicas find them without values at the same time."""
+    with FakeGpus(4) as gpus:
+        equals_one_device(
+            lambda: mirror.MirroredStrategy(gpus.devices, "naive", schedule=schedule),
+            is_loaded,
+            "run",
+        )
+
+
+def test_replicas_whose_first_calls_are_of_unlike_modules_part_ways(strategy):
+    layers = [strategy.mirror(nn.LazyLinear(2)) for _ in range(2)]
+
+    def fn():
+        mine = mirror.get_replica_context().replica_id_in_sync_group
+        layers[mine % 2](torch.ones(1, 3))
+
+    with pytest.raises(mirror.DivergenceError, match="the first call of a LazyLinear"):
+        strategy.run(fn)
+    assert all(layer.has_uninitialized_params() for layer in layers)
+    strategy.run(lambda: [layer(torch.ones(1, 3)) for layer in layers])
+    strategy.check_replicas()
+
+
+def test_what_a_lazy_module_cannot_take_is_told_once(strategy):
+    layer = strategy.mirror(nn.LazyConv2d(2, 1))
+    with pytest.raises(Exception, match=r"(?i)expected|dim"):
+        strategy.run(lambda: layer(torch.ones(3)))
+    assert layer(torch.ones(3, 1, 2, 2)).shape == (3, 2, 2, 2)
