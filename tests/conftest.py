@@ -1,6 +1,7 @@
 """Fixtures for all tests: devices, strategies that get closed, one seed."""
 
 import gc
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -38,19 +39,39 @@ def _device_lists():
 
 
 def pytest_collection_finish():
-    """Lets collections of garbage pass by what is there for good: modules, and all the tests.
+    """Makes cheap what happens in every test, or in many.
 
-    Many tests collect garbage, and would look at hundreds of thousands of objects each time: most
-    are of the compiler, which torch imports with the first optimizer.
+    Collections of garbage pass by what is there for good: modules, and all the tests. They would
+    look at hundreds of thousands of objects each time: most are of the compiler, which torch
+    imports with the first optimizer. And pytest gives each logger that does not propagate two
+    handlers in each phase of a test: torch has dozens of those.
     """
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    freeze()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+def freeze():
     gc.collect()
     gc.freeze()
+    freeze.num_modules = len(sys.modules)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports():
+    """The same for what tests import: the rest of the compiler takes 0.2 s of each collection."""
+    if len(sys.modules) > freeze.num_modules + 50:
+        freeze()
 
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # where torch.manual_seed formats the stack, for each kind of device that may yet come
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +82,10 @@ def plain_layers():
     """
     yield
     for layer in TORCHS_LAYERS:
-        for name, attribute in list(vars(layer).items()):
-            if isinstance(attribute, ReplicaAttribute):
-                delattr(layer, name)
+        if ReplicaAttribute in map(type, vars(layer).values()):
+            for name, attribute in list(vars(layer).items()):
+                if isinstance(attribute, ReplicaAttribute):
+                    delattr(layer, name)
 
 
 @pytest.fixture
