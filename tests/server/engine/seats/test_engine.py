@@ -21,20 +21,24 @@ KEY = new_key()
 
 @contextlib.contextmanager
 def stranger(*replies):
-    """What listens in place of a seat; each reply is a function of a connection."""
+    """What listens in place of a seat; each reply is a function of a connection.
+
+    Afterwards nobody listens: who connected to one that never answers would wait for minutes.
+    """
     listener = listening("127.0.0.1", 0)
+    where = listener.getsockname()
 
     def serve():
-        for reply in replies:
-            sock, _ = listener.accept()
-            with sock, contextlib.suppress(WireError, EOFError, OSError):
-                reply(sock)
+        with listener:
+            for reply in replies:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(WireError, EOFError, OSError):
+                    reply(sock)
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield listener.getsockname()
+    yield where
     thread.join(60)
-    listener.close()
 
 
 def engine_at(where, key=KEY, timeout_seconds=0.0):
