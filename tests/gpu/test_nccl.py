@@ -14,7 +14,7 @@ from tests.comm.nccl.fake_nccl import MISSING
 from tests.gpu.fake_nccl import gpus_with_nccl
 from tests.gpu.order import StreamError
 from tests.gpu.programs import WAYS, names, train
-from tests.gpu.test_backends import suite
+from tests.gpu.test_backends import run_suite
 from tests.gpu.test_planted import collectives_in_backward, of
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=str(MISSING))
@@ -32,10 +32,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=str(MISSING))
 def test_it_passes_the_suite_in_order(n, dtypes, packs):
     with gpus_with_nccl(n) as gpus:
         communicator = comm.create("nccl", names(n))
-        num_tests = 0
-        for test, parameters in suite(dtypes, packs):
-            test(communicator, **parameters)
-            num_tests += 1
+        num_tests = run_suite(communicator, dtypes, packs)
         communicator.close()
         assert num_tests >= {1: 10, 2: 16, len(DTYPES): 43}[len(dtypes)]
         assert len(gpus.nccl.enqueued) >= num_tests * n
