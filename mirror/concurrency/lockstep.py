@@ -24,6 +24,13 @@ So nothing but the determinism of the simulation may rest on "only one runs".
 
 Because everybody's state is known here, divergence is seen, not suffered: when all have stopped
 and they do not stand at one point, the run fails with the line where each stands.
+
+[Note: Loose points]
+At a loose point those who come meet without those who do not. It waits, too, until all have
+stopped: then those who stand at one such point, with the replica of the lowest number that stands
+at any, meet and go on, and the others stand where they are. One of those who met acts, in its own
+context, whoever has stopped last. So who meets whom does not depend on the clock, and nobody waits
+at it in vain.
 """
 
 from __future__ import annotations
@@ -115,16 +122,19 @@ class Lockstep(Turns):
         """Stops the calling replica at ``point`` until all have reached it; returns its result."""
         if len(self._order) < 2:
             return self._act(point.action, {replica_id: point.payload})[replica_id]
-        if self._failure.error is not None or self._threads.dismissed:
+        if self._is_over():
             raise self._over()
         try:
             if not self._stop(replica_id, point):
                 self._threads.wait(replica_id)
+            if self._meeting and not self._is_over():  # it was woken to act for those who met
+                met, self._meeting = self._meeting, ()
+                self._meet(replica_id, met)
         except BaseException as error:  # an interrupt: this replica will not take its turn
             self._is_struck, self.usable = True, False
             self._failure.note(error, replica_id)
             raise
-        if self._failure.error is not None or self._threads.dismissed:
+        if self._is_over():
             raise Released
         outcome = self._results.pop(replica_id)
         if isinstance(outcome, Raised):
@@ -133,7 +143,7 @@ class Lockstep(Turns):
 
     def check_going_on(self) -> None:
         """Unwinds the calling replica if the run has failed elsewhere: nobody waits in vain."""
-        if self._failure.error is not None or self._threads.dismissed:
+        if self._is_over():
             raise self._over()
 
     def let_next_begin(self, replica_id: int) -> None:
@@ -144,6 +154,9 @@ class Lockstep(Turns):
         if self._staggers and replica_id == self._latest and self._runnable:
             with self._mutex:
                 self._start_more(1)
+
+    def _is_over(self) -> bool:
+        return self._failure.error is not None or self._threads.dismissed
 
     def _over(self) -> BaseException:
         """Returns what a replica is told that wants to wait for others in vain."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ class MergePoint:
         payload: this replica's contribution.
         action: called once with all payloads by replica id; returns each replica's result.
         detail: what messages say of it, shapes and the like.
+        is_loose: whether those who come meet without those who do not. See [Note: Loose points].
     """
 
     operation: str
@@ -28,6 +29,7 @@ class MergePoint:
     payload: Any
     action: Action
     detail: str = ""
+    is_loose: bool = False
 
     def __str__(self) -> str:
         return f"{self.operation} of {self.detail}" if self.detail else self.operation
@@ -49,10 +51,10 @@ def just_act(action: Action, payloads: Payloads) -> Payloads:
     return action(payloads)
 
 
-def act_at(points: Mapping[int, MergePoint], act: Act) -> Payloads:
+def act_at(points: Mapping[int, MergePoint], met: Sequence[int], act: Act) -> Payloads:
     """Runs the action of replicas that stand at one point, by ``act``; what it raises is all's."""
-    payloads = {r: points[r].payload for r in sorted(points)}
+    payloads = {r: points[r].payload for r in met}
     try:
-        return act(points[min(points)].action, payloads)
+        return act(points[met[0]].action, payloads)
     except BaseException as error:
         return dict.fromkeys(payloads, Raised(error))

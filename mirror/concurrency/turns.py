@@ -53,6 +53,7 @@ class Turns:
         self._running: set[int] = set()
         self._waiting: dict[int, MergePoint] = {}
         self._frames: dict[int, FrameType] = {}  # where those who wait stand
+        self._meeting: tuple[int, ...] = ()  # the first of them is to act for all of them
         self._unstarted, self._order = set(tasks), list(tasks)  # order: since the last merge
         self._results, self._failure = dict[int, Any](), Failure()
         self._acting = False  # whether a merge's action runs, for which no deadline holds
@@ -82,13 +83,23 @@ class Turns:
                 return False
             if self._runnable:
                 return self._give_turns(replica_id)
-            if self._failure.error is not None or not (self._waiting and self._are_together()):
-                return self._go_on(replica_id)
+            is_failed = self._failure.error is not None or not self._waiting
+            met = () if is_failed else self._together()
+            if not met:
+                return self._go_on(replica_id, tuple(self._waiting))
+            if replica_id not in met:
+                self._meeting = met
+                self._runnable.append(met[0])
+                return self._give_turns(replica_id)
             self._running.add(replica_id)  # whom an interrupt must reach
-        self._merge()
+        return self._meet(replica_id, met)
+
+    def _meet(self, replica_id: int, met: tuple[int, ...]) -> bool:
+        """Acts for those who have met, of whom this is one; returns whether it may go on."""
+        self._merge(met)
         with self._mutex:
             self._running.discard(replica_id)
-            return self._go_on(replica_id)
+            return self._go_on(replica_id, met)
 
     def _give_turns(self, mine: int | None = None) -> bool:
         """Gives the turn to whom it is due; returns whether to ``mine``, who need not be woken."""
@@ -112,21 +123,27 @@ class Turns:
         self._moves, self._latest = self._moves + 1, successor
         return successor
 
-    def _are_together(self) -> bool:
-        """Whether all who wait stand at one merge point; fails the run if they do not."""
+    def _together(self) -> tuple[int, ...]:
+        """Returns who stand at one merge point; fails the run if that should be all, and is not.
+
+        See [Note: Loose points].
+        """
         waiting = self._waiting
+        loose = [r for r in sorted(waiting) if waiting[r].is_loose]
+        if loose:
+            first = waiting[loose[0]]
+            return tuple(r for r in loose if not are_unlike((first, waiting[r])))
         if len(waiting) < len(self._order) or are_unlike(waiting.values()):
             self._failure.error = divergence(self._tell_where())
-            return False
-        return True
+            return ()
+        return tuple(sorted(waiting))
 
-    def _go_on(self, last: int) -> bool:
-        """Lets those who wait go on, once all have stopped; returns whether ``last`` may."""
-        waiting = self._waiting
+    def _go_on(self, last: int, met: tuple[int, ...]) -> bool:
+        """Lets those who met go on, once all have stopped; returns whether ``last`` may."""
         self._order = [last, *(r for r in reversed(self._order) if r != last)]
-        self._runnable.extend(filter(waiting.__contains__, self._order))
-        waiting.clear()
-        self._frames.clear()
+        self._runnable.extend(filter(met.__contains__, self._order))
+        for r in met:
+            del self._waiting[r], self._frames[r]
         if self._runnable:
             return self._give_turns(last)
         if self.ends_teams and last != self._threads.here:  # else the caller has this thread
@@ -134,7 +151,7 @@ class Turns:
         self._finished.open(near=self.takes_turns)
         return False
 
-    def _merge(self) -> None:
+    def _merge(self, met: tuple[int, ...]) -> None:
         """Runs the action of a merge, while everybody else stands still.
 
         Without the mutex: the action may start a run of its own (merge_call), and the caller looks
@@ -142,7 +159,7 @@ class Turns:
         """
         try:
             self._acting = True
-            self._results.update(act_at(self._waiting, self._act))
+            self._results.update(act_at(self._waiting, met, self._act))
         finally:
             self._acting = False
 

@@ -171,7 +171,13 @@ class Tracing(Protocol):
 
 
 class Together(Protocol):
-    """What the replicas of one run have in common, as one of them sees it."""
+    """What the replicas of one run have in common, as one of them sees it.
+
+    Attributes:
+        is_split: whether it is that of a call that is split, written for the whole batch.
+    """
+
+    is_split: bool
 
     @property
     def replicas(self) -> Replicas:

@@ -30,6 +30,7 @@ class Run:
         is_weighted: whether the replicas' weights are more than all equal.
         is_default: whether it is that of code without a strategy, where nothing is distributed.
         has_stepped: whether an optimizer has, in it or in one inside; told of outermost ones.
+        is_split: whether it is that of a call that is split, written for the whole batch.
         is_left: whether an interrupt of the run around it has left it to itself.
         assigned: variables whose flags, or values (then True), its replicas have assigned.
         checks: what looks at that where the replicas merge.
@@ -50,6 +51,7 @@ class Run:
         "has_stepped",
         "is_default",
         "is_left",
+        "is_split",
         "is_weighted",
         "lockstep",
         "members",
@@ -81,7 +83,7 @@ class Run:
         self.results: dict[int, Any] = {}
         self.is_weighted = weights is not None
         self.is_default = is_default
-        self.is_left = self.has_stepped = False
+        self.is_left = self.is_split = self.has_stepped = False
         self.outer = outer
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.checks = checks

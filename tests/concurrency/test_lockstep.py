@@ -10,7 +10,9 @@ from torch import nn
 import mirror
 from mirror.comm.host.naive import NaiveCommunicator
 from mirror.concurrency import pace, turns
+from mirror.concurrency.merge_point import MergePoint
 from mirror.concurrency.schedules import manners
+from mirror.execution.current import current
 from tests.concurrency.meeting import N, me, meet
 from tests.oracle import assert_same, finishes, in_run
 
@@ -221,3 +223,48 @@ def test_who_gives_the_turn_away_ends_its_team(
     strategy = make_strategy(2)
     strategy.run(lambda: [meet() for _ in range(num_merges)])
     assert len(ended) == handed_over
+
+
+def loosely(name, met):
+    """Notes who meets at a loose point, and who acts for them."""
+    replica = current.replica
+
+    def action(payloads):
+        met.append((name, tuple(payloads), threading.current_thread()))
+        return {r: sum(payloads.values()) for r in payloads}
+
+    point = MergePoint(name, name, replica.replica_id, action, "", is_loose=True)
+    return replica.run.merge(replica.replica_id, point)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_at_a_loose_point_those_meet_who_come(schedule, is_eager, make_strategy, request):
+    if is_eager:
+        request.getfixturevalue("eager")
+    met, threads = [], {}
+
+    def fn():
+        r = threads[threading.current_thread()] = me()
+        sums = [loosely("a", met)] if r != 1 else []
+        if r == 1:
+            sums.append(loosely("b", met))
+        if r != 0:
+            sums.append(loosely("a", met))
+        assert meet() == N
+        if r == 0:
+            sums.append(loosely("b", met))  # when the others have ended
+        return sums
+
+    strategy = make_strategy(N, schedule=schedule)
+    for _ in range(2 if is_eager else 1):
+        met.clear()
+        threads.clear()
+        sums = strategy.run(fn)
+    # The one of the lowest number first: 0 and 2 meet at "a", then 2 waits there for nobody, when
+    # 1 has been at "b"; and so on.
+    assert [(name, who) for name, who, _ in met] == [
+        ("a", (0, 2)), ("b", (1,)), ("a", (1, 2)), ("b", (0,)),
+    ]  # fmt: skip
+    assert all(threads[thread] in who for _, who, thread in met)
+    assert [part.values for part in sums] == [(2, 1, 2), (0, 3, 3)]

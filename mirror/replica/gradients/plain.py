@@ -234,16 +234,24 @@ def _leaves_of(outputs: Sequence[Any]) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
+        leaf = _leaf_of(node)
+        if leaf is not None:
             leaves.append(leaf)
         following = [n for n, _ in node.next_functions]
-        if node.name() == "SliceBackward0":
+        if type(node).__name__ == "SliceBackward0":
             following = [n for n in following if not _is_of_input(n)]
         nodes += following
     return leaves
 
 
 def _is_of_input(node: Any) -> bool:
-    leaf = getattr(node, "variable", None)
-    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+    leaf = _leaf_of(node)
+    return leaf is not None and not isinstance(leaf, nn.Parameter)
+
+
+def _leaf_of(node: Any) -> Tensor | None:
+    """Returns the leaf that a node accumulates into.
+
+    By its class: a custom function's node has attributes of the user's, whatever their names.
+    """
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None

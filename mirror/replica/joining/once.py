@@ -1,12 +1,13 @@
-"""What all replicas call at the same place with the same object is called once, for all.
+"""What replicas call at the same place with the same object is called once, for all of them.
 
 See [Note: Metrics]: what they give is joined as one device would have given it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from mirror.accelerator.places import Places
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica
+from mirror.execution.run import Run
+from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduction import weighted_mean
 from mirror.values import is_number, map_structure
 
@@ -32,6 +35,8 @@ def call_once(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     joining: type[Join] | None = None,
+    *,
+    is_loose: bool = False,
 ) -> Any:
     """Calls for all replicas once, with what they give joined; returns the value to each.
 
@@ -39,6 +44,7 @@ def call_once(
 
     Args:
         joining: how it is joined; ``Join`` unless given.
+        is_loose: whether those who call it need not be all. See [Note: Loose points].
 
     Raises:
         StrategyError: what they give cannot be joined.
@@ -47,41 +53,67 @@ def call_once(
     name = type(metric).__name__
     places = replica.replicas.places
 
-    def action(payloads: dict[int, Any]) -> dict[int, Any]:
+    def once(calls: dict[int, _Call]) -> dict[int, Any]:
         weights = replica.run.weights()
-        every = [(a, k) for _, a, k in payloads.values()]
-        if len({id(m) for m, _, _ in payloads.values()}) > 1:
-            return dict.fromkeys(payloads, _OWN)
-        join = (joining or Join)(metric, places, [weights[r] for r in payloads])
+        first, *_ = calls.values()
+        join = (joining or Join)(first.metric, places, [weights[r] for r in calls], is_loose)
+        every = [(one.args, one.kwargs) for one in calls.values()]
         own_args = [join(*values) for values in zip(*(a for a, _ in every), strict=True)]
-        own_kwargs = {key: join(*(k[key] for _, k in every)) for key in every[0][1]}
-        result = call(*own_args, **own_kwargs)
-        return {r: _moved(result, places, r) for r in payloads}
+        own_kwargs = {key: join(*(k[key] for _, k in every)) for key in first.kwargs}
+        result = first.call(*own_args, **own_kwargs)
+        return {r: _moved(result, places, r) for r in calls}
 
-    signature = name, len(args), tuple(sorted(kwargs))
-    point = MergePoint(f"a call of {name}", signature, (metric, args, kwargs), action)
+    def action(calls: dict[int, _Call]) -> dict[int, Any]:
+        of_object: dict[int, dict[int, _Call]] = {}
+        for r, one in calls.items():
+            of_object.setdefault(id(one.metric), {})[r] = one
+        if is_loose or len(of_object) == 1:
+            return {r: result for same in of_object.values() for r, result in once(same).items()}
+        return dict.fromkeys(calls, _OWN)
+
+    method = getattr(call, "func", call)  # of a partial one
+    signature = name, getattr(method, "__name__", ""), len(args), tuple(sorted(kwargs))
+    point = MergePoint(
+        f"a call of {name}", signature, _Call(metric, call, args, kwargs), action, "", is_loose
+    )
     result = replica.run.merge(replica.replica_id, point)
-    return call(*args, **kwargs) if result is _OWN else result
+    return call(*args, **kwargs) if result is _OWN else _watched(result, replica, name)
+
+
+class _Call(NamedTuple):
+    """What one replica calls."""
+
+    metric: Any
+    call: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
 
 
 class Join:
-    """Joins what the replicas give a metric of torchmetrics."""
+    """Joins what the replicas give a metric of torchmetrics.
 
-    def __init__(self, metric: Any, places: Places, weights: Sequence[float]) -> None:
+    Args:
+        is_placed: whether it is where the metric is, else where the first replica is.
+    """
+
+    def __init__(
+        self, metric: Any, places: Places, weights: Sequence[float], is_placed: bool = False
+    ) -> None:
         self.metric = metric
         self._places = places
         self._weights = weights
+        self._home = _device_of(metric) if is_placed else None
 
     def __call__(self, *parts: Any) -> Any:
         first = parts[0]
         is_count = is_number(first) and not isinstance(first, bool)
-        if not is_count and all(part is first for part in parts):
+        is_lone = len(parts) == 1 and isinstance(first, Tensor)  # it may have to be moved
+        if not (is_count or is_lone) and all(part is first for part in parts):
             return first
         if any(type(part) is not type(first) for part in parts):
             self.refuse(parts)
         if isinstance(first, Tensor):
-            home = self._places.at(first.device)[0]
-            return self._tensor([part.to(home) for part in parts])
+            return self._tensor([part.to(self._home_of(first.device)) for part in parts])
         if isinstance(first, (list, tuple)):
             return type(first)([entry for part in parts for entry in part])
         if isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
@@ -94,6 +126,12 @@ class Join:
         elif any(part != first for part in parts):
             self.refuse(parts)
         return first
+
+    def _home_of(self, device: torch.device) -> torch.device:
+        home = self._home
+        if home is not None and home.type == device.type:
+            return home
+        return self._places.at(device)[0]
 
     def _tensor(self, parts: list[Tensor]) -> Tensor:
         if parts[0].dim() == 0:
@@ -116,7 +154,8 @@ class Join:
 
     def reduction(self) -> str:
         """Returns what an aggregator of numbers does with them: "sum", "max", "min", or ""."""
-        reductions = list(getattr(self.metric, "_reductions", {}).values())
+        metric = getattr(self.metric, "base_metric", self.metric)  # of one over a window
+        reductions = list(getattr(metric, "_reductions", {}).values())
         kind: str = getattr(reductions[0], "__name__", "") if len(reductions) == 1 else ""
         return kind.removeprefix("dim_zero_")
 
@@ -125,7 +164,7 @@ class Join:
         raise StrategyError(
             f"{type(self.metric).__name__} is updated once with what all replicas give it, and "
             f"this cannot be joined: {in_words(parts)}; give it the values of the examples, one "
-            "row each, or update it outside the module with the joined outputs"
+            "row each, or update it outside strategy.run and the module, with joined values"
         )
 
 
@@ -140,8 +179,63 @@ def in_words(parts: Sequence[Any]) -> str:
 _OWN = object()  # each replica has an object of its own
 
 
+def _device_of(metric: Any) -> torch.device | None:
+    """Returns where a metric, or the first one of a collection, keeps its states."""
+    for module in metric.modules():
+        device = getattr(module, "device", None)
+        if isinstance(device, torch.device):
+            return device
+    return None
+
+
 def _moved(result: Any, places: Places, replica_id: int) -> Any:
     def moved(leaf: Any) -> Any:
-        return leaf.to(places.at(leaf.device)[replica_id]) if isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, Tensor) and leaf.device in places.devices:
+            return leaf.to(places.at(leaf.device)[replica_id])
+        return leaf
 
     return map_structure(moved, result)
+
+
+def _watched(result: Any, replica: Replica, name: str) -> Any:
+    """Returns what a replica is given, to be differentiated after the run alone.
+
+    It is the value of all replicas: its graph goes through all of theirs, and each of them, in a
+    backward pass of its own, would go through all of it.
+    """
+
+    def watched(leaf: Any) -> Any:
+        is_part = isinstance(leaf, Tensor) and leaf.requires_grad
+        return _after(leaf, weakref.ref(replica.run), name) if is_part else leaf
+
+    return map_structure(watched, result)
+
+
+class _After(torch.autograd.Function):
+    """Refuses to be differentiated while a run goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, run: weakref.ref[Run], name: str) -> Tensor:
+        ctx.run, ctx.metric = run, name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        run = ctx.run()
+        if run is not None and _goes_on(run):
+            raise StrategyError(
+                f"the value of {ctx.metric} is that of the whole batch, and backward inside "
+                "strategy.run is that of one replica's part; differentiate a loss of the part, "
+                "such as one of torchmetrics.functional, or call backward after strategy.run"
+            )
+        return grad, None, None
+
+
+def _goes_on(run: Run) -> bool:
+    running = runner_of(run.replicas).running
+    while running is not None and running is not run:
+        running = running.outer
+    return running is not None
+
+
+_after: Any = _After.apply

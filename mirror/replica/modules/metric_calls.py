@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics inside a mirrored module: updated once, with the whole batch.
+"""Metrics of torchmetrics that replicas update: updated once, with the whole batch.
 
 So is what ``forward`` of a LightningModule gives to ``self.log``: logged once.
 
@@ -17,11 +17,19 @@ returns, and the compute groups of a collection, which are found by comparing st
     numbers that are those of examples      their sum
     to an aggregator such as MaxMetric      what its state's own reduction makes of 0-d tensors
     anything else                           StrategyError
+
+A lone metric, which is in no mirrored module, is one object for all replicas, too. Inside ``run``
+replicas need not all call it, ``if replica_id == 0``, and each may have one of its own: those who
+call the same object at the same time are joined, and nobody waits for the others. (In a call that
+is split they must all call it: there the program is written for the whole batch.) Methods of
+metrics are attributes that every metric has for itself, so lone ones are found when they are made;
+those that were made before there was a run, by the garbage collector.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -34,19 +42,27 @@ from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.replica.joining.once import Join, call_once, in_words
 from mirror.replica.routing import owner_of
+from mirror.torch_private import wrap_once
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _WRAPPED = "_mirror_wrapped"
 _wrapping = threading.Lock()
+# Of metrics and collections; then those of a MetricTracker.
+_METHODS = ("update", "compute", "forward", "reset")
+_OF_TRACKERS = ("increment", "reset_all", "compute_all", "best_metric")
+_are_watched = False
 
 
-def is_metric(module: nn.Module) -> bool:
+def is_metric(module: object) -> bool:
     """Whether a module is a metric, or a collection of them; asks only if there are any."""
-    library = sys.modules.get("torchmetrics")
-    if library is None:
-        return False
-    kinds = tuple(getattr(library, name, ()) for name in ("Metric", "MetricCollection"))
-    return isinstance(module, tuple(k for k in kinds if k != ()))
+    return "torchmetrics" in sys.modules and isinstance(module, _kinds())
+
+
+def _kinds() -> tuple[type, ...]:
+    library: Any = sys.modules["torchmetrics"]
+    kinds = (getattr(library, name, None) for name in ("Metric", "MetricCollection"))
+    wrappers: Any = sys.modules.get("torchmetrics.wrappers")
+    return tuple(k for k in (*kinds, getattr(wrappers, "MetricTracker", None)) if k is not None)
 
 
 def watch_log(module: nn.Module) -> None:
@@ -59,6 +75,33 @@ def watch_log(module: nn.Module) -> None:
                     kind.log = _merged(kind.log)
 
 
+def watch_lone_metrics() -> None:
+    """Has what replicas do with metrics that are in no mirrored module done once; for good."""
+    global _are_watched
+    if _are_watched or "torchmetrics" not in sys.modules:
+        return
+    kinds = _kinds()
+    if len(kinds) < 3:
+        return  # another thread imports it
+    _are_watched = True
+    for kind in kinds:
+        wrap_once(kind, "__init__", _watching)
+        if "__setstate__" in vars(kind):  # of copies
+            wrap_once(kind, "__setstate__", _watching)
+    metrics = set(kinds)
+    for made in gc.get_objects():
+        if not metrics.isdisjoint(type(made).__mro__):
+            watch_metric(made)
+
+
+def _watching(original: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        watch_metric(self)
+
+    return init
+
+
 def watch_metric(module: nn.Module) -> None:
     """Has what replicas do with a metric done once."""
     attributes = module.__dict__
@@ -68,9 +111,10 @@ def watch_metric(module: nn.Module) -> None:
             method = attributes.get(name)
             if method is not None and not hasattr(method, _WRAPPED):
                 attributes[name] = _merged(method, module)
+        names = [*(_METHODS[2:] if "update" in attributes else _METHODS)]
+        names += _OF_TRACKERS if hasattr(module, "increment") else ()
         for kind in type(module).__mro__:
             is_library = kind.__module__ in ("torch.nn.modules.module", "builtins")
-            names = ("reset",) if "update" in attributes else ("update", "compute", "reset")
             for name in () if is_library else names:
                 method = kind.__dict__.get(name)
                 if callable(method) and not hasattr(method, _WRAPPED):
@@ -84,14 +128,18 @@ def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Call
     @opaque
     def call(*args: Any, **kwargs: Any) -> Any:
         replica = current.replica
-        metric = args[0] if module is None else module
-        if replica is None or owner_of(metric) is not replica.replicas:
+        if replica is None:
             return method(*args, **kwargs)
-        joining = Join if is_metric(metric) else _Logged
+        metric = args[0] if module is None else module
+        is_lone, is_kind = owner_of(metric) is not replica.replicas, is_metric(metric)
+        if is_lone and not (is_kind and replica.replicas.num_replicas > 1):
+            return method(*args, **kwargs)
+        is_loose = is_lone and not replica.run.is_split
+        own, given = method, args
         if module is None:
-            own = functools.partial(method, metric)
-            return call_once(replica, metric, own, args[1:], kwargs, joining)
-        return call_once(replica, metric, method, args, kwargs, joining)
+            own, given = functools.partial(method, metric), args[1:]
+        joining = Join if is_kind else _Logged
+        return call_once(replica, metric, own, given, kwargs, joining, is_loose=is_loose)
 
     setattr(call, _WRAPPED, True)
     return call

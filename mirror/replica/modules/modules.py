@@ -42,7 +42,12 @@ from mirror.replica.modules.attributes import is_own, watch_attributes
 from mirror.replica.modules.conversions import watch_conversions
 from mirror.replica.modules.dicts import OpaqueDict, ReplicaDict, WatchedDict
 from mirror.replica.modules.keras_call import KerasCall
-from mirror.replica.modules.metric_calls import is_metric, watch_log, watch_metric
+from mirror.replica.modules.metric_calls import (
+    is_metric,
+    watch_log,
+    watch_lone_metrics,
+    watch_metric,
+)
 from mirror.replica.modules.own_copies import watch_copies
 from mirror.replica.modules.own_values import Attributes
 from mirror.replica.modules.transparent_call import TransparentCall
@@ -103,6 +108,8 @@ class Modules:
 
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
+        if self.replicas.mirrors:
+            watch_lone_metrics()
         if self._recorded.modules or self._recorded.unmade:
             for module in self._recorded.take():
                 self.mirror(module)

@@ -103,6 +103,9 @@ def call_in_turn(
     names = _positional_names(module)
 
     def call(replica_id: int) -> Any:
+        replica = current.replica
+        assert replica is not None
+        replica.run.is_split = True
         own_args, own_kwargs = parts[replica_id].of_call(args, kwargs, names)
         if each is not None:
             return each(replica_id, partial(call_held, hold, module, own_args, own_kwargs))
