@@ -89,6 +89,14 @@ def plain_layers():
 
 
 @pytest.fixture
+def begun():
+    """Gives ``begun.threads("mirror side")``: those that this test began. See tests/begun.py."""
+    from tests.begun import Begun
+
+    return Begun()
+
+
+@pytest.fixture
 def eager(monkeypatch):
     """Has every turn count as a long one."""
     monkeypatch.setattr(pace, "LONG_SECONDS", -1.0)

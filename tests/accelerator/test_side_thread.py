@@ -11,10 +11,6 @@ from mirror.accelerator.side_thread import SideThread
 from mirror.concurrency.stack import raise_in
 
 
-def side_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "mirror side"]
-
-
 @pytest.fixture
 def side():
     side = SideThread()
@@ -41,9 +37,9 @@ def test_who_waits_gets_the_error_and_the_next_work_is_done(side, kind):
     going()
 
 
-def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side):
+def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side, begun):
     side.start(lambda: None)()
-    (thread,) = side_threads()
+    (thread,) = begun.threads("mirror side")
 
     def strike():
         raise_in(thread, KeyboardInterrupt)  # where it next executes Python
@@ -59,22 +55,22 @@ def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side):
             side.start(lambda: None)()
 
 
-def test_there_is_a_new_thread_after_one_that_was_struck(side):
+def test_there_is_a_new_thread_after_one_that_was_struck(side, begun):
     side.start(lambda: None)()
-    (thread,) = side_threads()
+    (thread,) = begun.threads("mirror side")
     raise_in(thread, KeyboardInterrupt)
     with suppress(KeyboardInterrupt):
         side.start(lambda: None)()
     thread.join(5)
     side.start(lambda: None)()
-    assert side_threads() != [thread]
+    assert begun.threads("mirror side") != [thread]
 
 
-def test_the_thread_ends_with_its_owner_closed_or_gone():
+def test_the_thread_ends_with_its_owner_closed_or_gone(begun):
     for end in (SideThread.close, lambda side: None):
         side = SideThread()
         side.start(lambda: None)()
-        (thread,) = side_threads()
+        (thread,) = begun.threads("mirror side")
         end(side)
         del side
         gc.collect()

@@ -119,7 +119,7 @@ def test_many_short_runs_at_once_all_end(make_strategy, hurried, eager):
     assert error is None
 
 
-def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(make_strategy):
+def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(make_strategy, begun):
     strategy = make_strategy(N)
     number = contextvars.ContextVar("number", default=-1)
     ran_in = []
@@ -135,7 +135,7 @@ def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(mak
         strategy.run(fn)
     assert ran_in == [threading.current_thread()] * 3 * N
     assert torch.is_grad_enabled()
-    assert not [thread for thread in threading.enumerate() if "mirror replica" in thread.name]
+    assert begun.threads("mirror replica") == []
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be moved here")

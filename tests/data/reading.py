@@ -19,10 +19,6 @@ def whole(batch):
     return torch.cat([part for _, part in batch.parts()])
 
 
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "mirror input"]
-
-
 class Gate:
     """A dataset whose batches are let through one by one; tells how many were read."""
 

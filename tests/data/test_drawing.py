@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
-from tests.data.reading import SECONDS, Gate, distributed, threads, whole
+from tests.data.reading import SECONDS, Gate, distributed, whole
 
 pytestmark = [
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -144,19 +144,19 @@ def test_a_draw_in_the_middle_waits_until_it_is_asked_for():
     assert torch.equal(whole(next(iterator)), expected[1])
 
 
-def test_a_draw_that_nobody_asks_for_is_not_made():
-    begun = threading.Event()
+def test_a_draw_that_nobody_asks_for_is_not_made(begun):
+    reads_on = threading.Event()
 
     class Late:
         def __iter__(self):
             yield torch.zeros(2)
-            begun.set()
+            reads_on.set()
             yield torch.rand(2)
 
     before = torch.get_rng_state()
     iterator = iter(distributed(Late()))
     next(iterator)
-    assert begun.wait(SECONDS)
+    assert reads_on.wait(SECONDS)
     del iterator
     assert torch.equal(torch.get_rng_state(), before)
-    assert threads() == []
+    assert begun.threads("mirror input") == []

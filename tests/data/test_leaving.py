@@ -1,7 +1,6 @@
 """Who leaves an iteration early, or by force, leaves no thread and no process behind."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import textwrap
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.data.reading import Broken, Gate, distributed, threads, whole
+from tests.data.reading import Broken, Gate, distributed, whole
 
 pytestmark = [
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -93,33 +92,32 @@ LEAVING = [
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("leave", LEAVING, ids=lambda leave: leave.__name__)
-def test_who_leaves_early_leaves_no_thread_and_no_process(leave, num_workers):
-    before = multiprocessing.active_children()
+def test_who_leaves_early_leaves_no_thread_and_no_process(leave, num_workers, begun):
     dataset = distributed(endless(num_workers=num_workers))
     leave(dataset)
-    assert threads() == []
-    assert multiprocessing.active_children() == before
+    assert begun.threads("mirror input") == []
+    assert begun.processes() == []
 
 
-def test_at_the_end_thread_and_workers_are_gone_though_the_iterator_is_held():
+def test_at_the_end_thread_and_workers_are_gone_though_the_iterator_is_held(begun):
     iterator = iter(distributed(DataLoader(TensorDataset(torch.arange(4)), num_workers=1)))
     assert len(list(iterator)) == 4
-    assert threads() == []
-    assert multiprocessing.active_children() == []
+    assert begun.threads("mirror input") == []
+    assert begun.processes() == []
 
 
-def test_persistent_workers_live_as_long_as_the_dataset():
+def test_persistent_workers_live_as_long_as_the_dataset(begun):
     loader = DataLoader(
         TensorDataset(torch.arange(4)), num_workers=1, persistent_workers=True, batch_size=2
     )
     dataset = distributed(loader)
     list(dataset)
-    (worker,) = multiprocessing.active_children()
+    (worker,) = begun.processes()
     leave_by_break(dataset)
     assert [whole(x).tolist() for (x,) in dataset] == [[0, 1], [2, 3]]
-    assert multiprocessing.active_children() == [worker]
+    assert begun.processes() == [worker]
     del dataset
-    assert multiprocessing.active_children() == []
+    assert begun.processes() == []
 
 
 def test_the_loader_one_gave_can_be_used_beside():
@@ -132,14 +130,14 @@ def test_the_loader_one_gave_can_be_used_beside():
     del loader, dataset
 
 
-def test_a_loader_in_the_middle_of_a_batch_is_waited_for():
+def test_a_loader_in_the_middle_of_a_batch_is_waited_for(begun):
     gate = Gate()
     gate.allowed.release(1)
     iterator = iter(distributed(gate))
     next(iterator)  # the thread is in the second batch, or will be
     gate.allowed.release(1)
     del iterator
-    assert threads() == []
+    assert begun.threads("mirror input") == []
 
 
 PRELUDE = """

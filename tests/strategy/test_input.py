@@ -15,10 +15,6 @@ def parts_of(batch):
     return [None if repr(part) == "<no part>" else len(part) for part in batch.values]
 
 
-def reader_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "mirror input"]
-
-
 # The cases that tf.distribute splits by two rules, one of which leaves a replica idle for ever.
 SPLITS = [
     (14, 8, 2, [[4, 4], [3, 3]]),
@@ -188,13 +184,13 @@ def test_a_dataset_from_a_function_resumes_also_with_another_number_of_replicas(
 # Life and end
 
 
-def test_closing_the_strategy_ends_its_readers():
+def test_closing_the_strategy_ends_its_readers(begun):
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     dataset = strategy.distribute_dataset([torch.ones(2)] * 9)
     iterators = [iter(dataset), iter(dataset), iter(strategy.distribute_dataset(iter([])))]
     next(iterators[0])
     strategy.close()
-    assert reader_threads() == []
+    assert begun.threads("mirror input") == []
     for iterator in iterators:
         with pytest.raises(mirror.StrategyError, match="closed"):
             next(iterator)
@@ -233,14 +229,14 @@ def test_a_consumer_that_waits_is_told_when_the_strategy_closes():
     assert len(found) == 1
 
 
-def test_a_dataset_that_is_dropped_is_gone_with_its_thread(make_strategy):
+def test_a_dataset_that_is_dropped_is_gone_with_its_thread(make_strategy, begun):
     strategy = make_strategy(2)
     iterator = iter(strategy.distribute_dataset([torch.ones(2)] * 9))
     next(iterator)
-    assert len(reader_threads()) == 1
+    assert len(begun.threads("mirror input")) == 1
     del iterator
     gc.collect()
-    assert reader_threads() == []
+    assert begun.threads("mirror input") == []
     assert len(strategy._datasets) == 0
 
 

@@ -1,7 +1,6 @@
 """Replicas without examples sit a step out, and are brought along."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_idle_replicas_keep_equal_variables_and_optimizer_state(size, where, mak
         assert_same(parameters, [p.detach() for p in plain.parameters()])
 
 
-def test_replica_zero_sits_out_after_all_have_run():
+def test_replica_zero_sits_out_after_all_have_run(begun):
     # The first one that takes part ran in the caller's thread, and waited there at the gate where
     # the thread it had from the run before waited, too: one of the two was woken.
     parts = [mirror.values.ABSENT, torch.ones(1), torch.ones(1)]
@@ -101,13 +100,12 @@ def test_replica_zero_sits_out_after_all_have_run():
         return x
 
     def use():
-        before = set(threading.enumerate())  # another test's may wait for a collection
         with mirror.MirroredStrategy(["cpu"] * 3) as strategy:
             for _ in range(3):
                 strategy.run(step, args=(mirror.PerReplica([torch.ones(1)] * 3),))
                 result = strategy.run(step, args=(mirror.PerReplica(parts),))
                 assert strategy.local_results(result) == (8, 8)
-            assert sum("mirror" in t.name for t in {*threading.enumerate()} - before) == 2
+            assert len(begun.threads()) == 2
 
     _, error, _ = finishes(use)
     assert error is None

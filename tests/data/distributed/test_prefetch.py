@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import multiprocessing
 import traceback
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from mirror.errors import BatchError
-from tests.data.reading import Broken, Gate, distributed, threads, whole
+from tests.data.reading import Broken, Gate, distributed, whole
 
 pytestmark = [
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -61,7 +60,7 @@ def test_several_iterations_at_once_and_nested_ones():
     assert found == [(a, b) for a in (0, 2, 4) for b in (0, 2, 4)]
 
 
-def test_nested_iterations_over_persistent_workers():
+def test_nested_iterations_over_persistent_workers(begun):
     loader = DataLoader(
         TensorDataset(torch.arange(4)), batch_size=2, num_workers=1, persistent_workers=True
     )
@@ -69,7 +68,7 @@ def test_nested_iterations_over_persistent_workers():
     for _ in range(2):
         found = [(whole(a)[0].item(), whole(b)[0].item()) for (a,) in dataset for (b,) in dataset]
         assert found == [(0, 0), (0, 2), (2, 0), (2, 2)]
-    assert len(multiprocessing.active_children()) == 2  # those that have ended are used again
+    assert len(begun.processes()) == 2  # those that have ended are used again
     del dataset
 
 
@@ -140,14 +139,14 @@ def broken_at(place, error=Broken):
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt, SystemExit, BatchError])
 @pytest.mark.parametrize("place", [0, 3])
-def test_an_error_arrives_at_its_batch_with_its_traceback(place, error, prefetch):
+def test_an_error_arrives_at_its_batch_with_its_traceback(place, error, prefetch, begun):
     found = []
     with pytest.raises(error) as caught:
         for batch in distributed(broken_at(place, error), prefetch):
             found.append(whole(batch)[0].item())
     assert found == list(range(place))
     assert "broken_at" in [frame.name for frame in traceback.extract_tb(caught.tb)]
-    assert threads() == []
+    assert begun.threads("mirror input") == []
 
 
 class Faulty(Dataset):

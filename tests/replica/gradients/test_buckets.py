@@ -55,7 +55,7 @@ def test_every_step_but_the_first_launches_all_buckets_but_the_last(
     assert_same_training(model, optimizers[1], plain, optimizers[0])
 
 
-def test_a_model_of_less_than_a_bucket_launches_nothing(make_strategy, launches):
+def test_a_model_of_less_than_a_bucket_launches_nothing(make_strategy, launches, begun):
     strategy = make_strategy(2)
     plain, model = pair(strategy)
     for batch in batches(3):
@@ -63,7 +63,7 @@ def test_a_model_of_less_than_a_bucket_launches_nothing(make_strategy, launches)
             loss_of(m, batch).backward()
     assert_same_grads(strategy, model, plain)
     assert not launches
-    assert not any("side" in thread.name for thread in threading.enumerate())
+    assert begun.threads("mirror side") == []
 
 
 def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path, monkeypatch):

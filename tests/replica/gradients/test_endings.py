@@ -42,7 +42,7 @@ def test_gradients_that_nobody_looked_at_keep_nothing_alive():
 # Optimizers and their state
 
 
-def test_backward_after_close_starts_no_thread(make_strategy):
+def test_backward_after_close_starts_no_thread(make_strategy, begun):
     # A bucket that was complete after `close` started the thread that `close` had ended anew.
     strategy = make_strategy(
         2, communication_options=mirror.CommunicationOptions(bytes_per_pack=0)
@@ -53,12 +53,7 @@ def test_backward_after_close_starts_no_thread(make_strategy):
     model.zero_grad()
     strategy.close()
     loss.backward()
-    assert not any("mirror side" in thread.name for thread in threading.enumerate())
-
-
-def end_threads(strategy):
-    strategy.close()
-    return [thread for thread in threading.enumerate() if "mirror" in thread.name]
+    assert begun.threads("mirror side") == []
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
@@ -152,18 +147,19 @@ def test_a_layer_replaced_after_backward_takes_no_gradients_of_the_others(make_b
     assert_same_grads(strategy, model, plain)
 
 
-def test_closing_ends_the_thread_that_reduces(make_bucketed):
+def test_closing_ends_the_thread_that_reduces(make_bucketed, begun):
     strategy = make_bucketed(2)
     plain, model = pair(strategy)
     learn(strategy, model, plain)
     loss_of(model, torch.randn(10, SIZE)).backward()
-    assert any("side" in thread.name for thread in threading.enumerate())
-    assert end_threads(strategy) == []
+    assert len(begun.threads("mirror side")) == 1
+    strategy.close()
+    assert begun.threads("mirror side") == []
     del model
     gc.collect()
 
 
-def test_a_strategy_that_is_gone_leaves_no_threads(make_strategy):
+def test_a_strategy_that_is_gone_leaves_no_threads(begun):
     def use():
         packs = mirror.CommunicationOptions(bytes_per_pack=300)
         strategy = mirror.MirroredStrategy(["cpu"] * 2, communication_options=packs)
@@ -171,10 +167,8 @@ def test_a_strategy_that_is_gone_leaves_no_threads(make_strategy):
         for batch in batches(3):
             backward_in_run(strategy, model, batch)
 
-    before = set(threading.enumerate())
     use()
     gc.collect()
-    left = [thread for thread in threading.enumerate() if thread not in before]
-    for thread in left:
+    for thread in begun.threads():
         thread.join(5)
         assert not thread.is_alive()
