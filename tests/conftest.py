@@ -142,6 +142,15 @@ def make_strategy():
         strategy.close()
 
 
+@pytest.fixture
+def port():
+    """A port for a process of the test to listen at, as text. See tests/ports.py."""
+    from tests.ports import HeldPort
+
+    with HeldPort() as held:
+        yield str(held.number)
+
+
 @pytest.fixture(scope="session")
 def crew():
     """Gives ``crew(2)``: processes that run a test's function as workers. See tests/crew.py."""

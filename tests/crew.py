@@ -20,7 +20,6 @@ import importlib
 import importlib.util
 import os
 import pickle
-import socket
 import struct
 import sys
 import traceback
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.nursery import Child, Nursery
+from tests.ports import HeldPort
 
 _LENGTH = struct.Struct("<Q")
 _ROOT = Path(__file__).parent.parent
@@ -54,6 +54,7 @@ class Crew:
     def __init__(self, size: int) -> None:
         self.size = size
         self._processes: list[Child] = []
+        self._port: HeldPort | None = None
 
     def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a function of a test file on every worker; returns what they return, by rank.
@@ -93,18 +94,18 @@ class Crew:
         for process in processes:
             if not process.stdin.closed:  # else it has been waited for
                 _NURSERY.kill(process)
+        if self._port is not None:
+            self._port.close()
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = self._port = HeldPort()
         for rank in range(self.size):
             environ = {
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.size),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(port.number),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),

@@ -2,9 +2,6 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -105,7 +102,10 @@ def test_apply_is_for_this_process_unless_told_otherwise(monkeypatch):
 
 
 WORKER = """
-import sys, torch, torch.distributed as dist, mirror
+import os, torch, torch.distributed as dist, mirror
+for name in {cleared}:
+    os.environ.pop(name, None)
+os.environ.update({variables})
 {resolver}.apply()
 dist.init_process_group("gloo")
 sums = torch.tensor([dist.get_rank() + 1.0])
@@ -145,22 +145,11 @@ def indexed_job(port, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [tf_config, slurm, indexed_job])
-def test_two_processes_meet_by_what_apply_sets(launcher):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    clean = {name: text for name, text in os.environ.items() if name not in LAUNCHERS}
-    clean["GLOO_SOCKET_IFNAME"] = "lo"
-    workers = []
+def test_two_processes_meet_by_what_apply_sets(launcher, port, forks):
+    programs = []
     for rank in range(2):
         resolver, variables = launcher(port, rank)
-        command = [sys.executable, "-c", WORKER.format(resolver=resolver)]
-        workers.append(
-            subprocess.Popen(command, env=clean | variables, stdout=subprocess.PIPE, text=True)
-        )
-    try:
-        said = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert said == ["0 2 3.0\n", "1 2 3.0\n"]
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+        programs.append(WORKER.format(resolver=resolver, variables=variables, cleared=LAUNCHERS))
+    done = forks.run_all(programs)
+    assert [one.stdout for one in done] == ["0 2 3.0\n", "1 2 3.0\n"], done

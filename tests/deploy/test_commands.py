@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -22,12 +21,6 @@ def environment(**more):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(TOLD)}
     local = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return {**kept, **local, **more}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def on_loopback(text, port):
@@ -99,9 +92,8 @@ def pods_of(name):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["job Job", "jobset JobSet", "trainjob TrainJob"])
-def test_the_pods_of_a_manifest_train_as_one_device(name):
+def test_the_pods_of_a_manifest_train_as_one_device(name, port):
     container, pods = pods_of(name)
-    port = free_port()
     more = {"PET_MASTER_PORT": port} if name == "trainjob TrainJob" else {}
     assert_as_one_device(ends_of([started(container, port, **pod, **more) for pod in pods]))
 
@@ -149,8 +141,8 @@ def slurm(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tasks_of_slurm_train_as_one_device(slurm, tmp_path):
-    process = slurm(PROGRAM, MASTER_PORT=free_port())
+def test_the_tasks_of_slurm_train_as_one_device(slurm, tmp_path, port):
+    process = slurm(PROGRAM, MASTER_PORT=port)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0
     assert_as_one_device([json.loads(line) for line in output.splitlines()])

@@ -1,13 +1,14 @@
 """Programs of workers that end: each worker a process of its own, started for one test."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.ports import HeldPort
 
 _ROOT = Path(__file__).parents[3]
 # What every worker's program begins with.
@@ -38,9 +39,7 @@ class Program:
     """Source that all workers run, each as a process."""
 
     def __init__(self, source, size=2, *, absent=()):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._ports = HeldPort(), HeldPort()
         self._folder = tempfile.TemporaryDirectory()
         file = Path(self._folder.name) / "train.py"
         file.write_text(PRELUDE + source)
@@ -52,7 +51,8 @@ class Program:
                     "RANK": str(rank),
                     "WORLD_SIZE": str(size),
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
+                    "MASTER_PORT": str(self._ports[0].number),
+                    "OTHER_PORT": str(self._ports[1].number),
                     "GLOO_SOCKET_IFNAME": "lo",
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": str(_ROOT),
@@ -72,6 +72,8 @@ class Program:
         for process in self.workers.values():
             process.kill()
             process.communicate()
+        for port in self._ports:
+            port.close()
         self._folder.cleanup()
 
     def ready(self):

@@ -23,7 +23,7 @@ workers.exchange("first")
 dist.all_reduce(tensor := torch.ones(2))
 workers.close()
 dist.destroy_process_group()
-os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+os.environ["MASTER_PORT"] = os.environ["OTHER_PORT"]
 dist.init_process_group("gloo")
 workers = made()
 print(tensor.tolist(), len(workers.exchange("first")))

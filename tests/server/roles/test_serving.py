@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ import mirror
 from mirror.cluster import ClusterSpec, SimpleResolver
 from mirror.errors import WireError
 from mirror.server import Server
+from tests.ports import HeldPort
 
 JOBS = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "chief": ["127.0.0.1:3"]}
 
@@ -55,14 +55,6 @@ def test_addresses_and_an_engine_exclude_each_other():
             mirror.ParameterServerStrategy(cluster=JOBS, engine=engine)
 
 
-def free_addresses(count):
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in held]
-    for sock in held:
-        sock.close()
-    return found
-
-
 def trained(cluster, path):
     """Counts 20 steps, in which each worker is killed once."""
     with mirror.ParameterServerStrategy(cluster=cluster) as strategy:
@@ -91,7 +83,8 @@ def trained(cluster, path):
 @pytest.mark.slow
 def test_a_program_trains_over_processes_started_by_hand(tmp_path, monkeypatch):
     monkeypatch.setenv("MIRROR_ENGINE_KEY", os.urandom(32).hex())
-    addresses = free_addresses(4)
+    ports = [HeldPort() for _ in range(4)]
+    addresses = [f"127.0.0.1:{port.number}" for port in ports]
     cluster = {"ps": addresses[:2], "worker": addresses[2:]}
     task = {"cluster": cluster, "task": {"type": "ps", "index": 0}}
     environments = [{**os.environ, "TF_CONFIG": repr(task).replace("'", '"')}, *[os.environ] * 3]
@@ -110,5 +103,6 @@ def test_a_program_trains_over_processes_started_by_hand(tmp_path, monkeypatch):
         try:
             assert [process.wait(60) for process in started] == [130] * 4
         finally:
-            for process in started:
+            for process, port in zip(started, ports, strict=True):
                 process.kill()
+                port.close()
