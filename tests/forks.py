@@ -23,6 +23,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SECONDS = 300  # that a program may take: many times what it takes where nothing else runs
 
 
 class Forks:
@@ -36,11 +37,11 @@ class Forks:
         self._imports = imports
         self._process = None
 
-    def run(self, program, *arguments, timeout=120):
+    def run(self, program, *arguments, timeout=SECONDS):
         """Returns a ``CompletedProcess`` of a program; its ``sys.argv[1:]`` are the arguments."""
         return self.run_all([program], *arguments, timeout=timeout)[0]
 
-    def run_all(self, programs, *arguments, timeout=120):
+    def run_all(self, programs, *arguments, timeout=SECONDS):
         """Runs programs at the same time; returns a ``CompletedProcess`` of each."""
         if self._process is None:
             self._process = subprocess.Popen(

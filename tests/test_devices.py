@@ -293,5 +293,5 @@ assert not gc.isenabled()
 
 def test_threads_read_the_state_of_a_generator_while_garbage_is_collected(forks):
     """torch's own reading stops the whole process there: see ``state_of``."""
-    done = forks.run(STATES_IN_THREADS, timeout=60)
+    done = forks.run(STATES_IN_THREADS)
     assert (done.returncode, done.stderr) == (0, "")

@@ -2,14 +2,13 @@
 
 import gc
 import math
-import sys
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 import mirror
+from tests.profiled import profiled
 
 TIMES, WARM = 4, 5
 N = 2
@@ -35,23 +34,19 @@ def calls_of(fn, events=("call", "c_call")):
 
     gc.collect()
     gc.disable()
-    before = sys.getprofile()
-    threading.setprofile(note)  # of the replicas' threads, which start below
-    sys.setprofile(note)
     try:
-        for _ in range(WARM):
-            fn()
-        least = math.inf
-        for _ in range(TIMES):
-            counts[0], counting[0] = 0, True
-            fn()
-            counting[0] = False
-            least = min(least, counts[0])
+        with profiled(note, threads=True):  # the replicas' start below
+            for _ in range(WARM):
+                fn()
+            least = math.inf
+            for _ in range(TIMES):
+                counts[0], counting[0] = 0, True
+                fn()
+                counting[0] = False
+                least = min(least, counts[0])
     finally:
         gc.enable()
         counting[0] = False
-        sys.setprofile(before)
-        threading.setprofile(None)
     return least
 
 

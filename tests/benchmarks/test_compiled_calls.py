@@ -4,7 +4,7 @@ Counted are mirror's own: without inductor torch calls some for every operation,
 programs do not.
 """
 
-import sys
+import gc
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import mirror
+from tests.benchmarks.test_calls import TIMES
+from tests.profiled import profiled
 
 PACKAGE = str(Path(mirror.__file__).parent)
 FEW, MANY = 2, 6
@@ -29,20 +31,27 @@ class Scalars(nn.Module):
 
 
 def calls_of(call):
-    """Returns how many functions of the package one call calls."""
-    count = 0
+    """Returns how many functions of the package one call calls.
+
+    The least of several, without garbage collections: as of tests/benchmarks/test_calls.py.
+    """
+    count, counts = 0, []
 
     def note(frame, event, argument):
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
-    before = sys.getprofile()
-    sys.setprofile(note)
+    gc.collect()
+    gc.disable()
     try:
-        call()
+        for _ in range(TIMES):
+            count = 0
+            with profiled(note):
+                call()
+            counts.append(count)
     finally:
-        sys.setprofile(before)
-    return count
+        gc.enable()
+    return min(counts)
 
 
 def step_calls(n, num_parameters):

@@ -120,7 +120,7 @@ def test_a_call_that_an_interrupt_has_left_behind_breaks_nothing_off():
 
 
 def test_a_call_that_has_returned_is_kept_by_nobody(monkeypatch):
-    monkeypatch.setattr(watchdog, "IDLE_SECONDS", 20)
+    monkeypatch.setattr(watchdog, "IDLE_SECONDS", 60)
     for seconds in (20, 0.05):
         work = Waiting()
         reference = weakref.ref(work)
@@ -128,16 +128,20 @@ def test_a_call_that_has_returned_is_kept_by_nobody(monkeypatch):
             call(work if seconds < 20 else partial(int, 3), seconds, work.break_off)
         del work
         gc.collect()
+        deadline = time.monotonic() + 20  # who broke it off may not be back yet
+        while reference() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
         assert reference() is None
 
 
-def test_one_thread_that_ends_when_nothing_is_called(monkeypatch):
-    monkeypatch.setattr(watchdog, "IDLE_SECONDS", 0.02)
-    threads = set(threading.enumerate())
+def test_one_thread_that_ends_when_nothing_is_called(monkeypatch, begun):
     for _ in range(2):  # it begins again
+        monkeypatch.setattr(watchdog, "IDLE_SECONDS", 20)  # longer than these calls take
         for _ in range(3):
-            call(lambda: 3, seconds=20, break_off=bool)
-        (thread,) = set(threading.enumerate()) - threads
+            call(lambda: 3, seconds=60, break_off=bool)
+        (thread,) = begun.threads("mirror watchdog")
         assert thread.daemon
-        thread.join(20)
+        monkeypatch.setattr(watchdog, "IDLE_SECONDS", 0.02)
+        call(lambda: 3, seconds=1, break_off=bool)  # it looks anew
+        thread.join(60)
         assert not thread.is_alive()

@@ -25,7 +25,7 @@ def test_the_programs_of_a_page_run_as_printed(name, forks):
     ("name", "title"), [(name, s.title) for name in sorted(SLOW) for s in sections(ROOT / name)]
 )
 def test_a_slow_program_runs_as_printed(name, title, forks):
-    done = forks.run(RUN, name, title, timeout=300)
+    done = forks.run(RUN, name, title)
     assert done.returncode == 0, done.stderr
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirror
 from mirror.execution.run import Run
+from tests.profiled import profiled
 
 
 class Result:
@@ -134,11 +135,8 @@ def test_an_optimizer_that_raised_and_is_gone_keeps_no_other_from_training():
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(4, 2)).sum().backward()
-    before = sys.getprofile()
-    with pytest.raises(RuntimeError, match="within") as caught:
-        sys.setprofile(fail)
+    with pytest.raises(RuntimeError, match="within") as caught, profiled(fail):
         optimizer.step()
-    sys.setprofile(before)
     traceback.clear_frames(caught.tb)  # as unittest's assertRaises does
     del optimizer, caught
     gc.collect()
