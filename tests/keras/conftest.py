@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+from functools import cache
 
 import pytest
 
 from tests.forks import Forks
+from tests.shared import made_once
 
 
 @pytest.fixture(scope="session")
@@ -20,9 +22,27 @@ def differences():
 
     def run(module, *names, schedule="lockstep"):
         program = "from tests.keras.one_device import main; main()"
-        done = forks.run(program, schedule, module, *names, timeout=170)
+        done = forks.run(program, schedule, module, *names)
         assert done.returncode == 0, done.stderr[-4000:]
         return dict(json.loads(line) for line in done.stdout.splitlines())
 
     yield run
     forks.close()
+
+
+@pytest.fixture(scope="session")
+def differences_of_all(differences, tmp_path_factory):
+    """Gives ``differences_of_all("layers")``: of all its programs, which run in one process, once.
+
+    Keras takes longer to begin than a program does.
+    """
+
+    @cache
+    def run(module):
+        def make(folder):
+            (folder / "found.json").write_text(json.dumps(differences(module)))
+
+        found = made_once(tmp_path_factory, f"keras {module}", make) / "found.json"
+        return json.loads(found.read_text())
+
+    return run

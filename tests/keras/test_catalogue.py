@@ -16,27 +16,33 @@ QUICK = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "name"), PROGRAMS, ids=map("-".join, PROGRAMS))
-def test_a_program_equals_one_device(module, name, differences):
-    ((result,),) = [differences(module, name).values()]
+def check(result, name):
     assert isinstance(result, list), result
     difference, tolerance = result
-    assert difference <= tolerance
+    assert difference <= tolerance, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), PROGRAMS, ids=map("-".join, PROGRAMS))
+def test_a_program_equals_one_device(module, name, differences_of_all):
+    check(differences_of_all(module)[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("module", "name"), PROGRAMS, ids=map("-".join, PROGRAMS))
+def test_a_program_alone_in_its_process_equals_one_device(module, name, differences):
+    check(differences(module, name)[name], name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["loops", "metrics", "state"])
 def test_replicas_that_run_beside_each_other_equal_one_device(module, differences):
     for name, result in differences(module, schedule="staggered").items():
-        assert isinstance(result, list), result
-        difference, tolerance = result
-        assert difference <= tolerance, name
+        check(result, name)
 
 
 def test_programs_of_every_kind_equal_one_device(differences):
     for module, chosen in QUICK.items():
         for name, result in differences(module, *chosen).items():
-            assert isinstance(result, list), result
-            difference, tolerance = result
-            assert difference <= tolerance, name
+            check(result, name)
