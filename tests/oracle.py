@@ -147,7 +147,7 @@ def train(way, strategy, model, optimizer, batches, loss_fn, **options):
     return ways[way](strategy, model, optimizer, batches, loss_fn, **options)
 
 
-def finishes(fn, *, hang_after=20.0):
+def finishes(fn, *, hang_after=60.0):
     """Calls ``fn`` in a thread of its own, so that a hang fails one test and not the session.
 
     Returns:

@@ -61,7 +61,7 @@ def test_there_is_a_new_thread_after_one_that_was_struck(side, begun):
     raise_in(thread, KeyboardInterrupt)
     with suppress(KeyboardInterrupt):
         side.start(lambda: None)()
-    thread.join(5)
+    thread.join(60)
     side.start(lambda: None)()
     assert begun.threads("mirror side") != [thread]
 
@@ -74,7 +74,7 @@ def test_the_thread_ends_with_its_owner_closed_or_gone(begun):
         end(side)
         del side
         gc.collect()
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 

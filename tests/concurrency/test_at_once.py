@@ -26,7 +26,7 @@ def test_recurrent_layers_of_replicas_that_run_at_once_use_their_own_weights(
     # share, and reads it a moment later: what another replica had put there in between.
     monkeypatch.setattr(pace, "LONG_SECONDS", -1.0)  # all start at once
     monkeypatch.setattr(pace, "LOOKS", 1)
-    both_have_made_theirs = threading.Barrier(2, timeout=10)
+    both_have_made_theirs = threading.Barrier(2, timeout=60)
 
     class Met(kind):
         def _init_flat_weights(self):

@@ -49,7 +49,7 @@ def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strate
 def test_staggered_simulated_devices_whose_turns_are_long_run_at_once(make_strategy, eager):
     strategy = make_strategy(N, schedule="staggered")
     strategy.run(meet)
-    all_here = threading.Barrier(N, timeout=10)
+    all_here = threading.Barrier(N, timeout=60)
     _, error, _ = finishes(lambda: strategy.run(all_here.wait))
     assert error is None
 
@@ -125,10 +125,10 @@ def test_another_thread_cannot_run_the_same_strategy_meanwhile(strategy):
 
     def fn():
         inside.set()
-        assert done.wait(10)
+        assert done.wait(60)
 
     def other():
-        assert inside.wait(10)
+        assert inside.wait(60)
         try:
             with pytest.raises(mirror.StrategyError, match="another thread"):
                 strategy.run(meet)
@@ -138,7 +138,7 @@ def test_another_thread_cannot_run_the_same_strategy_meanwhile(strategy):
     thread = threading.Thread(target=strategy.run, args=(fn,))
     thread.start()
     _, error, _ = finishes(other)
-    thread.join(10)
+    thread.join(60)
     assert error is None
     assert strategy.run(meet).values == (N,) * N
 
@@ -150,7 +150,7 @@ def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkey
     def prepare_slowly():
         if not starting.is_set():
             starting.set()
-            assert refused.wait(10)
+            assert refused.wait(60)
         prepare()
 
     def start():
@@ -160,13 +160,13 @@ def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkey
     monkeypatch.setattr(strategy._group.runner, "prepare", prepare_slowly)
     first = threading.Thread(target=start)
     first.start()
-    assert starting.wait(10)
+    assert starting.wait(60)
     try:
         with pytest.raises(mirror.StrategyError, match="another thread"):
             strategy.run(meet)
     finally:
         refused.set()
-        first.join(10)
+        first.join(60)
     start()
     assert sums == [(N,) * N] * 2
 

@@ -136,7 +136,7 @@ def test_close_is_idempotent_and_ends_the_strategy():
     strategy.close()
     strategy.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
     for use in (
         lambda: strategy.run(lambda: 1),

@@ -60,7 +60,7 @@ class FakeNccl:
     def assert_nothing_is_left(self):
         for thread in threading.enumerate():
             if thread.name.startswith("mirror-nccl"):
-                thread.join(timeout=5)
+                thread.join(timeout=60)
                 assert not thread.is_alive(), thread
         assert self.alive == 0
         assert self.c.fake_misuses() == 0

@@ -170,5 +170,5 @@ def test_a_strategy_that_is_gone_leaves_no_threads(begun):
     use()
     gc.collect()
     for thread in begun.threads():
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()

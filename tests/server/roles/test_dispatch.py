@@ -71,8 +71,8 @@ def test_a_full_queue_blocks_until_a_step_is_taken(workers):
     thread.start()
     assert not done.wait(0.1)
     go.release()
-    assert first.ended.wait(10)
-    assert done.wait(10)
+    assert first.ended.wait(60)
+    assert done.wait(60)
     for _ in range(3):
         go.release()
     one.dispatch.wait()
@@ -120,7 +120,7 @@ def test_errors_of_steps_beside_one_that_was_raised_are_told_by_fetch_alone(work
 
     one = workers(2, act)
     late, early = one.put(b"late"), one.put(b"early")
-    assert early.ended.wait(10)
+    assert early.ended.wait(60)
     with pytest.raises(KeyError, match="1"):
         one.put()
     later = one.put()
@@ -177,7 +177,7 @@ def test_a_lost_server_is_told_by_all_and_forever(workers):
                 call()
     go.set()
     for step in running, waiting:
-        assert step.ended.wait(10)
+        assert step.ended.wait(60)
         assert isinstance(step.error, ServerLostError)
 
 
