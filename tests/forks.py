@@ -24,6 +24,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 300  # that a program may take: many times what it takes where nothing else runs
+FILE = """
+import os.path, runpy, sys, warnings
+warnings.resetwarnings()
+for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+    warnings.simplefilter("ignore", kind)
+sys.argv[0] = {path!r}
+sys.path.insert(0, os.path.dirname({path!r}))
+runpy.run_path({path!r}, run_name="__main__")
+"""
 
 
 class Forks:
@@ -40,6 +49,10 @@ class Forks:
     def run(self, program, *arguments, timeout=SECONDS):
         """Returns a ``CompletedProcess`` of a program; its ``sys.argv[1:]`` are the arguments."""
         return self.run_all([program], *arguments, timeout=timeout)[0]
+
+    def run_file(self, path, *arguments, timeout=SECONDS):
+        """Runs a file as ``python path arguments`` would, where warnings are no errors."""
+        return self.run(FILE.format(path=str(path)), *arguments, timeout=timeout)
 
     def run_all(self, programs, *arguments, timeout=SECONDS):
         """Runs programs at the same time; returns a ``CompletedProcess`` of each."""

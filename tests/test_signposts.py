@@ -4,8 +4,6 @@ import ast
 import copy
 import inspect
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -277,9 +275,8 @@ print(signposts.table.cache_info().currsize)
 """
 
 
-def test_the_table_is_read_when_a_name_is_missing():
-    command = [sys.executable, "-c", READS_LATE]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def test_the_table_is_read_when_a_name_is_missing(forks):
+    done = forks.run(READS_LATE)
     assert done.stdout.split() == ["0", "1"]
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -108,10 +106,8 @@ print(len(deleted), *deleted)
 """
 
 
-def test_mirror_can_be_imported_without_all_that_can_be_taken_away():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THEM], capture_output=True, text=True, cwd=ROOT
-    )
+def test_mirror_can_be_imported_without_all_that_can_be_taken_away(forks):
+    done = forks.run(WITHOUT_THEM)
     assert done.returncode == 0, done.stderr
     number, *deleted = done.stdout.split()
     assert int(number) >= 30

@@ -3,8 +3,6 @@
 import importlib
 import json
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,14 +25,12 @@ SKIPPED = {  # of the checks of a GPU, where there is none
 LONG = re.compile("[18] on one|lockstep|plain loop, way [12]|process|first use|how many blocks")
 
 
-def run(*options):
-    return subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py", *map(str, options)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def run(forks):
+    def run(*options):
+        return forks.run_file(ROOT / "benchmarks" / "gpu_check.py", *options, timeout=900)
+
+    return run
 
 
 @pytest.fixture
@@ -59,7 +55,7 @@ def test_the_short_checks_of_a_gpu_pass_on_simulated_devices(load):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
+def test_the_check_of_a_gpu_runs_on_simulated_devices(run, tmp_path):
     found = tmp_path / "found.json"
     options = f"--device cpu --elements 1000 --json {found}".split()
     result = run(*options)
@@ -79,7 +75,7 @@ def test_the_check_of_a_gpu_runs_on_simulated_devices(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_check_of_a_gpu_makes_those_that_are_named():
+def test_the_check_of_a_gpu_makes_those_that_are_named(run):
     result = run("--device", "cpu", "--only", "ring, 4 on one", "--elements", 99)
     assert result.returncode == 0, result.stdout + result.stderr
     names = [line.split("  ")[0] for line in result.stdout.splitlines()]
@@ -104,7 +100,7 @@ def test_the_check_of_a_gpu_sees_whether_a_call_waits_for_earlier_work(load, mon
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_check_of_a_gpu_needs_one():
+def test_the_check_of_a_gpu_needs_one(run):
     result = run()
     assert result.returncode == 2
     assert "there is no GPU; --device cpu" in result.stderr

@@ -14,14 +14,12 @@ from mirror.cli import main
 ROOT = Path(__file__).parents[2]
 
 
-def run(program, *options):
-    return subprocess.run(
-        [sys.executable, f"benchmarks/{program}", *map(str, options)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def run(forks):
+    def run(program, *options):
+        return forks.run_file(ROOT / "benchmarks" / program, *options, timeout=900)
+
+    return run
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def load(monkeypatch):
     return importlib.import_module
 
 
-def test_all_reduce_compares_the_backends_with_gloo_and_a_copy(tmp_path):
+def test_all_reduce_compares_the_backends_with_gloo_and_a_copy(run, tmp_path):
     # 4 KiB, for which no target is set: a busy machine must not fail this.
     found = tmp_path / "found.json"
     options = "--replicas 2 --sizes 4096 --rounds 2 --gloo 2 --backends host naive --json".split()
@@ -47,7 +45,7 @@ def test_all_reduce_compares_the_backends_with_gloo_and_a_copy(tmp_path):
             assert row["max_error"] < 1e-4
 
 
-def test_checkpoint_compares_saves_with_safetensors(tmp_path):
+def test_checkpoint_compares_saves_with_safetensors(run, tmp_path):
     # Tensors for which no target is set: a busy machine must not fail this.
     options = "--tensors 3 --elements 100 --rounds 2 --folder".split()
     result = run("checkpoint.py", *options, tmp_path, "--json", tmp_path / "found.json")
@@ -62,7 +60,7 @@ def test_checkpoint_compares_saves_with_safetensors(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_train_step_gives_everybody_turns_and_judges_the_ratios(tmp_path):
+def test_train_step_gives_everybody_turns_and_judges_the_ratios(run, tmp_path):
     found, picture = tmp_path / "found.json", tmp_path / "found.png"
     # One thread: teams of threads suffer from other work on the machine.
     options = "--quick --threads 1 --json".split()
@@ -233,16 +231,10 @@ def test_the_models_have_their_parameters_and_learn_from_their_batch(load, name,
     assert loss.item() == pytest.approx(guess.item(), rel=0.3)
 
 
-def test_tfrecord_compares_the_ways_to_read_with_plain_reads(tmp_path):
+def test_tfrecord_compares_the_ways_to_read_with_plain_reads(run, tmp_path):
     found = tmp_path / "found.json"
     options = "--record-bytes 300 --file-bytes 3000 --rounds 2 --json".split()
-    result = subprocess.run(
-        [sys.executable, "benchmarks/tfrecord.py", *options, str(found)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    result = run("tfrecord.py", *options, found)
     assert result.returncode == 0, result.stderr
     rows = json.loads(found.read_text())
     assert rows[0]["over_plain"] == [1, 1, 1]
@@ -253,7 +245,7 @@ def test_tfrecord_compares_the_ways_to_read_with_plain_reads(tmp_path):
         assert 0 < row["mb_per_second"][1] <= row["mb_per_second"][0] <= row["mb_per_second"][2]
 
 
-def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):
+def test_input_compares_reading_ahead_with_a_plain_loop(run, tmp_path):
     # Small, so that nothing is learnt of speed; the exit code tells of targets missed.
     found = tmp_path / "found.json"
     options = "--rounds 3 --megabytes 1 --batches 2 --slow-batches 2 --json".split()
@@ -270,7 +262,7 @@ def test_input_compares_reading_ahead_with_a_plain_loop(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_train_compares_several_workers_with_ddp(tmp_path):
+def test_train_compares_several_workers_with_ddp(run, tmp_path):
     found = tmp_path / "found.json"
     model = "0.7 MB, 8 tensors"
     result = run(

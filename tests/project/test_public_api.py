@@ -115,11 +115,10 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_importing_is_quick(monkeypatch):
-    # A ratio of this thread's own times, the least of two: what else the machine does slows
-    # both down. What is compiled once, the first time, is not counted.
+    # A ratio of this thread's own times: what else the machine does slows both down. The first
+    # time something may have to be compiled.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    _python(TIMED_IMPORT)
-    assert min(float(_python(TIMED_IMPORT)) for _ in range(2)) < SHARE
+    assert any(float(_python(TIMED_IMPORT)) < SHARE for _ in range(3))
 
 
 def test_importing_changes_nothing_and_imports_nothing_that_can_wait():

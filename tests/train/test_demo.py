@@ -36,7 +36,7 @@ def listen_to_ctrl_c():
 
 
 def _run(capsys, **options):
-    run_demo(DemoOptions(epochs=1, **options))
+    run_demo(DemoOptions(**{"epochs": 1, "batch_size": 256, **options}))
     return capsys.readouterr().out
 
 
@@ -44,7 +44,7 @@ def _difference(output):
     return float(re.search(r"largest difference of any parameter: (\S+)", output)[1])
 
 
-@pytest.mark.parametrize("batch_size", [64, 7, 1437])
+@pytest.mark.parametrize("batch_size", [64, 101, 1437])
 def test_replicas_and_one_device_come_to_the_same(capsys, batch_size):
     output = _run(capsys, devices=("cpu", "cpu"), batch_size=batch_size)
     assert _difference(output) < 1e-4
@@ -60,7 +60,7 @@ def test_it_says_what_it_runs_on(capsys):
     output = _run(capsys, devices=("cpu", "cpu"))
     assert "devices  cpu, cpu (simulated)\n" in output
     assert "scikit-learn's digits: 1,437 images of 8x8 to train on, 360 to test" in output
-    assert "1 epoch, batches of 64 split over 2 replicas" in output
+    assert "1 epoch, batches of 256 split over 2 replicas" in output
     assert "say\nnothing about GPUs" in output
 
 
@@ -96,25 +96,42 @@ def test_a_device_that_does_not_exist_is_an_error():
         run_demo(DemoOptions(devices=("cuda:99",)))
 
 
-def test_a_bad_data_directory_is_one_line_and_exit_code_1(tmp_path):
-    done = subprocess.run([*COMMAND, "--data", str(tmp_path)], capture_output=True, text=True)
+def test_a_bad_data_directory_is_one_line_and_exit_code_1(forks, tmp_path):
+    done = forks.run(PROGRAM, "demo", "--data", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"mirror: \S+ does not exist; pass a directory .*\n", done.stderr)
 
 
+# Ctrl-C soon after a line that ends so: a training of 3 epochs in batches of 8 is not over then.
+INTERRUPTED = """
+import os, signal, sys
+
+class Output:
+    def __init__(self, stdout):
+        self._stdout = stdout
+
+    def write(self, text):
+        if text.rstrip().endswith({after!r}):
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        return self._stdout.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self._stdout, name)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.stdout = Output(sys.stdout)
+"""
+
+
 @pytest.mark.parametrize("run", ["mirror:", "plain PyTorch:"])
-def test_ctrl_c_ends_it_with_one_line_and_exit_code_130(run):
-    command = [*COMMAND, "--replicas", "2", "--epochs", "3", "--batch-size", "8"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, bufsize=1, preexec_fn=listen_to_ctrl_c
-    ) as process:
-        for line in process.stdout:
-            if line.rstrip().endswith(run):
-                break
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "mirror: interrupted\n")
+def test_ctrl_c_ends_it_with_one_line_and_exit_code_130(forks, run):
+    program = INTERRUPTED.format(after=run) + PROGRAM
+    done = forks.run(
+        program, "demo", "--replicas", 2, "--epochs", 3, "--batch-size", 8, timeout=600
+    )
+    assert run in done.stdout
+    assert (done.returncode, done.stderr) == (130, "mirror: interrupted\n")
 
 
 def test_ctrl_c_on_a_terminal_leaves_an_empty_line():

@@ -8,14 +8,13 @@ import ctypes
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.libnccl import Config, NcclLibrary, UniqueId, version_name, version_reason
-from tests.comm.nccl.fake_nccl import MISSING, compile_fake
+from tests.comm.nccl.fake_nccl import MISSING, write_fake
 
 needs_compiler = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -76,31 +75,30 @@ for path in sys.argv[1:]:
 
 
 @needs_compiler
-def test_the_copy_in_memory_is_used_and_two_are_refused(tmp_path):
+def test_the_copy_in_memory_is_used_and_two_are_refused(forks, tmp_path):
     first, second = tmp_path / "a" / "libnccl.so.2", tmp_path / "b" / "libnccl.so.2.28.9"
     for path in (first, second):
         path.parent.mkdir()
-    compile_fake(first)
+    write_fake(first)
     shutil.copy(first, second)
     plugin = tmp_path / "libnccl-net.so"
     shutil.copy(first, plugin)
-    lines = in_a_process(IN_A_PROCESS, plugin, first, second).splitlines()
+    lines = in_a_process(forks, IN_A_PROCESS, plugin, first, second).splitlines()
     assert lines[0].startswith("there is no libnccl")
     assert lines[1] == f"{first} 22809"
     assert lines[2].startswith(f"two copies of libnccl are loaded, {first} and {second}, ")
 
 
 @needs_compiler
-def test_a_copy_in_memory_whose_file_is_gone_is_refused(tmp_path):
+def test_a_copy_in_memory_whose_file_is_gone_is_refused(forks, tmp_path):
     path = tmp_path / "libnccl.so.2"
-    compile_fake(path)
+    write_fake(path)
     program = IN_A_PROCESS.replace("CDLL(path)", "CDLL(path); import os; os.remove(path)")
-    assert in_a_process(program, path).startswith(f"{path} (deleted) does not load")
+    assert in_a_process(forks, program, path).startswith(f"{path} (deleted) does not load")
 
 
-def in_a_process(program, *arguments):
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def in_a_process(forks, program, *arguments):
+    done = forks.run(program, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -191,8 +189,8 @@ print(threading.active_count())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-def test_the_real_library_says_that_there_is_no_driver(real):
-    error, threads = in_a_process(WITHOUT_A_DRIVER, real.path).splitlines()
+def test_the_real_library_says_that_there_is_no_driver(forks, real):
+    error, threads = in_a_process(forks, WITHOUT_A_DRIVER, real.path).splitlines()
     assert error.startswith(f"BackendError NCCL {version_name(real.version)} failed at making")
     assert "ncclCommInitRankConfig returned ncclUnhandledCudaError" in error
     assert threads == "1"
