@@ -1,9 +1,11 @@
 """Every backend on every number of devices that this machine has or simulates."""
 
+import pytest
 import torch
 
 from mirror import comm
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
+from tests.pairs import EXHAUSTIVE
 
 
 def _places():
@@ -14,6 +16,8 @@ def _places():
             yield [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
+# Of 5 to 7 replicas is true what is of 3, 4 and 8.
+BETWEEN = [["cpu"] * n for n in (5, 6, 7)]
 CASES = {
     f"{name}-{place[-1]}-x{len(place)}": (name, place)
     for place in _places()
@@ -24,6 +28,10 @@ if not MISSING:
     # NCCL's part is played by tests/comm/nccl/fake_nccl.cpp, the calls to it are the real ones.
     CASES |= {f"nccl-cpu-x{n}": ("nccl", ["cpu"] * n) for n in (1, 2, 3, 8)}
     THREE.append("nccl")
+PARAMS = [
+    pytest.param(case, id=name, marks=EXHAUSTIVE * (case[1] in BETWEEN))
+    for name, case in CASES.items()
+]
 
 
 def create(name, place):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.comm.backends import CASES, THREE, create
+from tests.comm.backends import PARAMS, THREE, create
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 
 
@@ -23,7 +23,7 @@ def three(request):
     communicator.close()
 
 
-@pytest.fixture(params=CASES.values(), ids=list(CASES))
+@pytest.fixture(params=PARAMS)
 def communicator(request):
     communicator = create(*request.param)
     yield communicator

@@ -159,7 +159,7 @@ def mixed_lists(communicator):
 
     Sums are exact where they would else depend on what is reduced together.
     """
-    divisors = (1, 2, 4) if communicator.name in ("ring", "nccl") else (1, 2, 3)
+    divisors = (1, 2) if communicator.name in ("ring", "nccl") else (1, 3)
     columns = []
     for device in communicator.devices:
         column = []
