@@ -76,8 +76,7 @@ def test_compiled_training_is_that_of_one_device(way, compiled, mirrored, make, 
         assert set(backend.replicas) - {None} == {0, 1}
 
 
-@pytest.mark.parametrize("compiled", ["model", "method"])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@each_once([pytest.mark.slow], way=[1, 2, 3], compiled=["model", "method"])
 def test_a_model_in_one_graph_compiles_once_per_replica(way, compiled, make_strategy):
     """fullgraph=True refuses graph breaks; 8 replicas are as many as the limit of one device."""
     model = Net()
@@ -203,8 +202,7 @@ class Breaks(Net):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", [1, 3])
-@pytest.mark.parametrize("make", [Recurrent, Breaks])
+@each_once([pytest.mark.slow], make=[Recurrent, Breaks], way=[1, 3])
 def test_graphs_that_break_train_as_on_one_device(make, way, backend, make_strategy):
     model = make()
     plain, plain_optimizer, expected = trained_plainly(copy.deepcopy(model), batches())
@@ -217,7 +215,7 @@ def test_graphs_that_break_train_as_on_one_device(make, way, backend, make_strat
     assert_same_training(model, optimizer, plain, plain_optimizer)
 
 
-@pytest.mark.parametrize("way", [1, 3])
+@pytest.mark.parametrize("way", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_an_embedding_that_renormalizes_stays_equal_on_all_replicas(way, make_strategy):
     class Tokens(nn.Module):
         def __init__(self):
@@ -257,7 +255,8 @@ def test_evaluation_and_training_modes_compile_apart(make_strategy):
             assert call(x).requires_grad == torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("compiled", ["model", pytest.param("method", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["model", "method"])
 def test_llama_compiled(compiled, make_strategy):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -6,6 +6,7 @@ import torch
 import mirror
 from tests.gpu.fake import FakeGpus
 from tests.gpu.programs import WAYS, names, train
+from tests.pairs import EXHAUSTIVE, each_once
 
 TWICE = ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
 
@@ -20,7 +21,7 @@ def expected():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=EXHAUSTIVE), 8])
 def test_training_is_in_order_and_has_the_losses_of_simulated_devices(n, way, expected):
     with FakeGpus(n) as gpus:
         losses = train(names(n), way)
@@ -29,8 +30,7 @@ def test_training_is_in_order_and_has_the_losses_of_simulated_devices(n, way, ex
     assert sides or n == 1  # buckets were reduced beside the backward pass
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-@pytest.mark.parametrize("way", WAYS)
+@each_once(way=WAYS, schedule=["lockstep", "staggered"])
 def test_every_schedule_is_in_order(way, schedule):
     with FakeGpus(2):
         train(names(2), way, schedule=schedule)

@@ -8,6 +8,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
+from tests.pairs import pairwise
 from tests.strategy.programs import here, ids, values
 
 
@@ -170,10 +171,7 @@ def spread(strategy_or_none, model, x):
     return torch.logsumexp(h @ everyone.t(), 1).mean() - h.mean()
 
 
-@pytest.mark.parametrize("way", [2, 3])
-@pytest.mark.parametrize("size", [10, 11, 7, 2])
-@pytest.mark.parametrize("loss", [centred, spread])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pairwise(n=[1, 2, 3, 4], loss=[centred, spread], size=[10, 11, 7, 2], way=[2, 3])
 def test_a_loss_through_collectives_has_the_gradient_of_one_device(
     n, loss, size, way, make_strategy
 ):

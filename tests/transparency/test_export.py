@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.oracle import assert_same
+from tests.pairs import EXHAUSTIVE, pairwise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -44,9 +45,7 @@ def models(make_strategy):
 in_scope_and_outside = pytest.mark.parametrize("in_scope", [False, True])
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("strict", [False, True])
-@in_scope_and_outside
+@pairwise(in_scope=[False, True], strict=[False, True], dynamic=[False, True])
 def test_the_exported_program_is_the_plain_one(in_scope, strict, dynamic, models):
     *both, scope = models
     x = torch.randn(4, 6)
@@ -87,7 +86,7 @@ def test_an_exported_program_is_saved_and_loaded_without_mirror(models):
     assert_same(program.module()(x), plain(x))
 
 
-@in_scope_and_outside
+@pytest.mark.parametrize("in_scope", [True, pytest.param(False, marks=EXHAUSTIVE)])
 def test_the_onnx_model_is_the_plain_one(in_scope, models):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

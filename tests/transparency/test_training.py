@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.pairs import each_once, pairwise
 from tests.transparency.cases import (
     CASES,
     REPLICAS,
@@ -24,10 +25,9 @@ from tests.transparency.cases import (
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pairwise(case=CASES, n=REPLICAS, way=WAYS)
 def test_replicas_equal_one_device(case, n, way, make_strategy):
+    case = CASES[case]
     plain, model, batches = prepared(case)
     strategy = make_strategy(n)
     strategy.mirror(model)
@@ -35,9 +35,7 @@ def test_replicas_equal_one_device(case, n, way, make_strategy):
     compare(case, way, strategy, model, optimizer, plain, batches)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("case", ["sgd-momentum", "adamw", "lstm", "tied-weights"])
+@pairwise(case=["sgd-momentum", "adamw", "lstm", "tied-weights"], n=REPLICAS, way=WAYS)
 def test_a_model_made_in_scope_equals_one_device(case, n, way, make_strategy):
     case = CASES[case]
     strategy = make_strategy(n)
@@ -70,15 +68,14 @@ def test_staggered_replicas_equal_one_device(n, way, make_strategy):
     compare(case, way, strategy, model, case.optimizer(model), plain, batches)
 
 
-@pytest.mark.parametrize("size", [11, 3])
-@pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize(("line_search", "steps"), [(None, 20), ("strong_wolfe", 4)])
-def test_lbfgs_equals_one_device_in_an_unchanged_loop(n, line_search, steps, size, make_strategy):
+@pairwise(n=REPLICAS, line_search=["none", "strong_wolfe"], size=[11, 3])
+def test_lbfgs_equals_one_device_in_an_unchanged_loop(n, line_search, size, make_strategy):
     """A convex problem and one batch, so that LBFGS itself does not blow up the rounding."""
+    searches, steps = (line_search, 4) if line_search == "strong_wolfe" else (None, 20)
 
     def make(model):
         return torch.optim.LBFGS(
-            model.parameters(), lr=0.05, max_iter=2, history_size=3, line_search_fn=line_search
+            model.parameters(), lr=0.05, max_iter=2, history_size=3, line_search_fn=searches
         )
 
     def loss(model, batch):
@@ -98,8 +95,7 @@ def test_lbfgs_equals_one_device_in_an_unchanged_loop(n, line_search, steps, siz
     assert_same(optimizer.state_dict(), plain_optimizer.state_dict(), "state", tolerance=1e-3)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", REPLICAS)
+@each_once(n=REPLICAS, way=WAYS)
 def test_parameters_captured_before_mirroring_clip_the_reduced_gradient(n, way, make_strategy):
     plain, model, batches = prepared(CASES["sgd-momentum"])
     captured = {id(m): list(m.parameters()) for m in (plain, model)}
@@ -119,8 +115,7 @@ def test_parameters_captured_before_mirroring_clip_the_reduced_gradient(n, way, 
         assert_same(norms[id(model)], expected, "norms")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", REPLICAS)
+@each_once(n=REPLICAS, way=WAYS)
 def test_an_optimizer_made_before_mirroring_trains_every_replica(n, way, make_strategy):
     case = CASES["adamw"]
     plain, model, batches = prepared(case)
@@ -131,8 +126,7 @@ def test_an_optimizer_made_before_mirroring_trains_every_replica(n, way, make_st
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n", REPLICAS)
+@each_once(n=REPLICAS, way=WAYS)
 def test_lazy_modules_are_mirrored_when_their_shapes_are_known(n, way, make_strategy):
     def build():
         return Classifier(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3))
@@ -200,9 +194,7 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("n", [2, 3])
+@pairwise(n=[2, 3], reentrant=[False, True], way=WAYS)
 def test_activation_checkpointing_equals_one_device(n, reentrant, way, make_strategy):
     case = dataclasses.replace(CASES["sgd-momentum"], build=lambda: Checkpointed(reentrant))
     plain, model, batches = prepared(case)

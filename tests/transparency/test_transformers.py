@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.pairs import pairwise
 
 transformers = pytest.importorskip("transformers")
 
@@ -126,9 +127,7 @@ def pair(build, strategy):
     return plain, strategy.mirror(copy.deepcopy(plain))
 
 
-@pytest.mark.parametrize("way", [1, 2, 3])
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("build", ALL)
+@pairwise(build=ALL, n=[2, 3], way=[1, 2, 3])
 def test_a_transformer_trains_as_on_one_device(build, n, way, make_strategy):
     strategy = make_strategy(n)
     plain, model = pair(build, strategy)

@@ -12,6 +12,7 @@ import torch
 import mirror
 from mirror import comm
 from mirror.comm.base import HALF_DTYPES
+from tests.pairs import pairwise
 
 # Chunks of equal size for every number of replicas below.
 SIZE = 9_600
@@ -38,10 +39,7 @@ def reduced_bytes(dtype, terms, partial_sums, op):
     return dtype.itemsize if is_element else 4
 
 
-@pytest.mark.parametrize("op", ["sum", "max"])
-@pytest.mark.parametrize("partial_sums", ["exact", "rounded"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pairwise(n=[2, 3, 4, 8], dtype=DTYPES, partial_sums=["exact", "rounded"], op=["sum", "max"])
 def test_a_ring_sends_first_terms_and_results_in_two_bytes(n, dtype, partial_sums, op):
     communicator = comm.create("ring", ["cpu"] * n, partial_sums=partial_sums)
     halves = [reduced_bytes(dtype, terms, partial_sums, op) for terms in range(1, n)]
@@ -54,9 +52,7 @@ def test_a_ring_sends_first_terms_and_results_in_two_bytes(n, dtype, partial_sum
     assert float(found[0, 1]) == pytest.approx(sum(halves) / n)
 
 
-@pytest.mark.parametrize("op", ["sum", "min"])
-@pytest.mark.parametrize("partial_sums", ["exact", "rounded"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pairwise(dtype=DTYPES, partial_sums=["exact", "rounded"], op=["sum", "min"])
 @pytest.mark.parametrize(("n", "g"), [(4, 2), (6, 3), (6, 2), (8, 4), (4, 4)])
 def test_islands_send_each_other_sums_and_the_rest_as_elements(n, g, dtype, partial_sums, op):
     k = n // g

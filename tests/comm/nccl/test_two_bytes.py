@@ -7,6 +7,7 @@ import mirror
 from mirror import comm
 from mirror.errors import BackendError
 from tests.comm.nccl.failing import assert_the_next_one_works
+from tests.pairs import pairwise
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -22,9 +23,7 @@ def sent_by(fake, collective, *args, **options):
     return fake.sent - before
 
 
-@pytest.mark.parametrize("size", [1, 7, 24, 1001])
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", HALVES)
+@pairwise(dtype=HALVES, n=[1, 2, 3, 8], size=[1, 7, 24, 1001])
 def test_an_element_of_a_half_type_is_sent_in_two_bytes(fake, dtype, n, size):
     # 2 (n - 1) / n elements per element and replica: the least that an all-reduce sends.
     communicator = fake.communicator(n)

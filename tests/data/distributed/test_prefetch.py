@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from mirror.errors import BatchError
 from tests.data.reading import Broken, Gate, distributed, whole
+from tests.pairs import pairwise
 
 pytestmark = [
     pytest.mark.usefixtures("leave_nothing_behind"),
@@ -136,9 +137,7 @@ def broken_at(place, error=Broken):
         yield torch.full((2,), i)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt, SystemExit, BatchError])
-@pytest.mark.parametrize("place", [0, 3])
+@pairwise(place=[0, 3], error=[Broken, KeyboardInterrupt, SystemExit, BatchError], prefetch=[0, 2])
 def test_an_error_arrives_at_its_batch_with_its_traceback(place, error, prefetch, begun):
     found = []
     with pytest.raises(error) as caught:

@@ -13,6 +13,7 @@ from mirror.data import DistributedDataset
 from mirror.data.distributed import reuse
 from mirror.data.options import InputOptions
 from tests.gpu.fake import FakeGpus
+from tests.pairs import pairwise
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -46,10 +47,7 @@ def filled_again(kind, num_buffers, num_batches=6):
         yield {"x": buffers[i % num_buffers].fill_(i), "i": i}
 
 
-@pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize("is_small", [False, True])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("num_buffers", [1, 2, 5])
+@pairwise(num_buffers=[1, 2, 5], prefetch=[0, 1, 2], is_small=[False, True], joins=[False, True])
 def test_a_pinned_buffer_is_not_filled_again_before_its_copy_is_done(
     num_buffers, prefetch, is_small, joins, monkeypatch
 ):

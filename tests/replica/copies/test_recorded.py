@@ -8,6 +8,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, train_loop
+from tests.pairs import each_once
 
 
 class Net(nn.Module):
@@ -75,8 +76,7 @@ FILLS = [to_empty, to_empty_swapped, assign, set_attributes, set_entries, swap_t
 
 
 @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
-@pytest.mark.parametrize("when", ["in scope", "after", "used", "mirrored"])
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@each_once(num_replicas=[1, 2], when=["in scope", "after", "used", "mirrored"])
 def test_meta_parameters_are_mirrored_when_they_have_values(
     fill, when, num_replicas, make_strategy
 ):

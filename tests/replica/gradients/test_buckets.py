@@ -9,6 +9,7 @@ import torch
 import mirror
 from mirror.replica.gradients.buckets import bucket_ends
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
+from tests.pairs import pairwise
 from tests.replica.gradients.bucketed import (
     NUM_LAYERS,
     SIZE,
@@ -39,9 +40,7 @@ def test_a_bucket_ends_before_it_grows_too_large():
     assert bucket_ends([2**19] * 4, 2**30) == [2, 4]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@pairwise(way=[1, 2, 3], schedule=["lockstep", "staggered"], n=[2, 3, 4])
 def test_every_step_but_the_first_launches_all_buckets_but_the_last(
     make_bucketed, launches, n, schedule, way
 ):

@@ -9,6 +9,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import in_run
+from tests.pairs import pairwise
 from tests.replica.gradients.small_buckets import (
     SIZE,
     assert_same_grads,
@@ -64,9 +65,7 @@ def net():
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("n", [1, 3])
+@pairwise(n=[1, 3], hook=HOOKS, way=WAYS)
 def test_hooks_see_the_gradient_of_one_device(make_strategy, way, hook, n):
     plain, x = net(), torch.randn(7, 3).double()
     model = make_strategy(n).mirror(copy.deepcopy(plain))

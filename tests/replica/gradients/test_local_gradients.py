@@ -8,6 +8,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
+from tests.pairs import each_once
 from tests.replica.gradients.small_buckets import (
     NUM_LAYERS,
     SIZE,
@@ -55,8 +56,7 @@ WHAT_IS_LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-@pytest.mark.parametrize("way", [1, 2, 3])
+@each_once(way=[1, 2, 3], schedule=["lockstep", "staggered"])
 @pytest.mark.parametrize("change", WHAT_IS_LEFT_OUT.values(), ids=WHAT_IS_LEFT_OUT.keys())
 def test_a_step_without_some_parameters_has_the_gradients_of_the_others(
     make_small_buckets, change, way, schedule

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.nn import SyncBatchNorm, convert_sync_batchnorm
 from tests.oracle import assert_same, assert_same_training, train, train_loop
+from tests.pairs import pairwise
 from tests.replica.layers.normalized import (
     REPLICAS,
     WAYS,
@@ -38,14 +39,12 @@ OPTIONS = {
 BATCH_SIZES = [7, 4, 11, 2, 3, 9]
 
 
-@pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, options=OPTIONS, n=REPLICAS)
 def test_outputs_gradients_and_statistics_are_those_of_one_device(
     make_strategy, n, options, shape
 ):
-    kind, shape = shape
-    plain = randomize(kind(3, dtype=torch.float64, **options))
+    kind, shape = SHAPES[shape]
+    plain = randomize(kind(3, dtype=torch.float64, **OPTIONS[options]))
     model = pair(make_strategy(n), plain)
     for x, target in batches(BATCH_SIZES, shape, torch.float64):
         inputs = x.clone().requires_grad_(), x.clone().requires_grad_()

@@ -11,7 +11,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, assert_same_training
-from tests.pairs import each_once
+from tests.pairs import each_once, pairwise
 from tests.replica.modules.setting import (
     MODELS,
     Base,
@@ -27,9 +27,7 @@ from tests.replica.modules.setting import (
 )
 
 
-@pytest.mark.parametrize("in_run", [False, True])
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("kind", MODELS)
+@pairwise(kind=MODELS, n=[2, 3], in_run=[False, True])
 def test_forward_sets_attributes_as_on_one_device(kind, n, in_run, make_strategy):
     carries = kind in (Recurrent, CarriesLSTMState)
     data = batches((7, 7, 7) if carries else (7, 5, 2, 1, 8))

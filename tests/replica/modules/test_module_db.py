@@ -24,7 +24,7 @@ NOT_SPLIT = {
 
 MODES = ["training", "eval", "no_grad"]
 # Of an entry's inputs, spread evenly over them: some entries have hundreds.
-MOST_INPUTS = pytest.mark.parametrize("most", [12, pytest.param(40, marks=EXHAUSTIVE)])
+MOST_INPUTS = pytest.mark.parametrize("most", [6, pytest.param(40, marks=EXHAUSTIVE)])
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def pair(make_strategy):
     return make_strategy(2)
 
 
-def samples(info, mode, most=12):
+def samples(info, mode, most=6):
     """The entry's inputs, at most so many of them."""
     inputs = info.module_inputs_func(
         info,

@@ -11,6 +11,7 @@ from torch import nn
 from mirror.amp import GradScaler
 from mirror.concurrency import lookout
 from tests.oracle import assert_same, finishes
+from tests.pairs import each_once
 from tests.replica.optimizer.scaled import (
     CONTEXTS,
     OPTIONS,
@@ -62,8 +63,7 @@ def expected(make_scaler, plain, optimizers, clip=False):
 
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("context", CONTEXTS)
+@each_once(context=CONTEXTS, n=REPLICAS)
 def test_training_with_planted_infs_is_that_of_one_device(
     make_strategy, context, n, optimizer, clip
 ):

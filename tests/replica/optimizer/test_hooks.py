@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 import mirror
 from tests.ones import ONES, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same
+from tests.pairs import pairwise
 
 HISTORY = """
 from torch.optim.optimizer import (
@@ -139,11 +140,13 @@ def trained(model, optimizer, strategy, kind, act, late):
     return noted, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("act", [note, slow_down, clip, shrink])
-@pytest.mark.parametrize("kind", ["before", "after"])
-@pytest.mark.parametrize("way", ["lockstep", "staggered", "outside"])
+@pairwise(
+    way=["lockstep", "staggered", "outside"],
+    kind=["before", "after"],
+    act=[note, slow_down, clip, shrink],
+    late=[0, 1],
+    make=[torch.optim.SGD, torch.optim.AdamW],
+)
 def test_global_hooks_see_and_do_what_they_do_on_one_device(
     make_strategy, way, kind, act, late, make
 ):

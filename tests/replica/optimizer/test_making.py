@@ -11,6 +11,7 @@ import mirror
 from mirror.replica.optimizer.optimizers import optimizers_of
 from tests.ones import ONES, mirrored_layer
 from tests.oracle import assert_same, in_run
+from tests.pairs import pairwise
 
 
 class Own(torch.optim.SGD):
@@ -119,9 +120,11 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("where", ["before the step", "after it"])
-@pytest.mark.parametrize("form", GROUPS)
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, Own, Counting])
+@pairwise(
+    kind=[torch.optim.SGD, torch.optim.Adam, Own, Counting],
+    form=GROUPS,
+    where=["before the step", "after it"],
+)
 def test_a_group_that_every_replica_adds_is_added_once(kind, form, where, strategy):
     def train(model, optimizer, i, x):
         optimizer.zero_grad()

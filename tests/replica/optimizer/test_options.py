@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mirror
+from tests.pairs import pairwise
 
 
 def here():
@@ -192,10 +193,12 @@ def trained(model, strategy, way, prepare, batches, rate):
     return [p.detach().clone() for p in model.parameters()], seen
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-@pytest.mark.parametrize("way", ["inside", "outside"])
-@pytest.mark.parametrize("hook", [slow_down, slow_down_in_place, limit])
-@pytest.mark.parametrize("kind", ["pre", "post"])
+@pairwise(
+    kind=["pre", "post"],
+    hook=[slow_down, slow_down_in_place, limit],
+    way=["inside", "outside"],
+    schedule=["lockstep", "staggered"],
+)
 def test_hooks_of_steps_change_options_as_on_one_device(make_strategy, schedule, way, hook, kind):
     plain = nn.Linear(3, 2).double()
     rate = torch.tensor(0.5) if hook is slow_down_in_place else 0.5

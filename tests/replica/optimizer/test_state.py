@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.ones import ONES, collect, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same, in_run
+from tests.pairs import each_once
 from tests.replica.copies.coherence import (
     N,
     Net,
@@ -86,8 +87,7 @@ OPTIMIZER_CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("make", [momentum, adam])
+@each_once(make=[momentum, adam], inside=[False, True])
 @pytest.mark.parametrize("change", OPTIMIZER_CHANGES, ids=lambda fn: fn.__name__)
 def test_a_changed_optimizer_reaches_every_replica(change, make, inside, strategy):
     plain, model, optimizers = trained_pair(strategy, make)
