@@ -8,14 +8,20 @@ where they are missing, programs run by torch's own kernels.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -71,26 +77,64 @@ def faked(
     return fake
 
 
-def sizes_fit(mode: Any, fakes: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have sizes for which a trace of ``fakes`` holds."""
-    env = mode.shape_env
-    found: dict[Any, int] = {}
-    for fake, tensor in zip(fakes, tensors, strict=True):
-        if fake.dim() != tensor.dim() or fake.dtype != tensor.dtype:
-            return False
-        for known, size in zip(fake.shape, tensor.shape, strict=True):
-            expression = getattr(getattr(known, "node", None), "expr", known)
-            if getattr(expression, "is_Symbol", False):
-                within = env.var_to_range[expression]
-                if found.setdefault(expression, size) != size:
-                    return False
-                if not within.lower <= size <= within.upper:
-                    return False
-            elif int(expression) != size:
+@dataclass(eq=False, slots=True)
+class Sizes:
+    """For which sizes of its arguments a trace, and what was compiled of it, holds.
+
+    Attributes:
+        known: of each tensor the dtype, and what each size is: a number, or an expression.
+        within: of each symbol the least and the largest size.
+        replaced: what a guard has fixed, or made of others.
+        guards: what must be true besides.
+    """
+
+    known: list[tuple[torch.dtype, list[Any]]]
+    within: dict[Any, tuple[Any, Any]]
+    replaced: dict[Any, Any]
+    guards: list[Any]
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors have such sizes."""
+        found: dict[Any, int] = {}
+        for (dtype, sizes), tensor in zip(self.known, tensors, strict=True):
+            if len(sizes) != tensor.dim() or dtype != tensor.dtype:
                 return False
-    # What a guard has fixed to a number is that number in the shapes, too.
-    known_sizes = {**env.replacements, **found}
-    return all(bool(guard.expr.xreplace(known_sizes)) for guard in env.guards)
+            for expression, size in zip(sizes, tensor.shape, strict=True):
+                if getattr(expression, "is_Symbol", False):
+                    lower, upper = self.within[expression]
+                    if found.setdefault(expression, size) != size:
+                        return False
+                    if not lower <= size <= upper:
+                        return False
+                elif int(expression) != size:
+                    return False
+        # What a guard has fixed to a number is that number in the shapes, too.
+        sizes_now = {**self.replaced, **found}
+        return all(bool(guard.xreplace(sizes_now)) for guard in self.guards)
+
+
+def sizes_of(mode: Any, fakes: Sequence[Tensor]) -> Sizes:
+    """Returns the sizes for which a trace of ``fakes`` holds, by all that was asked so far."""
+    env = mode.shape_env
+    tensors = [
+        (fake.dtype, [getattr(getattr(size, "node", None), "expr", size) for size in fake.shape])
+        for fake in fakes
+    ]
+    within = {symbol: (known.lower, known.upper) for symbol, known in env.var_to_range.items()}
+    return Sizes(tensors, within, dict(env.replacements), [guard.expr for guard in env.guards])
+
+
+def known_of_sizes(mode: Any) -> str:
+    """Returns in words what a mode knows of sizes, and the numbers that they were at the trace."""
+    env = mode.shape_env
+    numbers = getattr(env, "backed_var_to_val", None) or env.var_to_val  # as older ones name it
+    known = [env.var_to_range, env.replacements, numbers]
+    return repr([sorted(map(str, one.items())) for one in known] + [[g.expr for g in env.guards]])
+
+
+def is_operation(target: Any) -> bool:
+    """Whether a node of a graph calls an operation of the dispatcher."""
+    return isinstance(target, OpOverload)
 
 
 def constant_of(tensor: Tensor) -> Tensor | None:
@@ -184,3 +228,80 @@ def _compiled(graph: fx.GraphModule, mode: Any, inputs: Sequence[Any]) -> Progra
     # Without what torch puts around: 24 functions of Python a call.
     program: Program = compiled.current_callable
     return program
+
+
+# Programs of the CPU on disk. They are looked up without inductor, whose import takes seconds.
+
+# What inductor puts around what it compiles; of other forms it is not known how to call them.
+_AROUND = """
+def g(args):
+    input_tensors = [arg if isinstance(arg, torch.Tensor) else torch.tensor(arg, device='cpu') \
+for arg in args]
+    input_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(input_tensors)
+    args.clear()
+    del input_tensors
+    output_handles = f(input_handles)
+    output_tensors = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(output_handles)
+    return output_tensors
+"""
+_ENTRY = "inductor_entry_cpp"
+
+
+def library_of(program: Program) -> Path | None:
+    """Returns the file that has all of a compiled program; ``None``: there is none such."""
+    try:
+        around = [line.strip() for line in inspect.getsource(program).splitlines()]
+        if list(filter(None, around)) != [line.strip() for line in _AROUND.split("\n")[1:-1]]:
+            return None
+        entry = inspect.getclosurevars(program).nonlocals["f"]
+        path = Path(entry.__self__.__file__)
+    except (OSError, TypeError, KeyError, AttributeError):
+        return None
+    return path if entry.__name__ == _ENTRY and path.suffix == ".so" else None
+
+
+def program_of_library(path: Path, name: str) -> Program:
+    """Loads a compiled program, to be called with a list of inputs.
+
+    Raises:
+        ImportError: it cannot be loaded.
+    """
+    pointer = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(pointer)
+    spec = spec_from_file_location(f"{name}.{path.stem}.{_ENTRY}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be loaded")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    entry = getattr(module, _ENTRY)
+    handed: Any = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+    taken: Any = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        tensors = [
+            arg if isinstance(arg, Tensor) else torch.tensor(arg, device="cpu") for arg in args
+        ]
+        handles = handed(tensors)
+        args.clear()
+        del tensors
+        found: Sequence[Any] = taken(entry(handles))
+        return found
+
+    return call
+
+
+def cache_folder() -> Path | None:
+    """Returns where inductor keeps what it compiles; ``None``: it is told to keep nothing."""
+    import torch._inductor.config as config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    return Path(cache_dir())
+
+
+def compiler_settings() -> str:
+    """Returns all that inductor can be told, as it is now."""
+    import torch._inductor.config as config
+
+    return repr(sorted(config.get_config_copy().items()))

@@ -17,25 +17,46 @@ replica computes for itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
 from mirror.errors import CompileError
-from mirror.steps.following.graphs import Graph
+from mirror.steps.following.graphs import Graph, functional
+from mirror.steps.following.tracing import Meeting
 from mirror.steps.inputs import Input, Kind
 from mirror.steps.operations import MEET
 from mirror.steps.pieces.builder import Builder
+from mirror.steps.pieces.packing import Lie, packed
 from mirror.steps.pieces.parts import Level, Piece, Pieces
+from mirror.steps.pieces.work import work
 
 
-def cut(graph: Graph, num_replicas: int) -> Pieces:
+def pieces_of(
+    graph: fx.GraphModule,
+    inputs: list[Input],
+    mode: Any,
+    meetings: Sequence[Meeting],
+    num_replicas: int,
+) -> Pieces:
+    """Returns the pieces of a step that was followed: its graph of values, packed and cut.
+
+    Raises:
+        CompileError: a replica alone determines what all have in common.
+    """
+    pure = functional(graph, inputs, mode)
+    lies = packed(pure.module, [meeting.op is None for meeting in meetings])
+    return cut(pure, num_replicas, lies)
+
+
+def cut(graph: Graph, num_replicas: int, lies: Sequence[list[Lie]] = ()) -> Pieces:
     """Cuts a step's graph into levels.
 
     Raises:
         CompileError: a replica alone determines what all have in common.
     """
-    return _Cutter(graph, num_replicas).cut()
+    return _Cutter(graph, num_replicas).cut(lies)
 
 
 class _Cutter:
@@ -55,7 +76,7 @@ class _Cutter:
         self._slots: dict[Any, int] = {node: i for i, node in enumerate(self._holders)}
         self._meets: list[fx.Node] = []
 
-    def cut(self) -> Pieces:
+    def cut(self, lies: Sequence[list[Lie]]) -> Pieces:
         self._place()
         own_needs, shared_needs = self._needs()
         self._save(own_needs, shared_needs)
@@ -70,7 +91,8 @@ class _Cutter:
             )
         after_all = self._num_levels, True
         results = [self._slots[self._now(node, *after_all)] for node in self._results]
-        return Pieces(levels, len(self._slots), results)
+        written = [self._slots[self._holder_of[id(one)]] for one in self._writes]
+        return Pieces(levels, len(self._slots), results, written, list(lies))
 
     # Where what belongs
 
@@ -246,7 +268,7 @@ class _Cutter:
         graph = builder.build(body, given, old, targets, self._changing)
         gives = [*[self._slots[n] for n in given], *[self._slots["old", n] for n in old]]
         written = [self._slots[node] for node in targets]
-        return Piece(is_own, graph, builder.reads, gives, written)
+        return Piece(is_own, graph, builder.reads, gives, written, work(graph.graph.nodes))
 
     def _now(self, node: fx.Node, level: int, is_own: bool) -> Any:
         """Returns the key of the slot in which a program finds a value."""

@@ -14,24 +14,33 @@ from typing import Any
 import torch
 from torch import fx
 
-from mirror.steps.following.tracing import Meeting
 from mirror.steps.operations import MEET
 from mirror.steps.pieces.builder import seen_through
 
 LARGE_BYTES = 2**20
+Lie = tuple[int, int, tuple[int, ...]]
 _getitem = operator.getitem
 
 
-def packed(module: fx.GraphModule, meetings: Sequence[Meeting]) -> None:
-    """Has the small gradients of every meeting of gradients joined, in a graph of values."""
+def packed(module: fx.GraphModule, are_gradients: Sequence[bool]) -> list[list[Lie]]:
+    """Has the small gradients of every meeting of gradients joined, in a graph of values.
+
+    Args:
+        are_gradients: of each meeting, whether gradients are what is brought.
+
+    Returns:
+        Of each meeting, where each gradient lies in what is brought.
+    """
     graph = module.graph
+    lies: list[list[Lie]] = [[] for _ in are_gradients]
     for node in list(graph.nodes):
         if str(node.target) == MEET:
             _bring_own(graph, node)
-        if str(node.target) == MEET and meetings[node.args[1]].op is None:
-            meetings[node.args[1]].lie = _pack(graph, node)
+        if str(node.target) == MEET and are_gradients[node.args[1]]:
+            lies[node.args[1]] = _pack(graph, node)
     graph.eliminate_dead_code()
     module.recompile()
+    return lies
 
 
 def _bring_own(graph: fx.Graph, meet: fx.Node) -> None:
@@ -48,7 +57,7 @@ def _bring_own(graph: fx.Graph, meet: fx.Node) -> None:
     meet.args = (brought, meet.args[1])
 
 
-def _pack(graph: fx.Graph, meet: fx.Node) -> list[tuple[int, int, tuple[int, ...]]]:
+def _pack(graph: fx.Graph, meet: fx.Node) -> list[Lie]:
     """Joins the small gradients of a meeting; returns where each lies in what is brought."""
     aten = torch.ops.aten
     grads: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]

@@ -13,17 +13,20 @@ class Piece:
 
     Attributes:
         is_own: whether every replica runs it; else every device.
-        graph: called with ``reads``; returns ``gives``.
+        graph: called with ``reads``; returns ``gives``. ``None`` where what was compiled of it
+            comes from the disk.
         reads: slots of what it takes.
         gives: slots of what it returns.
         writes: which of ``reads`` it changes.
+        work: about how much it has to do, in multiplications.
     """
 
     is_own: bool
-    graph: fx.GraphModule
+    graph: fx.GraphModule | None
     reads: list[int]
     gives: list[int]
     writes: list[int]
+    work: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +49,12 @@ class Pieces:
     Attributes:
         num_slots: how many values there are; the first ones are the inputs.
         results: slots of what the graph returned.
+        written: slots of the inputs that it changes.
+        lies: of each meeting of gradients, where each lies in what is brought. See ``Meeting``.
     """
 
     levels: list[Level]
     num_slots: int
     results: list[int]
+    written: list[int]
+    lies: list[list[tuple[int, int, tuple[int, ...]]]]

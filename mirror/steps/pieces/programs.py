@@ -12,7 +12,6 @@ from torch import fx
 from mirror.steps.operations import DRAW
 from mirror.steps.pieces.parts import Piece
 from mirror.steps.pieces.placing import placed, placed_anew
-from mirror.steps.pieces.work import work
 from mirror.steps.torch_internals import Program, inductor_compiled
 
 Taking = Callable[[Sequence[Any]], Sequence[Any]]
@@ -42,7 +41,7 @@ class Called:
         self.take = taking(piece.reads)
         self.reads, self.gives, self.writes = piece.reads, piece.gives, piece.writes
         self.is_raw = is_raw
-        self.work = work(piece.graph.graph.nodes)
+        self.work = piece.work
 
     def run(self, values: list[Any], device: torch.device) -> None:
         """Runs the piece on a replica's values, and keeps there what it gives."""
@@ -60,9 +59,11 @@ def taking(slots: list[int]) -> Taking:
 
 def interpreted(piece: Piece, traced_on: torch.device, devices: Sequence[torch.device]) -> Called:
     """Returns a piece that calls torch's kernels one by one, as the step itself does."""
+    assert piece.graph is not None
+    graph = piece.graph
 
     def program(device: torch.device) -> Program:
-        forward: Any = placed(piece.graph, traced_on, device).forward
+        forward: Any = placed(graph, traced_on, device).forward
 
         def call(inputs: list[Any]) -> Sequence[Any]:
             found: Sequence[Any] = forward(*inputs)
@@ -80,6 +81,7 @@ def compiled(
 
     They name their device; those of the second one come from the compiler's cache.
     """
+    assert piece.graph is not None
     graph = fx.GraphModule(piece.graph, fx.Graph())
     copied = fx.Graph()
     result = copied.graph_copy(piece.graph.graph, {}, True)

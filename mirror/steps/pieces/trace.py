@@ -1,4 +1,4 @@
-"""Trace: one trace of a step, cut into programs, and what its inputs and results mean."""
+"""Trace: one trace of a step, and what its inputs and results mean."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
-from mirror.steps.following.graphs import follow, functional
+from mirror.steps.following.graphs import follow
 from mirror.steps.following.leases import Lease
 from mirror.steps.following.stand_ins import StandIns
 from mirror.steps.following.tracing import Meeting, Tracer
 from mirror.steps.following.unchanged import Unchanged
 from mirror.steps.inputs import Input, Kind
-from mirror.steps.pieces.cut import cut
-from mirror.steps.pieces.packing import packed
-from mirror.steps.pieces.parts import Pieces
 from mirror.steps.places import Place
 from mirror.values import leaves_of, map_structure, rebuild_structure
 
@@ -32,8 +29,9 @@ class Trace:
     """A step, traced.
 
     Attributes:
+        graph: what it does, as it does it: with writes in place.
         device: what in the graph names the device of whoever runs it.
-        inputs: what it reads and writes; the first slots of ``pieces``.
+        inputs: what it reads and writes; the first slots of its pieces.
         fakes: what stood for the tensors among the arguments' leaves.
         structure: what the step returns, with leaves in place of tensors.
         leaves: those that are no tensors; of tensors that are to be numbers, their type.
@@ -44,10 +42,9 @@ class Trace:
         rates_read: the optimizers whose learning rates are those of the trace.
     """
 
-    pieces: Pieces
+    graph: fx.GraphModule
     device: torch.device
     inputs: list[Input]
-    written: list[Input]
     fakes: list[Tensor]
     plain: list[Any]
     layouts: list[Any]
@@ -154,8 +151,6 @@ def trace(
             "the step cannot be compiled: it draws from Python's or numpy's random numbers, which "
             "would be the same in every call; draw with torch.rand, or pass fallback='eager'"
         )
-    pure = functional(graph, inputs, stand_ins.mode)
-    packed(pure.module, tracer.meetings)
     result = returned[0]
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves_of(result)]
     position = sum(is_tensor)
@@ -165,13 +160,11 @@ def trace(
         if grad is not None:
             positions[place] = position
             position += 1
-    pieces = cut(pure, replicas.num_replicas)
     stepped = [lease.optimizer for lease in tracer.leases.all.values()]
     return Trace(
-        pieces,
+        graph,
         stand_ins.device,
         inputs,
-        pure.writes,
         fakes,
         [leaf for leaf in leaves if not isinstance(leaf, Tensor)],
         [layout(leaf) for leaf in leaves if isinstance(leaf, Tensor)],

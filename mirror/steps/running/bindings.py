@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mirror.execution.replicas import Replicas
 from mirror.steps.inputs import Input, Kind
+from mirror.steps.pieces.parts import Pieces
 from mirror.steps.pieces.trace import Trace
 from mirror.steps.running.states import HeldStates
 from mirror.values import ABSENT
@@ -25,8 +26,9 @@ class Bindings:
         homes: of each device, the first replica.
     """
 
-    def __init__(self, replicas: Replicas, trace: Trace) -> None:
+    def __init__(self, replicas: Replicas, trace: Trace, pieces: Pieces) -> None:
         self._replicas, self._trace = replicas, trace
+        self._writes = [trace.inputs[i] for i in pieces.written]
         inputs = trace.inputs
         devices = list(replicas.devices)
         self.homes = tuple(devices.index(device) for device in dict.fromkeys(devices))
@@ -60,7 +62,7 @@ class Bindings:
             }
             for r, device in enumerate(replicas.devices)
         ]
-        self._spare = [ABSENT] * (trace.pieces.num_slots - len(inputs))
+        self._spare = [ABSENT] * (pieces.num_slots - len(inputs))
         self._counted: tuple[Any, ...] = ()
         self._bind()
 
@@ -88,11 +90,11 @@ class Bindings:
         slot_of = {id(one): i for i, one in enumerate(inputs)}
         self._written = [
             templates[home][slot_of[id(one)]]
-            for one in self._trace.written
+            for one in self._writes
             if not one.kind.is_own
             for home in self.homes
         ]
-        self._written_buffers = [one.of for one in self._trace.written if one.kind is Kind.BUFFER]
+        self._written_buffers = [one.of for one in self._writes if one.kind is Kind.BUFFER]
 
     def _found(self, one: Input, r: int) -> Any:
         kind, device = one.kind, self._replicas.devices[r]

@@ -16,7 +16,10 @@ from mirror.replica.copies.registry import Registry
 from mirror.replica.finite import Finite
 from mirror.steps.inputs import Kind
 from mirror.steps.lines import first_line
-from mirror.steps.pieces.parts import Piece
+from mirror.steps.pieces.cut import pieces_of
+from mirror.steps.pieces.kept import Ready, find, keep
+from mirror.steps.pieces.key import key_of
+from mirror.steps.pieces.parts import Piece, Pieces
 from mirror.steps.pieces.programs import Called, compiled, interpreted
 from mirror.steps.pieces.trace import Trace, trace
 from mirror.steps.places import places_of
@@ -28,6 +31,7 @@ from mirror.steps.running.captures import Captures
 from mirror.steps.running.coherence import Coherence
 from mirror.steps.running.reductions import Reductions
 from mirror.steps.running.step_program import StepProgram
+from mirror.steps.torch_internals import Sizes, sizes_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,22 +73,44 @@ class Maker:
             self._coherence.gradients(places),
             meets_alone=self._looks_at_gradients,
         )
-        levels = [
-            (self._ready(level.shared, traced), self._ready(level.own, traced))
-            for level in traced.pieces.levels
-        ]
+        pieces, levels, sizes = self._finished(traced)
+        for meeting, lie in zip(traced.meetings, pieces.lies, strict=True):
+            meeting.lie = lie
         used = [one.of for one in traced.inputs if one.kind is Kind.PARAMETER]
         assumptions = Assumptions(step, traced.modules, used, traced.leases, traced.rates_read)
         program = StepProgram(
             self._replicas,
             traced,
+            pieces,
             levels,
-            Bindings(self._replicas, traced),
+            sizes,
+            Bindings(self._replicas, traced, pieces),
             self._reductions,
             self._coherence,
             self._launcher(traced),
         )
         return assumptions, program
+
+    def _finished(self, trace: Trace) -> tuple[Pieces, list[Ready], Sizes]:
+        """Returns the programs of a step: those that were kept, or new ones."""
+        num_replicas = self._replicas.num_replicas
+        step = trace.graph, trace.inputs, trace.mode, trace.meetings, num_replicas
+        key = None
+        if self._mode != "trace" and set(self._replicas.devices) == {torch.device("cpu")}:
+            key = key_of(*step, trace.device)
+        kept = None if key is None else find(key)
+        if kept is not None:
+            logger.info("the programs of a compiled step come from the disk: %s", key)
+            return kept
+        pieces = pieces_of(*step)
+        levels = [
+            (self._ready(level.shared, trace), self._ready(level.own, trace))
+            for level in pieces.levels
+        ]
+        sizes = sizes_of(trace.mode, trace.fakes)
+        if key is not None:
+            keep(key, pieces, levels, sizes)
+        return pieces, levels, sizes
 
     def _ready(self, piece: Piece | None, trace: Trace) -> Called | None:
         if piece is None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.collectives import fused_all_reduce
 from mirror.steps.inputs import Kind
+from mirror.steps.pieces.parts import Pieces
 from mirror.steps.pieces.programs import Called, Taking, taking
 from mirror.steps.pieces.trace import Trace, layout
 from mirror.steps.running.at_once import AtOnce
@@ -19,7 +20,7 @@ from mirror.steps.running.bindings import Bindings
 from mirror.steps.running.captures import Captures
 from mirror.steps.running.coherence import Changes, Coherence
 from mirror.steps.running.reductions import Reductions
-from mirror.steps.torch_internals import sizes_fit
+from mirror.steps.torch_internals import Sizes
 from mirror.timeline import CROSS, PROGRAMS, REDUCTION, SHARED_PROGRAMS
 
 
@@ -28,7 +29,9 @@ class StepProgram:
 
     Args:
         replicas: who they are.
+        pieces: what it is cut into.
         levels: of each level the programs that are run, shared and own.
+        sizes: for which sizes of its arguments they hold.
         bindings: finds the tensors that the trace's inputs are.
         reductions: reduces local gradients.
         launcher: runs programs of all replicas.
@@ -38,21 +41,24 @@ class StepProgram:
         self,
         replicas: Replicas,
         trace: Trace,
+        pieces: Pieces,
         levels: Sequence[tuple[Called | None, Called | None]],
+        sizes: Sizes,
         bindings: Bindings,
         reductions: Reductions,
         coherence: Coherence,
         launcher: AtOnce | Captures,
     ) -> None:
-        self._replicas, self.trace = replicas, trace
+        self._replicas, self.trace, self.pieces = replicas, trace, pieces
+        self._sizes = sizes
         self._coherence, self._launcher = coherence, launcher
         self._levels = [
             (*called, [(n, taking(slots), gotten) for n, slots, gotten in level.meetings])
-            for called, level in zip(levels, trace.pieces.levels, strict=True)
+            for called, level in zip(levels, pieces.levels, strict=True)
         ]
         self._bindings, self._reductions = bindings, reductions
-        self._results = taking(trace.pieces.results)
-        self._changes = _changes(trace)
+        self._results = taking(pieces.results)
+        self._changes = _changes(trace, pieces)
         self._is_raw = launcher.is_raw or any(
             one.is_raw for called in levels for one in called if one is not None
         )
@@ -65,7 +71,7 @@ class StepProgram:
         return (
             plain == trace.plain
             and list(map(layout, tensors)) == trace.layouts
-            and sizes_fit(trace.mode, trace.fakes, tensors)
+            and self._sizes.fit(tensors)
         )
 
     def can_run(self) -> bool:
@@ -107,7 +113,7 @@ class StepProgram:
             increment_version(bindings.written(active))
         for module, mode in self.trace.modes:
             module.training = mode
-        slots = self.trace.pieces.results
+        slots = self.pieces.results
         at_home = shared[bindings.homes[0]]
         grads = {
             place: None if at is None else at_home[slots[at]]
@@ -143,9 +149,9 @@ class StepProgram:
                     values[slot] = tensor
 
 
-def _changes(trace: Trace) -> Changes:
+def _changes(trace: Trace, pieces: Pieces) -> Changes:
     """Returns what a step changes of what others see."""
-    changed = [(one.kind, one.of) for one in trace.written]
+    changed = [(trace.inputs[i].kind, trace.inputs[i].of) for i in pieces.written]
 
     def records(wanted: Kind) -> list[Any]:
         places = [place for kind, place in changed if kind is wanted]

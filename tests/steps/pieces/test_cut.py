@@ -12,7 +12,7 @@ from tests.steps.training import Beside, batches, linear
 def levels_of(beside):
     beside.train(batches([8, 8]))
     (_, program, _) = beside.compiled._programs[0]
-    return program.trace.pieces.levels
+    return program.pieces.levels
 
 
 def test_the_usual_step_is_one_program_before_the_reduction_and_one_behind():
