@@ -24,6 +24,7 @@ class Lease:
         groups, state: its own.
         lent, lent_state: what it has of both in the trace.
         were_lent, were_state: what it had of both before the step.
+        widened: counts of steps that are lent in double precision, with what stands for them.
     """
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
@@ -34,6 +35,7 @@ class Lease:
         self.lent_state: Any = None
         self.were_lent: list[dict[str, Any]] = []
         self.were_state: dict[Any, dict[str, Any]] = {}
+        self.widened: list[tuple[Tensor, Tensor]] = []
         self.is_lent = False
 
 
@@ -78,7 +80,7 @@ class Leases:
                     continue
                 leaf = self._stand_ins.standing_for(place)
                 lease_state[leaf] = {
-                    name: self._stand_ins.add(Kind.STATE, value, lease.number, (place, name))
+                    name: self._lent(lease, place, name, value)
                     if isinstance(value, Tensor)
                     else value
                     for name, value in entry.items()
@@ -89,6 +91,20 @@ class Leases:
         lease.is_lent = True
         optimizer.param_groups = lease.lent
         optimizer.state = lease.lent_state
+
+    def _lent(self, lease: Lease, place: Any, name: str, value: Tensor) -> Tensor:
+        """Returns what stands for a tensor of the state.
+
+        Of a count, of which powers are taken, in double precision where the parameter has it: an
+        uncompiled step takes them of a number of Python.
+        """
+        stands = self._stand_ins.add(Kind.STATE, value, lease.number, (place, name))
+        is_double = place.owner.dtype in (torch.float64, torch.complex128)
+        if name != "step" or not is_double or value.dim() or value.dtype != torch.float32:
+            return stands
+        wide = stands.to(torch.float64)
+        lease.widened.append((stands, wide))
+        return wide
 
     def _group(self, lease: Lease, i: int, group: dict[str, Any]) -> dict[str, Any]:
         lent = dict(group)
@@ -107,7 +123,10 @@ class Leases:
         if self.constant:
             pass
         elif isinstance(rate, (float, int)) and not isinstance(rate, bool):
-            value = torch.tensor(float(rate), dtype=torch.float32)
+            # A number of Python is as exact as the parameters that it meets.
+            is_double = any(p.dtype in (torch.float64, torch.complex128) for p in params)
+            dtype = torch.float64 if is_double else torch.float32
+            value = torch.tensor(float(rate), dtype=dtype)
             lent["lr"] = self._stand_ins.add(Kind.RATE, value, lease.number, (i, "lr"))
         elif isinstance(rate, Tensor):
             lent["lr"] = self._stand_ins.add(Kind.RATE, rate, lease.number, (i, "lr"))
@@ -146,6 +165,9 @@ class Leases:
                 known = lease.were_state.get(key, {})
                 if isinstance(entry, dict):
                     _check_entry(kind, known, entry)
+            with torch.no_grad():
+                for stands, wide in lease.widened:
+                    stands.copy_(wide)
 
     def end(self) -> None:
         """Gives all back, after an error too."""

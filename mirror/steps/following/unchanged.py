@@ -10,8 +10,11 @@ graph is put back, also when the trace fails, and refused if calls would be miss
     a group of an optimizer         refused: schedulers step outside
     an optimizer's state            tensors are; a number that is counted is refused
     group["lr"], read in the step   a constant: another rate is another trace
-    a global, a variable around     warned of
-    a list, a file, anything else   cannot be seen; README says so
+    a tensor kept around the step   refused: in a list, a dict, a variable, a field
+    a number around the step        warned of if the step only changes it, as a count of traces;
+                                    refused if it uses it besides, as in ``if count % 4``
+    numpy's, Python's generators    refused if they have drawn
+    a file, anything else           cannot be seen; docs/compiled-steps.md says so
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from mirror.errors import CompileError
 from mirror.execution.current import current
 from mirror.execution.replicas import Replicas
 from mirror.replica.optimizer.optimizers import optimizers_of
 from mirror.steps.following.attributes import SetAttributes
+from mirror.steps.following.effects import Effects
 from mirror.steps.following.options import Options
 
 logger = logging.getLogger(__name__)
@@ -53,7 +58,9 @@ class Unchanged:
             return current.replica is not None and current.replica.tracing is tracer
 
         self._attributes = SetAttributes(is_traced)
-        self._options = Options(_optimizers(step, replicas))
+        optimizers = _optimizers(step, replicas)
+        self._options = Options(optimizers)
+        self._tracer, self._effects = tracer, Effects(step, optimizers)
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
@@ -62,10 +69,18 @@ class Unchanged:
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
         self._stack.close()
+        try:
+            if kind is None:
+                self._attributes.check()
+                self._options.check()
+                self._effects.check(list(self._tracer.modules.values()))
+        except CompileError:
+            self._effects.put_back()
+            raise
         if kind is None:
-            self._attributes.check()
-            self._options.check()
             _warn_of_names(self._step)
+        else:
+            self._effects.put_back()
 
     @property
     def modes(self) -> list[tuple[nn.Module, bool]]:

@@ -52,6 +52,8 @@ _SIZES = {
     aten.bincount.default,
     aten.repeat_interleave.Tensor,
 }
+_BY_INDEX = {aten.index.Tensor}
+_MASKED = "use torch.where, or multiply by the mask, or pass fallback='eager'"
 _RAW = {
     Tensor.numpy: "numpy()",
     Tensor.__array__: "numpy.asarray",
@@ -88,6 +90,10 @@ class Operations(DispatchMode):
             raise refusal(asked, _BY_VALUE)
         if func in _SIZES:
             raise refusal(f"{func.overloadpacket.__name__.strip('_')}", _BY_SIZE)
+        if func in _BY_INDEX and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            raise refusal("an index that is a mask", _BY_SIZE, _MASKED)
         for tensor in _tensors((*args, *kwargs.values())):
             if not isinstance(tensor, is_fake):
                 self._capture(tensor)
@@ -161,6 +167,10 @@ class Functions(TorchFunctionMode):
         if args and id(args[0]) in self._leaves:
             if func in _GRAD_GET:
                 return self._read(args[0])
+            if func == _DATA_SET:  # which no graph would show
+                with torch.no_grad():
+                    args[0].copy_(args[1].detach())
+                return None
             if func in _GRAD_SET:
                 self._write(args[0], args[1] if len(args) > 1 else None)
                 return None
@@ -177,3 +187,5 @@ class Functions(TorchFunctionMode):
 _GRAD: Any = Tensor.grad
 _GRAD_GET = (_GRAD.__get__,)
 _GRAD_SET = (_GRAD.__set__, _GRAD.__delete__)
+_DATA: Any = Tensor.data
+_DATA_SET = _DATA.__set__

@@ -98,6 +98,8 @@ def find(key: str) -> tuple[Pieces, list[Ready], Sizes] | None:
     if root is None or not _is_ours(root):
         return None
     folder = root / key
+    if not (folder / _INDEX).exists():
+        return None
     try:
         pieces, numbers, digests, sizes = pickle.loads((folder / _INDEX).read_bytes())
         if digests != [_digest(folder / f"{i}.so") for i in range(len(digests))]:
@@ -106,8 +108,6 @@ def find(key: str) -> tuple[Pieces, list[Ready], Sizes] | None:
             (_called(level.shared, of_shared, folder), _called(level.own, of_own, folder))
             for level, (of_shared, of_own) in zip(pieces.levels, numbers, strict=True)
         ]
-    except FileNotFoundError:
-        return None
     except Exception as error:  # whatever lies there: it can be made anew
         logger.info("programs of a compiled step are made anew: %s", error)
         with contextlib.suppress(OSError):

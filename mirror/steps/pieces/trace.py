@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
@@ -124,7 +122,6 @@ def trace(
         tensors += [grad for grad in left.values() if grad is not None]
         return [stand_ins.by_id().get(id(t), t).detach() for t in tensors]
 
-    before = _other_generators()
     try:
         graph, inputs = follow(followed, stand_ins.mode, stand_ins.inputs)
     except CompileError as error:
@@ -146,11 +143,6 @@ def trace(
             )
         except _InOptimizerError:
             raise error from None
-    if before != _other_generators():
-        raise CompileError(
-            "the step cannot be compiled: it draws from Python's or numpy's random numbers, which "
-            "would be the same in every call; draw with torch.rand, or pass fallback='eager'"
-        )
     result = returned[0]
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves_of(result)]
     position = sum(is_tensor)
@@ -207,9 +199,3 @@ def _as_tensor(leaf: Any) -> Any:
 def layout(tensor: Tensor) -> tuple[bool, bool]:
     """Returns what of a tensor's layout programs are made for."""
     return tensor.is_contiguous(), tensor.requires_grad
-
-
-def _other_generators() -> tuple[Any, ...]:
-    """Returns the states of Python's and numpy's random numbers."""
-    of_numpy: Any = np.random.get_state(legacy=False)
-    return random.getstate(), of_numpy["state"]["pos"], of_numpy["state"]["key"].tobytes()

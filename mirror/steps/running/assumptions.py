@@ -9,37 +9,30 @@ depends on is compared before every call, as a few lists in the interpreter's C:
     parameters  that they are the same, where they lie, whether they require gradients
     optimizers  groups: their parameters and options, but for learning rates, which are inputs
     around      plain values of globals, closure cells, defaults and ``self`` of the step's
-                function, and of the user's functions that it names; which objects there are
+                function, and of the user's functions that it names, and what is in the objects,
+                dicts and lists there; which objects there are: [Note: Around a step]
     arguments   sizes, dtypes, plain values: see ``StepProgram.fits``
 
-What a change of another kind does (an entry of a dict, a field of an object three hops away) a
-program does not see: pass such values as arguments.
+What a change of another kind does (a file, an entry of a container of thousands) a program does
+not see: pass such values as arguments.
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.steps.around import Around
 from mirror.steps.comparable import PLAIN, Same, comparable
 from mirror.steps.following.leases import Lease
-from mirror.steps.lines import is_users
 from mirror.steps.places import Place
 from mirror.steps.torch_internals import MODULE_HOOKS
 from mirror.torch_private import hooks_of
-
-_MAX_FUNCTIONS = 100
-
-Look = Callable[[], Any]
 
 
 class Watched:
@@ -119,7 +112,7 @@ class Assumptions:
             *_of_parameters(places),
             *[_of_optimizer(lease) for lease in leases],
             *[_of_rates(optimizer) for optimizer in rates_read],
-            *_around(step),
+            _of_what_is_around(step, modules),
         ]
 
     def hold(self) -> bool:
@@ -251,70 +244,7 @@ def _of_rates(optimizer: Optimizer) -> Watched:
     return Watched([name] * 8, look)
 
 
-def _around(step: Callable[..., Any]) -> list[Watched]:
-    """Watches the plain values that a function finds around itself."""
-    names: list[str] = []
-    looks: list[Look] = []
-    seen: set[int] = set()
-    queue: list[Any] = [step]
-    while queue and len(seen) < _MAX_FUNCTIONS:
-        function = queue.pop(0)
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        if isinstance(function, MethodType):
-            _add_fields(function.__self__, names, looks)
-            function = function.__func__
-        function = getattr(function, "__wrapped__", function)
-        if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
-            if not isinstance(function, (FunctionType, type, nn.Module)):
-                call = inspect.getattr_static(type(function), "__call__", None)
-                if isinstance(call, FunctionType):
-                    _add_fields(function, names, looks)
-                    queue.append(call)
-            continue
-        for name, look in _found_by(function):
-            value = look()
-            names.append(name)
-            looks.append(look)
-            if isinstance(value, (FunctionType, MethodType)):
-                queue.append(value)
-    return [Watched(names, lambda: [comparable(look()) for look in looks])]
-
-
-def _found_by(function: FunctionType) -> list[tuple[str, Look]]:
-    found: list[tuple[str, Look]] = []
-    where = function.__qualname__
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        found.append((f"variable {name!r} around {where}", partial(_content, cell)))
-    for name in sorted(_globals_of(function.__code__)):
-        if name in function.__globals__:
-            found.append((f"global {name!r} of {where}", partial(function.__globals__.get, name)))
-    found.append((f"the defaults of {where}", lambda: function.__defaults__))
-    return found
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def _globals_of(code: CodeType) -> set[str]:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _globals_of(constant)
-    return names
-
-
-def _add_fields(owner: Any, names: list[str], looks: list[Look]) -> None:
-    """Watches the plain fields of an object whose method a step is, or calls."""
-    fields = getattr(owner, "__dict__", None)
-    if isinstance(owner, nn.Module) or fields is None:
-        return
-    for name, value in fields.items():
-        if isinstance(value, PLAIN):
-            names.append(f"{type(owner).__name__}.{name}")
-            looks.append(partial(fields.get, name))
+def _of_what_is_around(step: Callable[..., Any], called: Sequence[nn.Module]) -> Watched:
+    modules = {id(sub): sub for module in called for sub in module.modules()}
+    around = Around([step], modules.values())
+    return Watched(around.names, around.look)

@@ -11,18 +11,9 @@ import torch._inductor.config as inductor_config
 
 from mirror.steps.pieces import kept
 from mirror.steps.running import making
-from tests.steps.training import Beside, batches, linear, usual_step
+from tests.steps.training import Beside, batches, linear
 
 DATA = batches([8, 8, 7, 4, 8])
-
-
-def two_levels(model, optimizer):
-    usual = usual_step(model, optimizer)
-
-    def step(x, y):
-        return usual(x, y) * len(x) / x.shape[0]
-
-    return step
 
 
 @pytest.fixture
@@ -59,7 +50,7 @@ def compiles(monkeypatch):
 
 @pytest.mark.slow
 def test_the_second_time_nothing_is_compiled_or_taken_apart(folder, compiles, monkeypatch, caplog):
-    expected = results(make_step=two_levels)
+    expected = results()
     made = len(compiles)
     assert made == 2
 
@@ -71,17 +62,17 @@ def test_the_second_time_nothing_is_compiled_or_taken_apart(folder, compiles, mo
         patch.setattr(making, "compiled", must_not)
         patch.setattr(making.shutil, "which", lambda name: None)  # no compiler either
         with caplog.at_level(logging.INFO, "mirror"):
-            found = results(make_step=two_levels)
+            found = results()
     assert "come from the disk" in caplog.text
     assert all(map(torch.equal, found, expected))
     # What is damaged is made anew, and is right again.
     for damage in (cut_off, changed):
         (kept_there,) = folder.iterdir()
         damage(kept_there)
-        assert all(map(torch.equal, results(make_step=two_levels), expected))
+        assert all(map(torch.equal, results(), expected))
         made += 2
         assert len(compiles) == made
-    results(make_step=two_levels)
+    results()
     assert len(compiles) == made
     assert [len(path.name) for path in folder.iterdir()] == [64]
 

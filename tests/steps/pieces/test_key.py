@@ -89,7 +89,7 @@ def asking(size):
         usual = usual_step(model, optimizer)
 
         def step(x, y):
-            assert len(x) > size
+            assert x.shape[0] > size
             return usual(x, y)
 
         return step
