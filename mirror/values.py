@@ -225,6 +225,8 @@ def select(tree: Any, replica_id: int) -> Any:
     """Returns ``tree`` with every PerReplica replaced by the part of one replica."""
     if isinstance(tree, PerReplica):
         return tree.values[replica_id]
+    if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):  # as arguments mostly are
+        return tuple([v.values[replica_id] if type(v) is PerReplica else v for v in tree])
     return map_structure(
         lambda leaf: leaf.values[replica_id] if isinstance(leaf, PerReplica) else leaf, tree
     )

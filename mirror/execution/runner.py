@@ -61,7 +61,7 @@ class Runner:
         self.running: Run | None = None
         self.parallel_pass: GoesAlone | None = None
         self.unfinished = False
-        self._unended: tuple[Run, ThreadState] | None = None
+        self._unended: tuple[Run, ThreadState | None] | None = None
         self.schedule = Schedule(schedule)
         if self.schedule.is_measured:
             replicas.timeline.at_step_ends.append(self.schedule.step_ended)
@@ -197,19 +197,18 @@ class Runner:
         lockstep.ends_teams = manner.ends_teams
         if weights is not None:
             self.schedule.sizes = weights
-        sharers = len(active) if manner.shares_threads else 1
-        state = ThreadState.capture(self.replicas, sharers)
+        state = None  # one alone has its caller's, where the devices' names are everybody's
+        if active[1:] or self.copies is not None or self.replicas.places.are_several:
+            sharers = len(active) if manner.shares_threads else 1
+            state = ThreadState.capture(self.replicas, sharers)
         tasks = {r: task_of(run, r, fn, state) for r in active}
-        timeline = self.replicas.timeline
         try:
             try:
-                self.unfinished, self._unended = True, (run, state)
-                self.running = run
-                timeline.use()
+                self.unfinished, self._unended, self.running = True, (run, state), run
+                self.replicas.timeline.use()
                 # Activation checkpointing wants what is saved in one order.
-                in_order = state.saved_tensors_hooks is not None
-                may_be_at_once = self.schedule.may_move_at_once and not in_order
-                at_once = None if may_be_at_once else False
+                may_be = state is not None and state.saved_tensors_hooks is None
+                at_once = None if may_be and self.schedule.may_move_at_once else False
                 run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
                 for returned in self._parts.at_returned:
                     returned()
@@ -233,14 +232,15 @@ class Runner:
             raise
         return run
 
-    def _end(self, run: Run, state: ThreadState) -> None:
+    def _end(self, run: Run, state: ThreadState | None) -> None:
         """Leaves what the threads of a run have shared with its caller."""
-        state.restore()
+        if state is not None:
+            state.restore()
         if run.streams is not None:
             run.streams.end()
         self._parts.ran(run)
 
-    def _fail(self, run: Run, state: ThreadState) -> None:
+    def _fail(self, run: Run, state: ThreadState | None) -> None:
         """Ends a run that has failed; idempotent."""
         if run.is_left:
             return

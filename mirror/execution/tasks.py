@@ -15,13 +15,16 @@ from mirror.timeline import FORWARD
 
 
 def task_of(
-    run: Run, replica_id: int, fn: Callable[[int], Any], state: ThreadState
+    run: Run, replica_id: int, fn: Callable[[int], Any], state: ThreadState | None
 ) -> Callable[[], Any]:
-    """Returns what calls ``fn(replica_id)`` as that replica, under the caller's state."""
+    """Returns what calls ``fn(replica_id)`` as that replica, under the caller's state.
+
+    Args:
+        state: ``None`` for one on the CPU without others beside it, which has the caller's.
+    """
     replica, replicas = run.members[replica_id], run.replicas
     device = replica.device
     strategy, timeline = replicas.strategy, replicas.timeline
-    variables = copy_context()
 
     def call() -> Any:
         before = here()
@@ -35,6 +38,10 @@ def task_of(
             timeline.end(replica_id, FORWARD)
             if replica.lent:
                 replica.give_back()
+
+    if state is None:
+        return call
+    variables = copy_context()
 
     def renamed() -> Any:
         with renaming(replica):

@@ -125,6 +125,9 @@ def leaves_in(value: Any) -> Iterator[Any]:
         if kind is tuple and id(value) not in seen:  # the usual ones, seen at once
             seen.add(id(value))
             found += reversed(value)
+        elif kind is dict and id(value) not in seen:
+            seen.add(id(value))
+            found += reversed(value.values())
         elif kind is Tensor or is_leaf(value):
             yield value
         elif id(value) not in seen and (not is_object(value) or dataclasses.is_dataclass(value)):

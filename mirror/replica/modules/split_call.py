@@ -18,7 +18,7 @@ from mirror.execution.current import current
 from mirror.execution.runner import Runner
 from mirror.replica.joining.arguments import Handed, Split, describe, must_move
 from mirror.replica.joining.changes import join_changes
-from mirror.replica.joining.contents import is_in, leaves_in
+from mirror.replica.joining.contents import IMMUTABLE, is_in, leaves_in
 from mirror.replica.joining.joiner import Joiner
 from mirror.replica.joining.outputs import join_outputs
 from mirror.replica.modules.metric_calls import is_metric
@@ -97,6 +97,8 @@ def call_in_turn(
             return _call_whole(runner, args, kwargs, whole)
         finally:
             current.in_whole_call = False
+    if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
+        return _call_lone(runner, module, args, kwargs, hold, sizes)
     split = Split(sizes, replicas.places, sum(sizes), runner.copies)
     split.pin((args, kwargs))
     parts = {r: Handed(split, r) for r in split.active}
@@ -123,6 +125,52 @@ def call_in_turn(
     finally:
         split.finish()
     return joined
+
+
+def _are_whole(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the only replica may have a call's arguments themselves: plain tensors, numbers."""
+    if not runner.replicas.are_simulated:
+        return False
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is Tensor:
+            if not value.is_cpu:
+                return False
+        elif kind not in IMMUTABLE:
+            return False
+    return True
+
+
+def _call_lone(
+    runner: Runner,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    hold: Hold,
+    sizes: Sequence[int],
+) -> Any:
+    """Calls a module on the only replica of one of several workers.
+
+    It has what the caller has passed: what it changes there is changed.
+    """
+
+    def call(replica_id: int) -> Any:
+        replica = current.replica
+        assert replica is not None
+        replica.run.is_split = True
+        return call_held(hold, module, args, kwargs)
+
+    try:
+        run = runner.run(call, (0,), weights=sizes)
+        result = run.results[0]
+        if type(result) is Tensor and result.shape[:1] == (sizes[0],):
+            return result
+        part = Handed(Split(sizes, runner.replicas.places, sizes[0]), 0)
+        return join_outputs(runner, run.results, sizes, [part], module)
+    except Exception as error:
+        split = Split(sizes, runner.replicas.places, sizes[0])
+        add_note(error, _told(module, split, args, kwargs))
+        raise
 
 
 def _call_whole(
@@ -201,6 +249,9 @@ def _sizes(
 ) -> Sequence[int] | None:
     """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
     num_examples, distributed = None, None
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # seen at once
+        shape = args[0].shape
+        return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
     for leaf in leaves_in((args, kwargs)):
         if isinstance(leaf, Tensor):
             if num_examples is None and leaf.dim() > 0:
@@ -240,8 +291,18 @@ def _splits(module: nn.Module) -> bool:
         return False
     if isinstance(module, Loss) or is_metric(module):
         return False
-    variables = chain(module.parameters(), module.buffers())
-    return any(isinstance(v, MirroredTensor) or is_lazy(v) for v in variables)
+    # As in parameters() and buffers(), but most calls find one at the first look.
+    modules, seen = [module], set[nn.Module]()
+    for one in modules:
+        if one in seen:
+            continue
+        seen.add(one)
+        for tensors in (one._parameters, one._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and (isinstance(tensor, MirroredTensor) or is_lazy(tensor)):
+                    return True
+        modules += [child for child in one._modules.values() if child is not None]
+    return False
 
 
 def _is_followed() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.copies.variable import ReplicaParameter, Variable
-from mirror.values import are_identical
 
 
 class Parameters:
@@ -37,14 +37,13 @@ class Parameters:
 
     def are_in(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the groups hold the same mirrored parameters, and no others, in 20 ns each."""
-        return (
-            self.are_mirrored
-            and len(groups) == len(self._lists)
-            and all(
-                are_identical(options["params"], known)
-                for options, known in zip(groups, self._lists, strict=True)
-            )
-        )
+        if not self.are_mirrored or len(groups) != len(self._lists):
+            return False
+        for options, known in zip(groups, self._lists, strict=True):
+            held = options["params"]
+            if len(held) != len(known) or not all(map(is_, held, known)):
+                return False
+        return True
 
     def groups_of(self, replica_id: int, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns one replica's copies of these groups: what it writes there is its own.
@@ -55,10 +54,9 @@ class Parameters:
         if lists is None:
             lists = [_of_replica(parameters, replica_id) for parameters in self._lists]
             self._of_replicas[replica_id] = lists
-        return [
-            _own_options(options, replica_id) | {"params": [*mine]}
-            for options, mine in zip(groups, lists, strict=True)
-        ]
+        if replica_id:
+            groups = [_own_options(options) for options in groups]
+        return [options | {"params": [*mine]} for options, mine in zip(groups, lists, strict=True)]
 
 
 def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
@@ -74,9 +72,7 @@ def stepped_by(variable: Variable, replica_id: int) -> nn.Parameter:
     return variable.targets[replica_id] if replica_id else variable.home
 
 
-def _own_options(options: dict[str, Any], replica_id: int) -> dict[str, Any]:
-    if replica_id == 0:
-        return options
+def _own_options(options: dict[str, Any]) -> dict[str, Any]:
     return {n: v.clone() if isinstance(v, Tensor) else v for n, v in options.items()}
 
 

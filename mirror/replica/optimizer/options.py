@@ -22,7 +22,7 @@ def keep_options(groups: Sequence[dict[str, Any]], written: Options) -> None:
     """Puts into groups the options that one replica has written to its copies of them."""
     for options, copied in zip(groups, written, strict=True):
         for name, value in copied.items():
-            if name != "params" and options.get(name, options) is not value:
+            if name != "params" and (name not in options or options[name] is not value):
                 options[name] = value
 
 

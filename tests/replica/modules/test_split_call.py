@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mirror
+from mirror.errors import StrategyError
 from tests.gpu.fake import FakeGpus
 from tests.oracle import assert_same
 
@@ -111,3 +113,60 @@ def test_memory_that_the_caller_has_pinned_may_be_written_to_after_the_call(n):
             model(x, torch.tensor(2.0))
             x.fill_(i)
         strategy.close()
+
+
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x, table, scalar, times=1):
+        if times < 0:
+            raise ValueError("times")
+        x.add_(times)
+        out = self.layer(x)
+        return out, out.mean(), x, SimpleNamespace(table=table, scalar=scalar)
+
+
+def calls_of_an_only_replica():
+    with mirror.MultiWorkerMirroredStrategy(["cpu"]) as strategy:
+        model = strategy.mirror(Changing())
+        x, table, scalar = torch.zeros(3, 2), torch.arange(4), torch.tensor(2.0)
+        out, loss, same, held = model(x, table, scalar, times=2)
+        with pytest.raises(ValueError, match="times") as caught:
+            model(x, table, scalar, times=-1)
+        with pytest.raises(StrategyError, match="an iterator"):
+            model(x, iter([1]), scalar)
+        plain, one = strategy.mirror(nn.Linear(2, 2)), torch.ones(5, 2)
+        return {
+            "changed": x.tolist(),
+            "same": same is x and held.table is table and held.scalar is scalar,
+            "loss": type(loss) is torch.Tensor and bool(loss == out.mean()),
+            "notes": "".join(caught.value.__notes__),
+            "plain": plain(one).shape,
+            "none": plain(one[:0]).shape,
+            "distributed": plain(mirror.PerReplica([one])).shape,
+            "listed": [part.shape for part in strategy.mirror(Listing())([one, {"a": one}])],
+        }
+
+
+class Listing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, parts):
+        first, rest = parts
+        return [first * self.weight, rest["a"] * self.weight]
+
+
+def test_the_only_replica_of_a_worker_has_the_arguments_themselves(crew):
+    for found in crew(2).run(calls_of_an_only_replica):
+        assert found["changed"] == [[2.0, 2.0]] * 3
+        assert found["same"]
+        assert found["loss"]
+        assert "argument 0 of shape (3, 2) went as (3, 2)" in found["notes"]
+        assert found["plain"] == (5, 2)
+        assert found["none"] == (0, 2)
+        assert found["distributed"] == (5, 2)
+        assert found["listed"] == [(5, 2), (5, 2)]

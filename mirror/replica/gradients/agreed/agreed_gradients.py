@@ -44,6 +44,7 @@ from mirror.replica.gradients.arrivals import (
 )
 from mirror.replica.gradients.gradients import Gradients
 from mirror.timeline import CROSS, REDUCTION
+from mirror.torch_private import set_grad_enabled
 
 
 class AgreedGradients(Gradients):
@@ -66,7 +67,7 @@ class AgreedGradients(Gradients):
         self._workers, self._registry = replicas.workers, registry
         self.deferred = self._kept_back = KeptBack()
         self._flights = Flights(self._workers)
-        self._known = Weights({}, None)  # those of the last run
+        self._known = self._outside = Weights({}, None)  # those of the last run, and beside runs
         self._sequence: BucketSequence | None = None
         self._launching_hooks: list[Any] = []
         self._unfit = Unfit(self._workers, finite)
@@ -90,8 +91,11 @@ class AgreedGradients(Gradients):
         """Returns what backward passes in the cross-replica context count for."""
         if not self._replicas.weighted:
             return Weights(super().equal_shares(), None)
-        weight = self._workers.weight
-        return Weights(dict.fromkeys(range(len(self.pending)), weight), weight)
+        weight, known = self._workers.weight, self._outside
+        if known.total != weight:
+            known = Weights(dict.fromkeys(range(len(self.pending)), weight), weight)
+            self._outside = known
+        return known
 
     # What has arrived
 
@@ -221,12 +225,16 @@ class AgreedGradients(Gradients):
         self._replicas.timeline.end(CROSS, REDUCTION)
 
     def _reduce_all(self, shares: Weights) -> None:
-        with torch.no_grad():
+        is_enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
             self._learn()
             if self._sequence is not None:  # also before another is agreed on: some may be at it
                 self._reduction.make(self._sequence, shares)
             if not self._fits():
                 self._reduction.make(self._agree(shares.total or 0.0), shares)
+        finally:
+            set_grad_enabled(is_enabled)
 
     def _learn(self) -> Arrivals:
         """Notes in which order gradients have come, and does without hooks if as before."""

@@ -64,7 +64,7 @@ class Reduction:
         self._several_calls.forget()
 
     def _once(self, sequence: BucketSequence, weights: Weights) -> bool:
-        is_exact = bool(self._kept_back)
+        is_exact = self._kept_back.has_passes
         shares: Mapping[int, float]
         shares = self.exact(weights) if is_exact else self.estimated(weights)
         try:

@@ -93,6 +93,9 @@ class Summands:
         """
         if self._kept_back.has_passes or len(shares) < len(columns):
             return None
+        if len(columns) == 1:
+            scale = shares.get(0)
+            return scale if scale and are_usual(columns[0]) else None
         scale = common_scale(shares)
         return scale if scale and all(map(are_usual, columns)) else None
 
