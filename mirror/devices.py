@@ -52,9 +52,11 @@ def resolve(
             "out for all GPUs, and pass the model to strategy.mirror(model)"
         )
     elif _is_index(devices):
+        is_all = str(devices).startswith("-")  # -1 is so elsewhere
+        one = "" if is_all else f"[{devices}] for the GPU of that index, "
         raise DeviceError(
-            f"devices have one entry per replica; got '{devices}', a number; pass [{devices}] for "
-            "the GPU of that index, list(range(n)) for n GPUs, or ['cpu'] * n to simulate n"
+            f"devices have one entry per replica; got '{devices}', a number; leave devices out "
+            f"for all GPUs, or pass {one}list(range(n)) for n GPUs, ['cpu'] * n to simulate n"
         )
     elif isinstance(devices, Iterable) and not isinstance(devices, str):
         wanted = tuple(devices)

@@ -103,8 +103,12 @@ def test_a_number_that_is_no_gpu_is_named(visible):
 
 
 def test_a_number_in_place_of_the_list_is_refused():
-    with pytest.raises(DeviceError, match=r"got '2', a number; pass \[2\] for the GPU of that"):
+    with pytest.raises(
+        DeviceError, match=r"got '2', a number; leave .* or pass \[2\] for the GPU"
+    ):
         devices.resolve(2)
+    with pytest.raises(DeviceError, match=r"'-1', a number; leave devices out .* or pass list\("):
+        devices.resolve(-1)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])

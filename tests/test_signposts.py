@@ -156,6 +156,13 @@ context.barrier                                   wait
 context.allreduce                                 all_reduce
 context.scope                                     merge_call
 mirror.NcclAllReduce                              nccl
+mirror.GradScaler                                 mirror.amp.GradScaler
+mirror.LossScaleOptimizer                         mirror.amp.GradScaler
+mirror.convert_sync_batchnorm                     mirror.nn
+mirror.set_seed                                   manual_seed
+mirror.compile                                    strategy.compile
+mirror.save                                       torch.save
+mirror.find_executable_batch_size                 OutOfMemoryError
 mirror.HierarchicalCopyAllReduce                  hierarchical
 mirror.ReductionToOneDevice                       naive
 mirror.CrossDeviceOps                             backend

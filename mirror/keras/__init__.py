@@ -1,5 +1,12 @@
 """Layers of Keras for mirrored models: the names of ``mirror.keras``. Imports Keras."""
 
-from mirror.replica.keras.normalization import SyncBatchNormalization
+try:
+    from mirror.replica.keras.normalization import SyncBatchNormalization
+except ModuleNotFoundError as error:  # Keras, or another library that it would compute with
+    raise ModuleNotFoundError(
+        f"{error}; mirror.keras takes Keras over torch: pip install 'mirror-strategy[keras]', and "
+        'os.environ["KERAS_BACKEND"] = "torch" before Keras is imported',
+        name=error.name,
+    ) from error
 
 __all__ = ["SyncBatchNormalization"]

@@ -1,7 +1,9 @@
 """Scopes, and which strategy is current."""
 
 import copy
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,3 +173,20 @@ def test_strategies_over_the_same_devices_train_in_turn(make_strategy):
     for model, strategy in zip(models, strategies, strict=True):
         assert_same(model.state_dict(), plain.state_dict())
         strategy.check_replicas()
+
+
+def test_keras_layers_of_another_library_than_torch_are_refused_in_a_scope(monkeypatch):
+    class Layer:
+        pass
+
+    keras = SimpleNamespace(StatelessScope=None, Layer=Layer)
+    keras.config = SimpleNamespace(backend=lambda: "jax")
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    with (
+        mirror.MirroredStrategy(["cpu"] * 2).scope(),
+        pytest.raises(
+            mirror.errors.StrategyError, match="layer Layer, and Keras computes with 'jax'"
+        ),
+    ):
+        Layer()
+    assert isinstance(Layer(), Layer)  # outside it is nobody's business

@@ -14,10 +14,15 @@ _TRACKER = "keras.src.backend.common.global_state"
 
 def library() -> Any:
     """Returns Keras, once it has been imported wholly and computes with torch, else ``None``."""
+    keras = imported()
+    return keras if keras is not None and keras.config.backend() == "torch" else None
+
+
+def imported() -> Any:
+    """Returns Keras, whatever it computes with, once it is imported wholly, else ``None``."""
     keras = sys.modules.get("keras")
-    if keras is None or not hasattr(keras, "StatelessScope") or not hasattr(keras, "config"):
-        return None
-    return keras if keras.config.backend() == "torch" else None
+    is_whole = hasattr(keras, "StatelessScope") and hasattr(keras, "config")
+    return keras if is_whole else None
 
 
 def is_layer(module: object) -> bool:

@@ -23,6 +23,7 @@ from mirror.execution.runner import Runner
 from mirror.replica.keras.library import (
     CallersState,
     computing_on,
+    imported,
     is_stateless,
     library,
 )
@@ -158,10 +159,13 @@ def _merge(runner: Runner, replica: Replica, name: str, written: Written) -> Non
 def watch_keras() -> None:
     """Has Keras layers recorded when they are made; once, for good.
 
-    A layer that is not built has no variables by which the scope would notice it.
+    A layer that is not built has no variables by which the scope would notice it. Those of other
+    libraries than torch would train on one device, and nobody would say so: they are refused.
     """
     keras = library()
     if keras is None:
+        if imported() is not None:
+            wrap_once(imported().Layer, "__init__", _refusing_init)
         return
     if wrap_once(keras.Layer, "__init__", _recording_init):
         watch_optimizers()
@@ -175,5 +179,19 @@ def _recording_init(original: Callable[..., None]) -> Callable[..., None]:
             recording.recorders[-1].record(self)
 
     # Keras reads it to find out what a layer was made with.
+    vars(__init__)["__signature__"] = inspect.signature(original)
+    return __init__
+
+
+def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if recording.recorders:
+            raise StrategyError(
+                f"mirror takes Keras over torch; got the layer {type(self).__name__}, and Keras "
+                f"computes with {imported().config.backend()!r} here; set "
+                'os.environ["KERAS_BACKEND"] = "torch" before Keras is imported'
+            )
+        original(self, *args, **kwargs)
+
     vars(__init__)["__signature__"] = inspect.signature(original)
     return __init__
