@@ -11,6 +11,7 @@
 # make installed   that wheel installed outside the checkout, and used: under a minute
 # make docs   the documents and the API as a site, in build/site; what is broken is an error
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
+# make tpu    the tests of mirror.TPUStrategy on simulated devices of jax, in .venv-tpu
 # make core TORCH=2.7.0   the three ways, optimizers and the compiler with that torch, likewise
 #
 # Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
@@ -36,7 +37,7 @@ QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.p
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo docs test quick affected chart mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here clean
+.PHONY: demo docs test quick affected chart mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -109,8 +110,16 @@ core-here: $(VENV)/core.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizer \
 	    tests/compiler tests/test_torch_private.py
 
+# Not part of make test: jax and a pre-release of torchax, whose import changes torch.
+tpu:
+	@$(MAKE) --no-print-directory VENV=.venv-tpu tpu-here
+
+tpu-here: $(VENV)/tpu.stamp
+	$(PIP) pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu tests/accelerator/test_tpu_library.py
+
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-tpu .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is an installed extra; installing builds the libraries of csrc/host.

@@ -42,6 +42,7 @@ from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions, Guards
 from mirror.strategy.replica_context import ReplicaContext
+from mirror.tpu.strategy.strategy import TPUStrategy
 from mirror.train.checkpoint.checkpoint import Checkpoint
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
@@ -84,6 +85,7 @@ __all__ = [
     "StepError",
     "StrategyError",
     "StructureError",
+    "TPUStrategy",
     "Trace",
     "WorkerLostError",
     "__version__",

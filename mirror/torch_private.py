@@ -299,7 +299,7 @@ _counted = itertools.count()
 _use_count: Callable[[Any], int] = _find(
     "torch._C._storage_Use_Count", lambda storage: next(_counted)
 )
-hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
+hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
 # What nn.Parameter(parameter) calls, as weight_norm does.
 NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
 

@@ -22,6 +22,7 @@ FOLDERS = {
     "server",
     "steps",
     "strategy",
+    "tpu",
     "train",
 }
 NESTED = {(), *((folder,) for folder in FOLDERS)} | {

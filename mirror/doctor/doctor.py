@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 
+from mirror.accelerator import tpu_library
 from mirror.cluster.launchers import resolver_of
 from mirror.comm import choose, self_test, trials
 from mirror.comm.auto import Choice, Facts, facts_of, pick
@@ -55,6 +56,7 @@ class Diagnosis:
         lacking: the private names that this torch does not have.
         cluster: what the variables of launchers say.
         links: what was measured between workers; ``None`` where there are no others.
+        tpu_reason: why ``TPUStrategy`` cannot be made; ``None`` if its extra is there.
     """
 
     num_gpus: int
@@ -68,6 +70,7 @@ class Diagnosis:
     lacking: tuple[PrivateName, ...] = ()
     cluster: ClusterReport = ONE_PROCESS
     links: LinkReport | None = None
+    tpu_reason: str | None = None
 
     @property
     def healthy(self) -> bool:
@@ -105,6 +108,7 @@ class Diagnosis:
             "auto": asdict(self.auto),
             "cluster": self.cluster.to_dict(),
             "between_workers": None if self.links is None else self.links.to_dict(),
+            "tpu": {"reason": self.tpu_reason},
             "healthy": self.healthy,
             "warnings": list(self.warnings),
             "torch_lacks": [asdict(name) for name in self.lacking],
@@ -124,6 +128,7 @@ class Diagnosis:
             ("auto", [f"{self.auto.name}: {self.auto.reason}"]),
             ("cluster", self.cluster.lines()),
             ("links", [] if self.links is None else self.links.lines()),
+            ("TPU", [self._tpu()]),
         ]
         if self.num_gpus == 0:
             paragraphs.append(("simulate", _how_to_simulate()))
@@ -175,6 +180,12 @@ class Diagnosis:
             return "-"
         return "N" if facts.links[i][j] else "P"
 
+    def _tpu(self) -> str:
+        if self.tpu_reason is None:
+            pins = ", ".join(f"{name} {pin}" for name, pin in tpu_library.PINS.items())
+            return f"TPUStrategy, experimental and never run on a TPU, can be made: {pins}"
+        return f"TPUStrategy, experimental, cannot be made: {self.tpu_reason}"
+
     def _libnccl(self) -> Iterator[str]:
         if self.nccl is not None:
             yield f"{libnccl.version_name(self.nccl.version)}, {self.nccl.path}"
@@ -224,6 +235,7 @@ def diagnose(
         lacking=tuple(name for name in private_names().values() if name.is_lacking),
         cluster=cluster,
         links=_links(cluster, tell),
+        tpu_reason=tpu_library.unavailable_reason(),
     )
 
 

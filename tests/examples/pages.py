@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # What a page may show programs of, whether it is installed here or not.
-OTHERS = {"accelerate", "keras", "lightning", "tensorflow", "transformers"}
+OTHERS = {"accelerate", "jax", "keras", "lightning", "tensorflow", "transformers"}
 # Of these sections each block is a program by itself: test_frameworks.py.
 _BY_THEMSELVES = {"With Keras, Lightning, transformers"}
 _FENCE = re.compile(r"^( *)```(.*)$")

@@ -10,7 +10,7 @@ from tests.examples.pages import ROOT, run_section, sections
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES if sections(path)]
 # Those that start processes, compile, or import much.
-SLOW = {f"docs/{name}.md" for name in "frameworks performance servers tensorflow1".split()}
+SLOW = {f"docs/{name}.md" for name in "frameworks performance servers tensorflow1 tpu".split()}
 RUN = "import sys; from tests.examples.pages import run_page; run_page(*sys.argv[1:])"
 
 

@@ -39,6 +39,7 @@ NAMES = {
     "StepError",
     "StrategyError",
     "StructureError",
+    "TPUStrategy",
     "Trace",
     "WorkerLostError",
     "__version__",
@@ -60,7 +61,7 @@ NAMES = {
 
 OPTIONAL = (
     *"cupy google_crc32c keras lightning matplotlib ray sklearn tensorboard tensorflow".split(),
-    *"torchmetrics transformers".split(),
+    *"jax jaxlib torchax torchmetrics transformers".split(),
     "mirror.cluster",
     "mirror.lightning",
 )

@@ -1,0 +1,77 @@
+"""The extra ``[tpu]``: torchax and jax, in the versions that were seen, imported when needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from mirror.errors import BackendError
+
+# As pyproject.toml pins them; what other versions do, nobody here has seen.
+PINS = {"torchax": "0.0.14.dev20261026", "jax": "0.10.2", "jaxlib": "0.10.2"}
+INSTALL = "pip install 'mirror-strategy[tpu]'"
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is used of the extra.
+
+    Attributes:
+        jax: the module.
+        env: torchax's environment, made for one strategy: it computes as torch does.
+        tensor: torchax's class of tensors.
+        not_found: what torchax raises for an operation that it has not.
+    """
+
+    jax: Any
+    env: Any
+    tensor: Any
+    not_found: Any
+
+
+def unavailable_reason() -> str | None:
+    """Returns why TPUStrategy cannot be made here; ``None`` if it can. Imports nothing."""
+    found = {name: _version(name) for name in PINS}
+    lacking = [name for name, own in found.items() if own is None]
+    if lacking:
+        return f"not installed: {', '.join(lacking)}; {INSTALL}"
+    others = [f"{name} {own}" for name, own in found.items() if own != PINS[name]]
+    if others:
+        wanted = ", ".join(f"{name} {pin}" for name, pin in PINS.items())
+        return f"it was seen to work with {wanted} only; installed: {', '.join(others)}; {INSTALL}"
+    return None
+
+
+def load_jax() -> Any:
+    """Imports jax, which does not look for devices yet.
+
+    Raises:
+        ModuleNotFoundError: the extra is not installed.
+        BackendError: it is, in other versions.
+    """
+    reason = unavailable_reason()
+    if reason is not None:
+        text = f"mirror.TPUStrategy needs torchax and jax; {reason}"
+        if any(_version(name) is None for name in PINS):
+            raise ModuleNotFoundError(text, name="torchax")
+        raise BackendError(text)
+    return import_module("jax")
+
+
+def load() -> Library:
+    """Imports all of the extra; from then on jax has the devices that it has."""
+    jax, tensors = load_jax(), import_module("torchax.tensor")
+    env = tensors.Environment()
+    env.config.internal_respect_torch_return_dtypes = True
+    # A 0-d tensor from outside of the step would silently be a constant of the program.
+    env.config.allow_mixed_math_with_scalar_tensor = False
+    return Library(jax, env, tensors.Tensor, tensors.OperatorNotFound)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

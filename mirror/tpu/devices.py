@@ -1,0 +1,94 @@
+"""Devices of jax, by the names that mirror has for devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mirror.errors import DeviceError, in_words
+
+_NAME = re.compile(r"/?(cpu|tpu)(?::(\d+))?", re.IGNORECASE)
+_SIMULATE = 'TPUStrategy(["cpu"] * 4) simulates four'
+
+
+def devices_of(jax: Any, devices: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Returns jax's devices.
+
+    Args:
+        devices: names, ``"tpu:0"``, ``"tpu:1"``, or ``"cpu"`` for each simulated device; jax's
+            own devices; ``None`` or empty: all TPU devices of this process.
+
+    Raises:
+        DeviceError: there is no such device, one is given twice, or they are of two kinds.
+    """
+    if isinstance(devices, (str, torch.device)):
+        raise DeviceError(f"devices is a sequence of names, such as ['tpu:0']; got {devices!r}")
+    if not devices:
+        return tuple(_tpus(jax))
+    if not any(isinstance(device, (str, torch.device)) for device in devices):
+        found = tuple(devices)
+        unlike = [device for device in found if not isinstance(device, jax.Device)]
+        if unlike:
+            raise DeviceError(
+                f"devices are names, such as 'tpu:0' or 'cpu', or jax.Device; got "
+                f"{in_words(unlike[0])}"
+            )
+        return _checked(found)
+    names = [_parsed(device) for device in devices]
+    kinds = {kind for kind, _ in names}
+    if len(kinds) > 1:
+        raise DeviceError(f"devices are all 'tpu' or all 'cpu'; got {in_words(list(devices))}")
+    if kinds == {"cpu"}:
+        return _simulated(jax, len(names))
+    tpus = _tpus(jax)
+    for _, index in names:
+        if index >= len(tpus):
+            raise DeviceError(f"'tpu:{index}' does not exist; jax sees {len(tpus)}; {_SIMULATE}")
+    return _checked(tuple(tpus[index] for _, index in names))
+
+
+def as_torch(device: Any) -> torch.device:
+    """Returns torch's name for a device of jax; a TPU is ``xla`` there."""
+    if device.platform == "cpu":
+        return torch.device("cpu")
+    return torch.device("xla", device.id)
+
+
+def _parsed(device: Any) -> tuple[str, int]:
+    name = _NAME.fullmatch(str(device))
+    if name is None:
+        raise DeviceError(f"a device is 'tpu:0', ... or 'cpu'; got {in_words(device)}")
+    return name[1].lower(), int(name[2] or 0)
+
+
+def _checked(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(found)) < len(found):
+        raise DeviceError(f"each device of jax is one replica's; got {list(map(str, found))}")
+    return found
+
+
+def _tpus(jax: Any) -> list[Any]:
+    try:
+        return list(jax.local_devices(backend="tpu"))
+    except RuntimeError as error:  # no such platform
+        raise DeviceError(f"jax sees no TPU ({error}); {_SIMULATE}") from None
+
+
+def _simulated(jax: Any, number: int) -> tuple[Any, ...]:
+    """Returns so many of jax's CPU devices, whose number is fixed when jax is first used."""
+    try:
+        if jax.config.jax_num_cpu_devices < number:
+            jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:  # used already, so as many as there are
+        pass
+    found = jax.local_devices(backend="cpu")
+    if len(found) < number:
+        raise DeviceError(
+            f"{number} simulated devices were asked for, and jax, which is in use already, has "
+            f"{len(found)}; make this strategy first, or run the program with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={number}"
+        )
+    return tuple(found[:number])

@@ -1,0 +1,1 @@
+"""Programs of jax: a user's step, traced and compiled for all replicas."""

@@ -1,0 +1,1 @@
+"""What users of TPUs hold: the strategy and its scope."""
