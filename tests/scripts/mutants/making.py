@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +20,9 @@ OTHER: dict[type[ast.AST], type[ast.AST]] = {
 }
 # What a person reads says nothing that a test should hold word for word.
 SPOKEN = {"__repr__", "__str__"}
+FOR_PEOPLE = {"stacklevel"}
+# Their negation is what OTHER has for them already.
+OPPOSITES = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Mutant:
     function: its qualified name.
     line: where it differs.
     was, now: the source of what differs.
+    number: of those of the function with the same ``was`` and ``now``, from 0.
     text: of the whole file.
     """
 
@@ -35,7 +41,36 @@ class Mutant:
     line: int
     was: str
     now: str
+    number: int
     text: str
+
+    @property
+    def name(self) -> str:
+        """What stays the same while other lines of the file change."""
+        was, now = (" ".join(each.split()) for each in (self.was, self.now))
+        number = f" (number {self.number + 1})" if self.number else ""
+        return f"{self.file}:{self.function}: {was} -> {now}{number}"
+
+
+def spread(mutants: list[Mutant], size: int, seed: int) -> list[Mutant]:
+    """Returns so many mutants, of every file its share, at random.
+
+    Each has a place of its own that the seed and its name give: a change elsewhere hardly
+    changes which are drawn.
+    """
+    of_file = Counter(mutant.file for mutant in mutants)
+    before: Counter[str] = Counter()
+    places = []
+    for chance, i in sorted((_chance(mutant.name, seed), i) for i, mutant in enumerate(mutants)):
+        file = mutants[i].file
+        place = (before[file] + _chance(file, seed)) / of_file[file]
+        places.append((place, chance, i))
+        before[file] += 1
+    return [mutants[i] for i in sorted(i for _, _, i in sorted(places)[:size])]
+
+
+def _chance(name: str, seed: int) -> float:
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
 
 
 def mutants_of(file: str, text: str) -> Iterator[Mutant]:
@@ -45,9 +80,10 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
     for line in lines:
         starts.append(starts[-1] + len(line))
     seen = set()
+    numbers: Counter[tuple[str, str, str]] = Counter()
     # The innermost function first: what is in it is that one's.
     for name, function in reversed(list(functions(ast.parse(text)))):
-        if function.name in SPOKEN:
+        if function.name in SPOKEN or _speaks(function):
             continue
         for node, other in _changes(function):
             assert node.end_lineno is not None
@@ -61,7 +97,9 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
                 continue
             seen.add((start, end, now))
             changed = text[:start] + now + text[end:]
-            yield Mutant(file, name, node.lineno, was, now, changed)
+            number = numbers[name, was, now]
+            numbers[name, was, now] += 1
+            yield Mutant(file, name, node.lineno, was, now, number, changed)
 
 
 def _changes(function: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
@@ -80,7 +118,8 @@ def _changes(function: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             yield node, node.operand
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
-            yield node.test, ast.UnaryOp(ast.Not(), node.test)
+            if not _has_opposite(node.test) and not _is_for_people(node):
+                yield node.test, ast.UnaryOp(ast.Not(), node.test)
         elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int):
             value = not node.value if isinstance(node.value, bool) else node.value + 1
             yield node, ast.Constant(value)
@@ -95,11 +134,11 @@ def _changes(function: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]
 
 
 def _walk(function: ast.AST) -> Iterator[ast.AST]:
-    """Walks what runs: no annotations, decorators, nor what an error says."""
+    """Walks what runs: no annotations, decorators, assertions, nor what an error says."""
     if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
         defaults = [d for d in [*function.args.defaults, *function.args.kw_defaults] if d]
         children: list[ast.AST] = [*function.body, *defaults]
-    elif isinstance(function, ast.Raise | ast.JoinedStr):
+    elif _is_for_people(function):
         children = []
     elif isinstance(function, ast.AnnAssign):
         children = [function.value] if function.value else []
@@ -108,6 +147,44 @@ def _walk(function: ast.AST) -> Iterator[ast.AST]:
     for child in children:
         yield child
         yield from _walk(child)
+
+
+def _speaks(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function makes a text for people: all that it returns is put together here."""
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    if not isinstance(function.returns, ast.Name) or function.returns.id != "str":
+        return False
+    return bool(returned) and all(
+        any(isinstance(each, ast.JoinedStr) or _is_sentence(each) for each in ast.walk(value))
+        for value in returned
+        if value
+    )
+
+
+def _is_for_people(node: ast.AST) -> bool:
+    if isinstance(node, ast.keyword):
+        return node.arg in FOR_PEOPLE
+    if isinstance(node, ast.IfExp):
+        return _is_words(node.body) and _is_words(node.orelse)
+    return isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert)
+
+
+def _is_sentence(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+
+
+def _is_words(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def _has_opposite(test: ast.expr) -> bool:
+    if isinstance(test, ast.UnaryOp):
+        return isinstance(test.op, ast.Not)
+    return (
+        isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], OPPOSITES)
+    )
 
 
 def _other(operator: ast.AST) -> ast.AST:
@@ -125,8 +202,4 @@ def _is_none(value: ast.expr | None) -> bool:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return any(
-        isinstance(each, ast.JoinedStr)
-        or (isinstance(each, ast.Constant) and isinstance(each.value, str))
-        for each in ast.walk(node)
-    )
+    return any(map(_is_words, ast.walk(node)))
