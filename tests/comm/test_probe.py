@@ -1,5 +1,6 @@
 """mirror/comm/probe.py: the real process, on simulated devices; and what it says when it fails."""
 
+import io
 import json
 import sys
 
@@ -73,3 +74,17 @@ def test_memory_that_others_have_and_devices_that_are_not_there_are_no_verdict(s
 
 def test_a_class_is_found_by_its_name():
     assert probe._named("mirror.comm.kernels.direct:DirectCommunicator") is DirectCommunicator
+
+
+def test_what_it_says_is_out_before_it_goes_on(said, monkeypatch):
+    told = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told, write_through=False))
+    lines = []
+
+    class Looking(Right):
+        def __init__(self, devices, *, timeout_seconds):
+            lines.append(told.getvalue())  # what is read of it, should it end here
+            super().__init__(devices, timeout_seconds=timeout_seconds)
+
+    said(Looking)
+    assert lines == [b'\nTOKEN {"state": "started"}\n']

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mirror
+from mirror.timeline import BESIDE, REDUCTION
 from tests.execution.failing import Boom, N, error_of, replica, text_of, works
 from tests.oracle import finishes
 
@@ -220,3 +221,30 @@ def test_a_slow_replica_ends_in_a_timeout_if_one_is_set(make_strategy):
     (mine,) = [stack for stack in stacks if stack.startswith("mirror replica 1 of 3 (cpu)")]
     assert "release.wait(15)" in mine
     assert sum(stack.startswith("mirror replica ") for stack in stacks) >= 2
+
+
+def test_the_threads_end_with_the_strategy(make_strategy):
+    strategy, threads = make_strategy(2), set()
+
+    def fn():
+        threads.add(threading.current_thread())
+        mirror.get_replica_context().all_reduce("sum", torch.ones(1))
+
+    strategy.run(fn)
+    strategy.close()
+    threads.discard(threading.current_thread())
+    assert threads
+    assert [thread for thread in threads if thread.is_alive()] == []
+
+
+def test_a_run_that_fails_leaves_no_span_open(make_strategy):
+    strategy = make_strategy(2)
+    timeline = strategy._group.replicas.timeline
+
+    def fails():
+        timeline.begin(BESIDE, REDUCTION)
+        raise Boom
+
+    assert isinstance(error_of(strategy, fails), Boom)
+    timeline.end(BESIDE, REDUCTION)  # is not open any more
+    assert timeline.so_far()[1][BESIDE][REDUCTION] == 0

@@ -286,3 +286,11 @@ def test_replica_context_is_refused_after_its_run(make_strategy):
         kept[0].all_reduce("sum", 1.0)
     with pytest.raises(mirror.StrategyError, match="a run that has ended"):
         kept[0].merge_call(lambda strategy: None)
+
+
+@pytest.mark.parametrize("axis", [-3, 2, 3])
+def test_all_gather_refuses_an_axis_that_the_tensors_lack(axis, make_strategy):
+    with pytest.raises(ValueError, match=rf"axis {axis} is out of range .* shape \(2, 3\)"):
+        make_strategy(2).run(
+            lambda: mirror.get_replica_context().all_gather(torch.ones(2, 3), axis=axis)
+        )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.execution.run import shares_of
 from tests.ones import ONES, mirrored_layer, ones_layer
 from tests.oracle import assert_same, in_run
 from tests.strategy.programs import Box, Pair, here, ids, values
@@ -202,3 +203,12 @@ def test_closed_strategy_says_how_to_keep_the_model(make_strategy):
     with pytest.raises(mirror.StrategyError, match=r"copy\.deepcopy\(model\)"):
         strategy.distribute_values_from_function(lambda context: 1)
     assert_same(copy.deepcopy(layer)(ONES), ONES)
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [((2, 6), (0.25, 0.75)), ((0.25, 0.75), (0.25, 0.75)), ((0, 0), (0.5, 0.5))],
+)
+def test_shares_of_weights_have_the_sum_1(weights, shares):
+    assert shares_of(dict(enumerate(weights)), weighted=True) == dict(enumerate(shares))
+    assert shares_of(dict(enumerate(weights)), weighted=False) == {0: 1.0, 1: 1.0}

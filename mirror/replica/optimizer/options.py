@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
@@ -13,9 +14,38 @@ from mirror.errors import StrategyError
 Options = list[dict[str, Any]]
 
 
+class WithTensors(dict[str, Any]):
+    """The options of a group, some of them tensors, which can be changed in place.
+
+    Attributes:
+        held: what these held then.
+    """
+
+    held: Mapping[str, Any]
+
+
 def options_of(optimizer: Optimizer) -> Options:
     """Returns the options of each group as they are now."""
-    return [*map(dict, getattr(optimizer, "param_groups", ()))]
+    groups: Options = [*map(dict, getattr(optimizer, "param_groups", ()))]
+    for i, options in enumerate(groups):
+        if Tensor in map(type, options.values()):  # a hundred nanoseconds where none is
+            groups[i] = known = WithTensors(options)
+            known.held = {n: _held(v) for n, v in options.items() if type(v) is Tensor}
+    return groups
+
+
+def _held(tensor: Tensor) -> Any:
+    """Returns what a tensor holds; how often it was written to, if a device had to be awaited."""
+    if tensor.device.type == "cpu":
+        return _numbers(tensor)
+    return "no count" if tensor.is_inference() else f"written to {tensor._version} times"
+
+
+def _numbers(value: Any) -> Any:
+    """Returns the numbers in a tensor, and anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.numel() == 1 else tuple(value.flatten().tolist())
 
 
 def keep_options(groups: Sequence[dict[str, Any]], written: Options) -> None:
@@ -35,10 +65,19 @@ def refuse_different(optimizer: Optimizer, seen: Mapping[int, Options], when: st
     first, *others = sorted(seen)
     for r in others:
         for i, (mine, theirs) in enumerate(zip(seen[first], seen[r], strict=False)):
-            if [*mine] == [*theirs] and all(map(is_, mine.values(), theirs.values())):
+            is_same = [*mine] == [*theirs] and all(map(is_, mine.values(), theirs.values()))
+            if is_same and type(mine) is dict:
                 continue
             for name in mine.keys() | theirs.keys():
                 ours, other = mine.get(name), theirs.get(name)
+                if (
+                    ours is other
+                    and isinstance(mine, WithTensors)
+                    and isinstance(theirs, WithTensors)
+                ):
+                    ours, other = mine.held.get(name), theirs.held.get(name)
+                elif isinstance(ours, Tensor) or isinstance(other, Tensor):
+                    ours, other = _numbers(ours), _numbers(other)
                 if ours is not other and _is_number(ours, other) and ours != other:
                     raise StrategyError(
                         f"{name!r} of parameter group {i} of {type(optimizer).__name__} was "

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mirror import comm
+from mirror.errors import ShapeError
 
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 9), ("min", 2), ("max", 4), ("prod", 24)])
@@ -27,3 +28,14 @@ def test_scatter_and_gather_cut_like_tensor_split():
     assert tensors[1][2:].tolist() == [33]
     communicator.all_gather(tensors)
     assert [tensor.tolist() for tensor in tensors] == [[11, 22, 33]] * 2
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce_scatter", "all_gather"])
+def test_every_collective_looks_at_its_tensors_first(collective):
+    call = getattr(comm.create("naive", ["cpu"] * 2), collective)
+    shared = torch.arange(6.0)
+    with pytest.raises(ShapeError, match="share memory"):
+        call([shared[:4], shared[2:]])
+    with pytest.raises(ShapeError, match="shape"):
+        call([torch.ones(2), torch.ones(3)])
+    assert torch.equal(shared, torch.arange(6.0))

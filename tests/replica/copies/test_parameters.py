@@ -179,3 +179,18 @@ def test_the_getter_of_data_gives_that_of_the_replica(make_strategy):
 
     assert is_the_same()
     assert strategy.run(is_the_same).values == (True, True)
+
+
+GRADIENT = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+PASSES = {
+    "positional": lambda weight: weight.backward(GRADIENT),
+    "named": lambda weight: weight.backward(gradient=GRADIENT),
+    "of autograd": lambda weight: torch.autograd.backward(weight, GRADIENT),
+    "of autograd, named": lambda weight: torch.autograd.backward(weight, grad_tensors=GRADIENT),
+}
+
+
+@pytest.mark.parametrize("backward", PASSES.values(), ids=PASSES.keys())
+def test_a_pass_begins_at_a_parameter_with_the_gradient_given(backward, model):
+    backward(model.linear.weight)
+    assert torch.equal(model.linear.weight.grad, GRADIENT)

@@ -145,8 +145,9 @@ def test_what_no_weights_join_is_told_once(name, n):
         mirrored(*data).backward()
 
 
-def test_a_multiple_of_the_examples_is_told_unless_parts_differ():
-    plain = made(lambda m, h, y, k: h.square().sum() / (2 * len(h)))
+@pytest.mark.parametrize("divided", [lambda s, n: s / n, lambda s, n: s * (1 / n)])
+def test_a_multiple_of_the_examples_is_told_unless_parts_differ(divided):
+    plain = made(lambda m, h, y, k: divided(h.square().sum(), 3 * len(h)))
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     mirrored = strategy.mirror(copy.deepcopy(plain))
     compare(plain, mirrored, batch(7))

@@ -1,6 +1,7 @@
 """State and groups that change between steps, or in run, are used by the one step."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -146,3 +147,81 @@ def test_schedulers_set_the_rate_of_the_one_step(strategy, way):
     train_loop(plain, plain_optimizer, data, loss_of, scheduler=schedule(plain_optimizer))
     train(way, strategy, model, optimizer, data, loss_of, scheduler=schedule(optimizer))
     assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_on_one_device_one_step_does_for_all(n, make_strategy, monkeypatch):
+    module, steps = sys.modules[torch.optim.SGD.__module__], []
+    whole = module.sgd
+
+    def counted(*args, **kwargs):
+        steps.append(1)
+        whole(*args, **kwargs)
+
+    monkeypatch.setattr(module, "sgd", counted)
+    strategy = make_strategy(n)
+    _, (model, optimizer) = pair(strategy, momentum)
+    step_in_run(strategy, model, optimizer, torch.ones(6, SIZE))
+    assert len(steps) == 1
+
+
+def halved_in_place(options):
+    options["lr"].mul_(0.5)
+
+
+def halved_anew(options):
+    options["lr"] = options["lr"] * 0.5
+
+
+def halved_among_others(options):
+    options["rates"][1].mul_(0.5)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("halve", [halved_in_place, halved_anew, halved_among_others])
+def test_a_tensor_that_each_replica_changes_among_the_options_is_refused(
+    halve, is_before, make_strategy
+):
+    strategy = make_strategy(3)
+    model = strategy.mirror(torch.nn.Linear(SIZE, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    optimizer.param_groups[0]["rates"] = torch.ones(2)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        if is_before:
+            halve(optimizer.param_groups[0])
+        optimizer.step()
+        if not is_before:
+            halve(optimizer.param_groups[0])
+
+    name = "rates" if halve is halved_among_others else "lr"
+    with pytest.raises(mirror.StrategyError, match=f"'{name}' of parameter group 0 .* N times"):
+        in_run(strategy, step, torch.ones(6, SIZE))
+
+
+def set_alike(options):
+    options["lr"].fill_(0.25)
+
+
+@pytest.mark.parametrize("place", ["in run", "outside", "once"])
+def test_a_tensor_that_all_set_alike_is_taken(place, make_strategy):
+    strategy = make_strategy(3)
+    model = strategy.mirror(torch.nn.Linear(SIZE, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(x):
+        loss_of(model, x).backward()
+        optimizer.step()
+        if place == "in run":
+            set_alike(optimizer.param_groups[0])
+        return float(optimizer.param_groups[0]["lr"])
+
+    in_run(strategy, step, torch.ones(6, SIZE))
+    if place == "outside":
+        scheduler.step()
+    elif place == "once":
+        halved_in_place(optimizer.param_groups[0])
+    assert strategy.local_results(in_run(strategy, step, torch.ones(6, SIZE))) == (0.25,) * 3
