@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -120,7 +121,8 @@ def test_strategies_in_threads_of_their_own_train_at_once(make_strategy):
     assert [error for _, error, _ in outcomes] == [None] * len(strategies)
 
 
-def test_another_thread_cannot_run_the_same_strategy_meanwhile(strategy):
+@pytest.mark.parametrize("is_in_scope", [False, True])
+def test_another_thread_cannot_run_the_same_strategy_meanwhile(is_in_scope, strategy):
     inside, done = threading.Event(), threading.Event()
 
     def fn():
@@ -130,7 +132,8 @@ def test_another_thread_cannot_run_the_same_strategy_meanwhile(strategy):
     def other():
         assert inside.wait(60)
         try:
-            with pytest.raises(mirror.StrategyError, match="another thread"):
+            where = strategy.scope() if is_in_scope else nullcontext()
+            with where, pytest.raises(mirror.StrategyError, match="another thread"):
                 strategy.run(meet)
         finally:
             done.set()
@@ -141,6 +144,33 @@ def test_another_thread_cannot_run_the_same_strategy_meanwhile(strategy):
     thread.join(60)
     assert error is None
     assert strategy.run(meet).values == (N,) * N
+
+
+def test_another_thread_cannot_take_gradients_meanwhile(strategy):
+    model, inside, done = (
+        strategy.mirror(torch.nn.Linear(1, 1)),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def fn():
+        inside.set()
+        assert done.wait(10)
+
+    def other():
+        assert inside.wait(10)
+        try:
+            with pytest.raises(mirror.StrategyError, match="another thread"):
+                model.zero_grad()
+        finally:
+            done.set()
+
+    model(torch.ones(N, 1)).sum().backward()
+    thread = threading.Thread(target=strategy.run, args=(fn,))
+    thread.start()
+    _, error, _ = finishes(other)
+    thread.join(10)
+    assert error is None
 
 
 def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkeypatch):

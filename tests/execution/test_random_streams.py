@@ -105,3 +105,16 @@ def test_a_run_that_fails_leaves_a_state_that_reproduces(strategy):
             strategy.run(fails)
         after.append(torch.rand(2))
     assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("counts", [[2, 3, 1], [2, 0, 0], [2, 2, 2]])
+def test_what_follows_a_run_is_drawn_after_the_first_replica(counts, strategy):
+    def fn():
+        torch.rand(counts[mirror.get_replica_context().replica_id_in_sync_group])
+
+    torch.manual_seed(5)
+    strategy.run(fn)
+    after = torch.rand(2)
+    torch.manual_seed(5)
+    torch.rand(counts[0])
+    assert torch.equal(torch.rand(2), after)

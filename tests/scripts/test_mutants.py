@@ -207,6 +207,7 @@ def test_the_page_counts_by_folder_and_says_why_some_are_no_faults(known):
     assert "| **all** | 5 | 1 | 2 | 1 | 75% | 1 | 1 |" in text
     assert f"## Not found\n\n- `{missed}`\n" in text
     assert f"- `{same}`: nobody sees it" in text
+    assert f"Of {len(mutants)} drawn 5 have been tried." in text
 
 
 def test_what_is_said_to_be_no_fault_has_a_reason_and_exists():

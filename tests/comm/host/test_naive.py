@@ -39,3 +39,12 @@ def test_every_collective_looks_at_its_tensors_first(collective):
     with pytest.raises(ShapeError, match="shape"):
         call([torch.ones(2), torch.ones(3)])
     assert torch.equal(shared, torch.arange(6.0))
+
+
+def test_lists_of_tensors_are_looked_at_first():
+    communicator = comm.create("naive", ["cpu"] * 2)
+    first = torch.ones(2)
+    for other in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
+        with pytest.raises(ShapeError, match="replica 1"):
+            communicator.all_reduce_lists([[torch.ones(1), first], [torch.ones(1), other]])
+    assert first.tolist() == [1, 1]

@@ -254,3 +254,15 @@ def test_one_gpu_twice_asks_the_library_for_its_version(fake, monkeypatch):
     monkeypatch.setattr(nccl.libnccl, "missing_reason", lambda: None)
     monkeypatch.setattr(nccl.libnccl, "library", lambda: fake.library)
     assert "refuses" in NcclCommunicator.unavailable_reason(CUDA[:1] * 2)
+
+
+@pytest.mark.parametrize("collective", FUNCTIONS)
+def test_autograd_is_told_that_tensors_were_written_to(fake, collective):
+    communicator = fake.communicator(2)
+    values = [torch.ones(4, requires_grad=True) * 2 for _ in range(2)]
+    loss = sum(value.square().sum() for value in values)
+    with torch.no_grad():
+        getattr(communicator, collective)(values)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    communicator.close()

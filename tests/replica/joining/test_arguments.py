@@ -223,3 +223,20 @@ def test_an_error_inside_a_split_call_says_how_it_was_split(make_strategy):
     assert "whole, to every replica, went argument 'scale' of shape (3,)" in notes
     assert "strategy.run" in notes
     assert any(entry.name == "forward" for entry in caught.traceback)
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x, kept):
+        kept["names"] = frozenset(["a", "b"])
+        kept["sizes"] = frozenset([len(x)])
+        return self.linear(x)
+
+
+def test_what_cannot_change_is_joined_where_all_parts_have_the_same(make_strategy):
+    kept = {}
+    make_strategy(2).mirror(Frozen())(torch.ones(6, 2), kept)
+    assert kept["names"] == frozenset(["a", "b"])

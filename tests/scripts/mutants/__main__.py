@@ -33,19 +33,24 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=90.0, help="of wall time, for one test")
     parser.add_argument("--processes", type=int, default=1, help="how many mutants at a time")
     parser.add_argument("--outcomes", type=Path, help="a file that keeps what was found")
+    parser.add_argument("--known", action="store_true", help="try none: tell what is kept")
     parser.add_argument("--page", type=Path, help="a file of Markdown to write")
     told = parser.parse_args()
     drawn = [mutant for place in told.places for mutant in sample(place, told.sample, told.seed)]
     known = chart.loaded(chart.PATH.read_text())
     outcomes = Outcomes(told.outcomes)
     trials = [
-        Trial(mutant, tests_of(mutant, known)) for mutant in drawn if outcomes.to_try(mutant.name)
+        Trial(mutant, tests_of(mutant, known))
+        for mutant in drawn
+        if outcomes.to_try(mutant.name) and not told.known
     ]
     # A run that is ended before its end is a sample, too.
     random.Random(told.seed).shuffle(trials)
     limits = Limits(told.seconds, told.limit)
     with tempfile.TemporaryDirectory() as folder:
-        for trial, result in try_all(trials, Path(folder), told.processes, limits):
+        for trial, result in (
+            try_all(trials, Path(folder), told.processes, limits) if trials else ()
+        ):
             outcomes.note(trial.mutant.name, result)
             place = f"{trial.mutant.file}:{trial.mutant.line}"
             said = trial.mutant.name.removeprefix(f"{trial.mutant.file}:")

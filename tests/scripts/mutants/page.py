@@ -24,10 +24,12 @@ def counted(mutants: Sequence[Mutant], outcomes: Outcomes) -> dict[str, Counter[
     """Returns what came of the mutants of every folder."""
     counts: dict[str, Counter[str]] = {}
     for mutant in mutants:
+        if mutant.name not in outcomes.equivalent and mutant.name not in outcomes.last:
+            continue
         count = counts.setdefault(str(Path(mutant.file).parent), Counter())
         if mutant.name in outcomes.equivalent:
             count[SAME] += 1
-        elif mutant.name in outcomes.last:
+        else:
             count[outcomes.last[mutant.name].outcome] += 1
             if outcomes.first[mutant.name].outcome != outcomes.last[mutant.name].outcome:
                 count[SINCE] += 1
@@ -62,6 +64,8 @@ def page(mutants: Sequence[Mutant], outcomes: Outcomes, arguments: Sequence[str]
     """Returns the page, of what the arguments of the script have drawn."""
     import torch
 
+    counts = counted(mutants, outcomes).values()
+    num_tried = sum(count[each] for count in counts for each in (FOUND, LASTED, MISSED, SAME))
     shown = _without_paths(arguments)
     versions = f"Python {platform.python_version()}, torch {torch.__version__.split('+')[0]}"
     missed = [
@@ -90,7 +94,7 @@ def page(mutants: Sequence[Mutant], outcomes: Outcomes, arguments: Sequence[str]
             f"on {datetime.date.today().isoformat()} with {versions}. A mutant is tried with the",
             "tests that run its function, one case of each first, until one fails; one that is",
             "ended by time keeps a test from ending. *No fault* is what nobody could tell from",
-            "the code as it is: see below.",
+            f"the code as it is: see below. Of {len(mutants)} drawn {num_tried} have been tried.",
             "",
             *table(mutants, outcomes),
             "",
@@ -106,5 +110,5 @@ def _without_paths(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         if skip or argument in ("--outcomes", "--page"):
             skip = not skip
-            continue
-        yield argument
+        elif argument != "--known":
+            yield argument

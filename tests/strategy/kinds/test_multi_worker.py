@@ -85,3 +85,17 @@ def test_traces_and_reports_are_of_a_worker(crew, tmp_path):
     trace = json.loads((tmp_path / "step.worker1.json").read_text())
     lanes = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
     assert "replica 2 of 3 (worker 1, cpu)" in lanes
+
+
+def run_within_a_merge():
+    strategy = mirror.MultiWorkerMirroredStrategy(["cpu"])
+
+    def fn():
+        merge = mirror.get_replica_context().merge_call
+        return merge(lambda strategy: strategy.local_results(strategy.run(lambda: 5)))
+
+    return strategy.local_results(strategy.run(fn))
+
+
+def test_a_run_within_a_merge_is_the_workers_own(crew):
+    assert crew(2).run(run_within_a_merge) == [((5,),)] * 2
