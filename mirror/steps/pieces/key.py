@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import mirror
 from mirror.steps.following.tracing import Meeting
 from mirror.steps.inputs import Input
 from mirror.steps.torch_internals import compiler_settings, is_operation, known_of_sizes
@@ -152,7 +151,7 @@ def settings() -> list[str]:
 def makers() -> list[str]:
     """Returns who makes programs, and for which processor."""
     return [
-        f"mirror {mirror.__version__} {_digest(Path(mirror.__file__).parent / 'steps')}",
+        f"mirror {_digest(Path(__file__).parents[2])}",
         f"torch {torch.__version__} {torch.version.git_version}",
         f"python {sys.version} {sys.implementation.cache_tag}",
         f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
