@@ -5,6 +5,7 @@ make docs   builds it into build/site; nothing is fetched, and what is broken is
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 html_theme = "furo"
 html_title = f"mirror {release}"
 html_show_sourcelink = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 suppress_warnings = ["toc.not_included"]  # every page is found from the first: test_documents.py
 
 myst_heading_anchors = 3
@@ -46,6 +49,16 @@ def _first_paragraph(
         del lines[lines.index("") :]
 
 
+def _navigation(app: Any, name: str, source: list[str]) -> None:
+    """Puts what README's table of the documents links into the site's navigation, and the API."""
+    if name == root_doc:
+        table = source[0].partition("## The documents")[2]
+        pages = dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md\)", table))
+        lines = ["```{toctree}", ":hidden:", "", *pages, "docs/site/api", "```"]
+        source[0] += "\n" + "\n".join(lines) + "\n"
+
+
 def setup(app: Any) -> None:
     """Called by sphinx."""
+    app.connect("source-read", _navigation)
     app.connect("autodoc-process-docstring", _first_paragraph)

@@ -81,3 +81,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
     for page in ("README", "docs/how-do-i", "docs/site/api"):
         assert (tmp_path / f"{page}.html").exists()
     assert "mirror.MirroredStrategy" in (tmp_path / "docs" / "site" / "api.html").read_text()
+    navigation = (tmp_path / "README.html").read_text().partition("sidebar-tree")[2]
+    assert 'href="docs/how-do-i.html"' in navigation.partition("</div>")[0]
