@@ -219,7 +219,6 @@ def fresh_makers():
     [
         (torch, "__version__", "3.0"),
         (torch.version, "git_version", "other"),
-        (mirror, "__version__", "other"),
         (sys, "version", "4.0"),
         (key_module, "_digest", lambda folder: "other"),
         (key_module, "_processor", lambda: "other"),
