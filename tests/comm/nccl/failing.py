@@ -31,7 +31,7 @@ def assert_the_next_one_works(fake):
 
 
 class Promptly:
-    """Asserts that what is in it ends within the timeout and a second."""
+    """Asserts that what is in it ends after the timeout: what hangs there hangs for ever."""
 
     def __init__(self, timeout=TIMEOUT):
         self.timeout = timeout
@@ -40,4 +40,4 @@ class Promptly:
         self.start = time.monotonic()
 
     def __exit__(self, *exception):
-        assert time.monotonic() - self.start < self.timeout + 1
+        assert time.monotonic() - self.start < self.timeout + 30
