@@ -16,6 +16,7 @@ Of torch itself these are wrapped when the first module is mirrored: the module'
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -108,7 +109,8 @@ class Modules:
 
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
-        if self.replicas.mirrors:
+        # Asked for here: a call for nothing is one in every step.
+        if "torchmetrics" in sys.modules and self.replicas.mirrors:
             watch_lone_metrics()
         if self._recorded.modules or self._recorded.unmade:
             for module in self._recorded.take():
