@@ -238,6 +238,15 @@ class LoaderSource(Source):
         return known
 
 
+class TensorFlowSource(Source):
+    """A ``tf.data.Dataset``, whose batches come as numpy arrays."""
+
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
+        batches: Iterator[Any] = self.dataset.as_numpy_iterator()  # type: ignore[attr-defined]
+        skip(batches, num_consumed)
+        return Pass(batches)
+
+
 def source_of(dataset: Iterable[Any], window: Window | None = None) -> Source:
     """Returns the source for a dataset.
 
@@ -279,7 +288,8 @@ def source_of(dataset: Iterable[Any], window: Window | None = None) -> Source:
         return StatefulSource(dataset)
     if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
         return LoaderSource(dataset, window)
-    return Source(dataset)
+    is_of_tensorflow = callable(getattr(dataset, "as_numpy_iterator", None))
+    return TensorFlowSource(dataset) if is_of_tensorflow else Source(dataset)
 
 
 def _is_one_batch(dataset: object) -> bool:

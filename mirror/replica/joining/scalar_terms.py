@@ -72,6 +72,9 @@ def terms_of(root: Any) -> Iterator[Term]:
             found.append((inputs[0], factors))
         elif name in ("Mean", "Sum") and _is_stack_of_scalars(inputs[0]):
             found += [(following, factors) for following, _ in inputs[0].next_functions]
+        elif name == "Where" and sum(following is not None for following in inputs) == 1:
+            # Else a constant: what Keras makes of a regularizer's value over no examples.
+            found += [(following, factors) for following in inputs if following is not None]
         elif name in ("Mul", "Div"):
             yield from _of_product(node, name == "Div", inputs, factors, found)
         else:

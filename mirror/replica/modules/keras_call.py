@@ -1,5 +1,7 @@
 """The transparent call of a Keras layer: it joins what its call has written, too.
 
+Masks, which Keras keeps on tensors, go where these go.
+
 See [Note: State of Keras layers]. ``compute_loss``, metrics, ``optimizer.apply`` and callbacks of
 ``fit`` run once, in the cross-replica context, on the whole batch, and need nothing.
 """
@@ -35,6 +37,8 @@ from mirror.replica.modules.transparent_call import TransparentCall
 from mirror.torch_private import WHOLE_CALL, wrap_once
 from mirror.values import leaves_of, map_structure
 
+_MASK = "_keras_mask"
+
 
 class KerasCall(TransparentCall):
     """What calling a mirrored Keras layer does."""
@@ -53,7 +57,7 @@ class KerasCall(TransparentCall):
             return self._call_whole(module, args, kwargs)
         if any(isinstance(leaf, np.ndarray) for leaf in leaves_of((args, kwargs))):
             args, kwargs = map_structure(_as_tensor, (args, kwargs))
-        calls = _Calls(module)
+        calls = _Calls(module, _masks_of((args, kwargs)))
         outputs = super()._call_outside(module, args, kwargs, each=calls.call)
         return calls.finished(outputs, self.replicas.devices[0])
 
@@ -88,6 +92,18 @@ class KerasCall(TransparentCall):
             current.in_whole_call = False
 
 
+def _masks_of(tree: Any) -> dict[int, Any]:
+    """Returns the masks of the tensors of a structure, by their number among its leaves."""
+    masks = ((i, getattr(leaf, _MASK, None)) for i, leaf in enumerate(leaves_of(tree)))
+    return {i: mask for i, mask in masks if mask is not None}
+
+
+def _set_masks(tree: Any, masks: dict[int, Any]) -> None:
+    for i, leaf in enumerate(leaves_of(tree)):
+        if i in masks:
+            setattr(leaf, _MASK, masks[i])
+
+
 def _as_tensor(leaf: Any) -> Any:
     """Makes tensors of arrays, as Keras would, so that they are split."""
     is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and leaf.dtype.kind in "biuf"
@@ -95,18 +111,25 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 class _Calls:
-    """The replicas' calls of one split call of a layer."""
+    """The replicas' calls of one split call of a layer, whose arguments have masks."""
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
+    def __init__(self, layer: Any, masks: dict[int, Any]) -> None:
+        self._layer, self._masks = layer, masks
         self._state = CallersState()
         self._written: dict[int, Written] = {}
         self._sizes: dict[int, float] = {}
 
-    def call(self, replica_id: int, call: Callable[[], Any]) -> tuple[Any, list[Any]]:
-        """Calls the layer on a replica; returns its outputs and the losses it has added."""
+    def call(self, replica_id: int, call: partial[Any]) -> tuple[Any, list[Any], dict[int, Any]]:
+        """Calls the layer on a replica; returns its outputs, losses it has added, and masks.
+
+        Args:
+            call: the last of its arguments are those of the layer.
+        """
         replica = current.replica
         assert replica is not None
+        if self._masks:
+            *_, args, kwargs = call.args
+            _set_masks((args, kwargs), self._masks_on(replica))
         written = self._written[replica_id] = Written(replica_id)
         self._sizes[replica_id] = replica.weight
         before = self._state.enter()
@@ -120,18 +143,29 @@ class _Calls:
             # That of its own outputs comes last; the call around the split adds it for all.
             tensors = sum(hasattr(leaf, "dtype") for leaf in leaves_of(outputs))
             losses = losses[: len(losses) - tensors]
-        return outputs, losses
+        return outputs, losses, _masks_of(outputs)
+
+    def _masks_on(self, replica: Replica) -> dict[int, Any]:
+        """Returns a replica's part of the masks."""
+        sizes = [int(size) for size in replica.run.all_weights() or ()]
+        start = sum(sizes[: replica.replica_id])
+        own = slice(start, start + sizes[replica.replica_id])
+        return {
+            i: (mask[own] if len(mask) == sum(sizes) else mask).to(replica.device)
+            for i, mask in self._masks.items()
+        }
 
     def finished(self, joined: Any, home: Any) -> Any:
         """Assigns what was written; returns the joined outputs, of a call that was split."""
         if not self._written:
             return joined
-        outputs, losses = joined
+        outputs, losses, masks = joined
+        _set_masks(outputs, masks)
         active = sorted(self._written)
         written = [self._written[r] for r in active]
         assign_joined(written, [self._sizes[r] for r in active], home)
         for loss in losses:
-            self._layer.add_loss(loss)
+            library().Layer.add_loss(self._layer, loss)  # functional models have none of their own
         return outputs
 
 

@@ -38,7 +38,7 @@ _SEQUENCE_FIRST = (
 
 
 # Makes a replica's call, given its id: what calls it may note what that does, and return more.
-Each = Callable[[int, Callable[[], Any]], Any]
+Each = Callable[[int, "partial[Any]"], Any]
 
 
 class Mirroring(Recorder, Protocol):

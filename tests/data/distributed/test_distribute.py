@@ -1,5 +1,8 @@
 """Loaders and other iterables, seen through a DistributedDataset."""
 
+from itertools import islice
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -48,6 +51,43 @@ def test_a_loader_without_length_raises_its_own_error():
     with pytest.raises(TypeError, match="Stream"):
         len(dataset)
     assert contents(dataset) == [[[0], [1]], [[2], [3]]]
+
+
+class OfTensorFlow:
+    """What a ``tf.data.Dataset`` is: its own iterator gives tensors of another library."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __iter__(self):
+        raise AssertionError
+
+    def __len__(self):
+        return len(self.batches)
+
+    def as_numpy_iterator(self):
+        return iter(self.batches)
+
+
+def test_a_dataset_of_tensorflow_gives_its_arrays():
+    dataset = DistributedDataset(OfTensorFlow(np.arange(3), np.arange(1)), TWO)
+    assert len(dataset) == 2
+    for _ in range(2):
+        assert contents(dataset) == [[[0, 1], [2]], [[0], None]]
+    again = DistributedDataset(OfTensorFlow(np.arange(3), np.arange(1)), TWO)
+    next(iter(dataset))
+    again.load_state_dict(dataset.state_dict())
+    assert contents(again) == [[[0], None]]
+
+
+def test_tensorflow_itself_gives_its_batches():
+    tf = pytest.importorskip("tensorflow")
+    rows = tf.data.Dataset.from_tensor_slices({"x": np.arange(5.0), "y": np.arange(5)})
+    dataset = DistributedDataset(rows.batch(3).prefetch(1), TWO)
+    for _ in range(2):
+        assert contents(batch["y"] for batch in dataset) == [[[0, 1], [2]], [[3], [4]]]
+    assert len(dataset) == 2
+    assert len(list(islice(DistributedDataset(rows.repeat().batch(3), TWO), 5))) == 5
 
 
 def test_an_empty_dataset_has_no_batches():

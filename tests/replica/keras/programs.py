@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import json
@@ -35,7 +36,9 @@ def main():
 
     import mirror
     import mirror.keras
+    from mirror.execution.current import current
     from mirror.execution.step_ends import step_ends
+    from mirror.replica.keras.normalization import _whole_batch
 
     generator = np.random.default_rng(0)
     x = generator.normal(size=(50, 8)).astype("float32")
@@ -129,6 +132,31 @@ def main():
         batch = of(normalized, layers.BatchNormalization, out)
         whole = of(normalized, mirror.keras.SyncBatchNormalization, out)
         return float(abs(trained(batch) - trained(whole, cpus())).max())
+
+    def moments():
+        """In double precision, in which Keras itself does not multiply matrices."""
+
+        class Normal(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = (torch.nn.Linear(8, 8).double() for _ in range(2))
+
+            def forward(self, x):
+                h, replica = self.first(x), current.replica
+                known = h.mean(0), h.var(0, unbiased=False)
+                mean, var = known if replica is None else _whole_batch(replica, h, None)
+                return self.last((h - mean) * torch.rsqrt(var + 1e-3))
+
+        plain = Normal()
+        split = cpus().mirror(copy.deepcopy(plain))
+        two, told = torch.randn(2, 8).double(), []
+        for model in (plain, split):
+            made = model(two)
+            made.square().mean().backward()
+            told.append(
+                torch.cat([made.flatten(), *(p.grad.flatten() for p in model.parameters())])
+            )
+        return float((told[0] - told[1]).abs().max())
 
     def dropout():
         def draws():
@@ -257,6 +285,7 @@ def main():
         "train_step": lambda: difference(Custom),
         "moving statistics": moving,
         "normalization": normalization,
+        "moments": moments,
         "dropout": dropout,
         "apply in run": apply_in_run,
         "ends of steps": ends_of_steps,
