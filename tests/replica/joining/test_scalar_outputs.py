@@ -25,6 +25,11 @@ def penalty(m):
     return sum(p.pow(2).sum() for p in m.parameters())
 
 
+def or_zero(value):
+    """As Keras divides by a number that may be none."""
+    return torch.where(torch.tensor(True), value, 0.0)
+
+
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
 
 # Each gets the module, logits (B, TOKENS, CLASSES), targets and a mask.
@@ -45,6 +50,7 @@ EXACT = {
     "cross entropy, smoothed": lambda m, h, y, k: entropy(h, y, k, label_smoothing=0.1),
     "two cross entropies": lambda m, h, y, k: entropy(h, y, k) + 0.5 * entropy(h * 2, y, k),
     "sum": lambda m, h, y, k: h.square().sum(),
+    "sum, or nothing": lambda m, h, y, k: or_zero(h.square().sum()),
     "sum with a factor": lambda m, h, y, k: 0.3 * h.square().sum() / 7.5,
     "sum of losses": lambda m, h, y, k: F.cross_entropy(h.transpose(1, 2), y, reduction="sum"),
     "sum of flattened losses": lambda m, h, y, k: F.cross_entropy(
@@ -75,6 +81,7 @@ TOLD = {
     "square of a mean": lambda m, h, y, k: h.mean(0).square().sum(),
     "normalised weights": lambda m, h, y, k: (per_token(h, y) * (k / k.sum())).sum(),
     "weights of the batch": lambda m, h, y, k: (h * h.softmax(0)).sum(),
+    "divided twice, or nothing": lambda m, h, y, k: or_zero(h.square().sum() / len(h) / len(h)),
     "quotient": lambda m, h, y, k: h.square().mean() / h.abs().mean(),
     "sum and mean": lambda m, h, y, k: h.square().sum() + h.mean(),
     "sum and parameters": lambda m, h, y, k: h.square().sum() + penalty(m),
