@@ -146,12 +146,11 @@ def test_another_thread_cannot_run_the_same_strategy_meanwhile(is_in_scope, stra
     assert strategy.run(meet).values == (N,) * N
 
 
-def test_another_thread_cannot_take_gradients_meanwhile(strategy):
-    model, inside, done = (
-        strategy.mirror(torch.nn.Linear(1, 1)),
-        threading.Event(),
-        threading.Event(),
-    )
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+def test_another_thread_cannot_take_gradients_meanwhile(by, strategy):
+    model = strategy.mirror(nn.Linear(1, 1))
+    owner = model if by == "model" else torch.optim.SGD(model.parameters(), lr=0.1)
+    inside, done = threading.Event(), threading.Event()
 
     def fn():
         inside.set()
@@ -161,7 +160,7 @@ def test_another_thread_cannot_take_gradients_meanwhile(strategy):
         assert inside.wait(10)
         try:
             with pytest.raises(mirror.StrategyError, match="another thread"):
-                model.zero_grad()
+                owner.zero_grad()
         finally:
             done.set()
 

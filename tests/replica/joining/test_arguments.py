@@ -240,3 +240,18 @@ def test_what_cannot_change_is_joined_where_all_parts_have_the_same(make_strateg
     kept = {}
     make_strategy(2).mirror(Frozen())(torch.ones(6, 2), kept)
     assert kept["names"] == frozenset(["a", "b"])
+
+
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x, scores):
+        return self.linear(x).squeeze(1) * scores
+
+
+def test_what_has_the_examples_as_its_only_dimension_is_split(make_strategy):
+    x, scores, plain = torch.arange(12.0).view(6, 2), torch.arange(6.0), Scored()
+    expected = plain(x, scores)
+    assert_same(make_strategy(2).mirror(plain)(x, scores), expected)

@@ -15,7 +15,7 @@ SAME = "no fault"
 SINCE = "since"
 HEAD = (
     "| folder | mutants | no fault | found by a test | ended by time | found of the faults "
-    "| of those, by tests written since | not found |",
+    "| of those, at a later try | not found |",
     "|---|---|---|---|---|---|---|---|",
 )
 
@@ -94,7 +94,9 @@ def page(mutants: Sequence[Mutant], outcomes: Outcomes, arguments: Sequence[str]
             f"on {datetime.date.today().isoformat()} with {versions}. A mutant is tried with the",
             "tests that run its function, one case of each first, until one fails; one that is",
             "ended by time keeps a test from ending. *No fault* is what nobody could tell from",
-            f"the code as it is: see below. Of {len(mutants)} drawn {num_tried} have been tried.",
+            "the code as it is: see below. What was not found was tried again, with more time,",
+            "with tests chosen by hand, or with new ones: that is a later try.",
+            f"Of {len(mutants)} drawn {num_tried} have been tried.",
             "",
             *table(mutants, outcomes),
             "",
