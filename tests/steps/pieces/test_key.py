@@ -16,6 +16,7 @@ from mirror.steps.pieces.key import key_of
 from mirror.steps.pieces.trace import trace
 from mirror.steps.places import places_of
 from mirror.steps.running.arguments import Arguments
+from mirror.steps.torch_internals import _without_mkldnn
 from tests.steps.training import batches, mlp, usual_step
 
 
@@ -154,10 +155,6 @@ class _Switch:
         self.put(self.before)
 
 
-def _mkldnn(value):
-    torch.backends.mkldnn.enabled = value
-
-
 SWITCHES = {
     "dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "device": (torch.get_default_device, torch.set_default_device, "meta"),
@@ -171,7 +168,6 @@ SWITCHES = {
         torch.set_float32_matmul_precision,
         "medium",
     ),
-    "mkldnn": (lambda: torch.backends.mkldnn.enabled, _mkldnn, False),
     "inductor": (
         lambda: inductor_config.epilogue_fusion,
         lambda value: setattr(inductor_config, "epilogue_fusion", value),
@@ -191,6 +187,12 @@ def test_another_setting_is_another_key(name, usual):
     with _Switch(*SWITCHES[name]):
         assert key_of(*usual) not in (None, before)
     assert key_of(*usual) == before
+
+
+def test_without_mkldnn_it_is_another_key(usual):
+    before = key_of(*usual)
+    with _without_mkldnn():
+        assert key_of(*usual) not in (None, before)
 
 
 @pytest.mark.parametrize("name", ["CXX", "TORCHINDUCTOR_CPP_SIMDLEN", "ATEN_CPU_CAPABILITY"])
