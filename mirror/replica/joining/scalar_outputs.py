@@ -15,7 +15,8 @@ few 0-d nodes on top of its graph tell: sums, differences and multiples of terms
 
 Terms that count with the same are joined exactly. Others, and what is none of these though it
 comes from the batch (a root of a mean, a sum over an unknown number), stay means over examples,
-with a warning. What nodes do not tell (compiled code, a function written in Python, no graph) is
+with a warning, and so do comparisons of the examples with each other (``contrasts.py``). What
+nodes do not tell (compiled code, a function written in Python, no graph) is
 taken for a mean over examples.
 """
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from mirror.replica.collectives.reduction import summed
+from mirror.replica.joining.contrasts import compare_examples
 from mirror.replica.joining.scalar_terms import (
     CHOICES,
     Term,
@@ -112,6 +114,11 @@ class _Column:
             return first.kind, []
         if first.kind not in ("mean", "sum", "cross entropy"):
             raise Undecided(first.kind)
+        if compare_examples(self._terms, self._counts):
+            raise Undecided(
+                "made of comparisons of the examples with each other (a contrastive loss), of "
+                "which those of unlike parts are missing"
+            )
         if first.kind == "cross entropy":
             self._refuse_varying_factors()
             return "weighted", [saved(term.node, "total_weight") for term in self._terms]

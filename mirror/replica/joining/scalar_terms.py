@@ -25,12 +25,13 @@ _ELEMENTWISE = frozenset(
 )
 _LINEAR = _PASSED | _RESHAPED | frozenset("Div MaskedFill Mul Where".split())
 _PRODUCTS = frozenset("Mm Bmm T Transpose Permute".split())
+OF_PARAMETERS = _ELEMENTWISE | _PRODUCTS | _RESHAPED | {ACCUMULATES}  # what may be made of them
 CHOICES = frozenset("Index MaskedSelect".split())
 _NONLINEAR = frozenset(
     "Abs Bmm Clamp ClampMax ClampMin Dot Exp LinalgVectorNorm Log Logsumexp Max Min Norm Pow Relu "
     "Sqrt Std Var".split()
 )
-_OF_PARAMETERS = _NONLINEAR | frozenset("Mean Select Slice Stack Sum".split())
+_ALSO_OF_PARAMETERS = _NONLINEAR | frozenset("Mean Select Slice Stack Sum".split())
 
 
 class Untold(Exception):
@@ -65,7 +66,7 @@ def terms_of(root: Any) -> Iterator[Term]:
         if node is None:
             yield Term("constant")
             continue
-        name, inputs = _name(node), [following for following, _ in node.next_functions]
+        name, inputs = name_of(node), [following for following, _ in node.next_functions]
         if name in ("Add", "Sub", "Rsub"):
             found += [(following, factors) for following in inputs]
         elif name in _PASSED or (name in _RESHAPED and math.prod(node._saved_self_sym_sizes) == 1):
@@ -99,13 +100,13 @@ def _of_product(
 
 
 def _is_stack_of_scalars(node: Any) -> bool:
-    return _name(node) == "Stack" and len(arriving_shape(node, 0)) == 1
+    return name_of(node) == "Stack" and len(arriving_shape(node, 0)) == 1
 
 
 def _factors_within(node: Any) -> Iterator[tuple[bool, Any]]:
     """Yields the numbers by which what is reduced is multiplied or divided, all of it."""
     for _ in range(_MOST_BELOW):
-        name = _name(node)
+        name = name_of(node)
         inputs = [following for following, _ in node.next_functions] if node else []
         graphs = [following for following in inputs if following is not None]
         if len(graphs) != 1 or name not in _LINEAR | {"Sum"}:
@@ -129,7 +130,7 @@ def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
     if "Loss" in name or "CrossEntropy" in name:
         reduction = node._saved_reduction
         if reduction in (1, 2) and inputs[0] is not None:
-            return Term("mean" if reduction == 1 else "sum", _shape(node, 0), node)
+            return Term("mean" if reduction == 1 else "sum", shape_of(node, 0), node)
     elif name in _NONLINEAR:
         if _is_same(node):
             return Term("same")
@@ -139,19 +140,19 @@ def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
 
 def _is_same(node: Any) -> bool:
     """Whether a 0-d value is one of parameters alone."""
-    return node is not None and is_of_parameters(node, also=_OF_PARAMETERS)
+    return node is not None and is_of_parameters(node, also=_ALSO_OF_PARAMETERS)
 
 
 def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
     """Whether what a node reduces is made of parameters, elementwise or by products."""
-    if _name(node) == ACCUMULATES:
+    if name_of(node) == ACCUMULATES:
         return _is_parameter(node.variable)
     found = [node]
     for seen in range(_MOST_BELOW):
         if not found:
             return True
         below = found.pop()
-        name = _name(below)
+        name = name_of(below)
         if name == ACCUMULATES:
             if not _is_parameter(below.variable):
                 return False
@@ -164,7 +165,7 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
                 found.append(following)
                 # A larger result is one of something else, too.
                 if len(inputs) > 1 and name in _ELEMENTWISE:
-                    if _shape(below, i) != arriving_shape(below, 0):
+                    if shape_of(below, i) != arriving_shape(below, 0):
                         return False
             elif name in _PRODUCTS or hasattr(below, "_saved_reduction"):
                 return False
@@ -185,17 +186,17 @@ def _below(term: Term) -> Iterator[Any]:
             return
         node = found.pop()
         yield node
-        if _name(node) in _ELEMENTWISE | _RESHAPED:
+        if name_of(node) in _ELEMENTWISE | _RESHAPED:
             found += [following for following, _ in node.next_functions if following is not None]
 
 
 def names_below(term: Term) -> set[str]:
-    return {_name(node) for node in _below(term)}
+    return {name_of(node) for node in _below(term)}
 
 
 def views_below(term: Term) -> Iterator[Shape]:
     for node in _below(term):
-        if _name(node) in _RESHAPED:
+        if name_of(node) in _RESHAPED:
             yield tuple(node._saved_self_sym_sizes)
 
 
@@ -206,9 +207,9 @@ def reduced_below(term: Term) -> str | None:
     """
     is_linear = True
     for node in _below(term):
-        name, dims = _name(node), getattr(node, "_saved_dim", None)
+        name, dims = name_of(node), getattr(node, "_saved_dim", None)
         if dims is not None and (hasattr(node, "_saved_keepdim") or "Softmax" in name):
-            num_dims = len(_shape(node, 0))
+            num_dims = len(shape_of(node, 0))
             listed = dims if isinstance(dims, tuple) else [dims]
             if 0 in [_signed(dim) % num_dims for dim in listed]:
                 is_plain = is_linear and name in ("Mean", "Sum")
@@ -238,7 +239,7 @@ def _signed(dim: int) -> int:
 def mask_sums(term: Term) -> Iterator[float]:
     """Yields the sums of what may be the mask of a sum."""
     for node in _below(term):
-        name = _name(node)
+        name = name_of(node)
         for key in ("other", "self") if name == "Mul" else ():
             mask = saved(node, key)
             if isinstance(mask, Tensor) and mask.dim() and not mask.requires_grad:
@@ -260,11 +261,12 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
-def _shape(node: Any, i: int) -> Shape:
+def shape_of(node: Any, i: int) -> Shape:
     """Returns the shape of a node's i-th input that has a graph."""
     following, number = node.next_functions[i]
     return arriving_shape(following, number)
 
 
-def _name(node: Any) -> str:
+def name_of(node: Any) -> str:
+    """Returns what a node is the backward of: "Mul" of a ``MulBackward0``."""
     return type(node).__name__.partition("Backward")[0]
