@@ -12,6 +12,7 @@ import torch
 import mirror
 from mirror.concurrency import lockstep, pace
 from mirror.replica.modules.attributes import ReplicaAttribute
+from mirror.torch_private import num_dispatch_modes, num_function_modes
 
 # So that `from tests.oracle import ...` works however pytest is started.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -72,6 +73,14 @@ def seed():
         torch.manual_seed(0)
     else:  # where torch.manual_seed formats the stack, for each kind of device that may yet come
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_modes_left():
+    """What a test leaves on torch's stacks of modes, others in its process would meet."""
+    before = num_function_modes(), num_dispatch_modes()
+    yield
+    assert (num_function_modes(), num_dispatch_modes()) == before
 
 
 @pytest.fixture(autouse=True)

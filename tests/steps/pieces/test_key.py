@@ -157,7 +157,7 @@ class _Switch:
 
 SWITCHES = {
     "dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "device": (torch.get_default_device, torch.set_default_device, "meta"),
+    "device": (lambda: None, torch.set_default_device, "meta"),  # None: no mode is left
     "deterministic": (
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
