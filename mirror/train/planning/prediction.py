@@ -161,7 +161,7 @@ class Predictor:
         else:
             buckets = buckets_of(work.sizes_bytes, self.bucket_bytes)
             communication = beside_backward(buckets, backward, all_reduce)
-        busy = work.forward_seconds(part) + backward + work.update_seconds
+        busy = work.busy_seconds(part)
         return _Step(
             busy + communication.exposed_seconds, self._host_seconds(devices, way), communication
         )

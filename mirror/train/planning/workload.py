@@ -68,6 +68,10 @@ class Workload:
         """Of a part of the batch."""
         return (self.step_seconds - self.update_seconds) * part * (1 - self.forward_share)
 
+    def busy_seconds(self, part: float) -> float:
+        """Of a step over a part of the batch: of the whole of it, exactly ``step_seconds``."""
+        return self.step_seconds - (self.step_seconds - self.update_seconds) * (1 - part)
+
 
 def make_workload(
     *,

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import mirror
@@ -49,6 +51,12 @@ def test_a_step_is_measured_and_its_model_counted():
     plan = mirror.plan(step, model=model, batch_size=3, max_devices=2)
     assert plan.workload.sizes_bytes == (32, 8)
     assert plan.rows[0].step_seconds == plan.workload.step_seconds > 0
+
+
+@given(st.floats(1e-5, 10.0))
+def test_one_device_takes_what_its_step_took_to_the_last_bit(seconds):
+    plan = mirror.plan(step_seconds=seconds, parameters=1e4, tensors=4, batch_size=8)
+    assert (plan.rows[0].step_seconds, plan.rows[0].efficiency) == (seconds, 1.0)
 
 
 def test_what_is_given_counts_more_than_what_is_seen():
