@@ -1,5 +1,5 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
-# make test   the linters, the type checker and all tests but those marked slow: a quarter of an hour
+# make test   the linters, the type checker and all tests but those marked slow: eight minutes
 # make quick  the contract on two simulated devices, the layers, the public API: half a minute
 # make affected   the tests that run what differs from main, as tests/scripts/affected/chart.txt has it
 # make chart   draws that chart anew: of each test two cases, over a copy that notes what runs
