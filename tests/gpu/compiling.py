@@ -19,14 +19,17 @@ from tests.gpu.fake import FakeGpus
 def compiling_gpus(num_devices):
     """Gives simulated GPUs on which steps can be compiled, by torch's own kernels."""
     with FakeGpus(num_devices) as gpus:
-        real = making.trace
 
-        def trace(*args, **kwargs):
-            with gpus.really():
-                return real(*args, **kwargs)
+        def real(function):
+            def call(*args, **kwargs):
+                with gpus.really():
+                    return function(*args, **kwargs)
+
+            return call
 
         with (
-            mock.patch.object(making, "trace", trace),
+            mock.patch.object(making, "trace", real(making.trace)),
+            mock.patch.object(making, "pieces_of", real(making.pieces_of)),  # traces it anew
             mock.patch.object(making, "_has_compiler", return_value=False),
         ):
             yield gpus
