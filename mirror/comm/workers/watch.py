@@ -31,8 +31,10 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 _SLICE_SECONDS = 0.5
-# How long the others have to say why a connection has broken: more than one beat of theirs.
-_REASON_SECONDS = 2.5
+# How long the others have to say why a connection has broken: more than one beat of theirs. It
+# counts from the first look after that to another: on a busy machine looks are late, and who says
+# no more is known only from two. Nobody waits longer than the most.
+_REASON_SECONDS, _MOST_REASON_SECONDS = 2.5, 7.5
 _RESTART = (
     "the strategy is of no more use here; end this process, and start all workers again from the "
     "last checkpoint (torchrun --max-restarts does that)"
@@ -126,14 +128,17 @@ class Watch:
 
     def _broken(self, wait: Wait, error: RuntimeError) -> MirrorError:
         """Returns what is behind an error of torch's: what the others say, or do not any more."""
-        begun, board = monotonic(), self._board
+        begun, board, first = monotonic(), self._board, None
         with board.waiting(wait):
-            while board.broken is None and monotonic() < begun + _REASON_SECONDS:
+            while board.broken is None and monotonic() < begun + _MOST_REASON_SECONDS:
                 look = board.look
                 if look.at > begun:
                     ended = ended_without(wait, look.positions)
                     if ended:
                         return self._error_of_ended(wait, look, ended)
+                    first = first or look.at
+                    if look.at - first > 0.75 * _REASON_SECONDS:
+                        break
                 sleep(0.02)
         words = _of_gloo(str(error))
         if board.broken is not None:

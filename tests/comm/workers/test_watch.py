@@ -3,12 +3,13 @@
 import re
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 
-from mirror.comm.workers.board import Board, in_short
+from mirror.comm.workers.board import Board, Look, in_short
 from mirror.comm.workers.errand import Errand
-from mirror.comm.workers.positions import Wait
+from mirror.comm.workers.positions import Position, Wait
 from mirror.comm.workers.watch import Watch
 from mirror.errors import WorkerLostError
 from tests.comm.workers.programs import Program, run
@@ -161,6 +162,55 @@ def test_an_error_of_the_store_is_the_loss_of_its_process(monkeypatch):
     with pytest.raises(WorkerLostError, match=r"worker 0 of 2 is lost: .*gone: Broken pipe\n"):
         Watch(board, 30.0).result(_Never(), lambda: Wait("1/main", 1, "a step at here.py:1"))
     board.leave()
+
+
+class _LateBoard:
+    """A board of worker 0 of three that looks every so many seconds; worker 1 says no more."""
+
+    rank, size, broken = 0, 3, None
+
+    def __init__(self, every):
+        self.now, self._every = 0.0, every
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def waiting(self, wait):
+        return nullcontext()
+
+    def position(self):
+        return Position()
+
+    @property
+    def look(self):
+        at = self.now // self._every * self._every
+        return Look(at, [Position()] * 3, [0.0, max(at - self._every, 0.0), 0.3])
+
+
+@pytest.mark.parametrize(
+    ("every", "who"),
+    [
+        (0.5, "worker 1 of 3"),
+        (1.6, "worker 1 of 3"),  # on a busy machine
+        (3.0, "worker 1 of 3"),
+        (20.0, "a worker"),  # it cannot be known
+    ],
+)
+def test_who_is_lost_is_known_however_late_looks_are(monkeypatch, every, who):
+    board = _LateBoard(every)
+    monkeypatch.setattr("mirror.comm.workers.watch.monotonic", board.monotonic)
+    monkeypatch.setattr("mirror.comm.workers.watch.sleep", board.sleep)
+
+    class Broken:
+        def wait(self, timeout):
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(WorkerLostError, match=f"^{who} is lost: Connection reset by peer"):
+        Watch(board, 60.0).result(Broken(), lambda: Wait("1/main", 1, "a step at here.py:1"))
+    assert board.now < 8
 
 
 def test_an_errand_returns_or_raises_what_its_call_does():
