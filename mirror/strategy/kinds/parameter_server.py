@@ -5,27 +5,25 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from mirror.errors import StrategyError, in_words
-from mirror.execution.current import Context, current, enter, here
+from mirror.execution.current import current
 from mirror.replica.collectives.reduction import Op
 from mirror.server.partitioners import Partitioner
 from mirror.server.placement import PlacementFunction, check_placement
 from mirror.server.recording import Recorded
 from mirror.strategy.arguments import check_call
+from mirror.strategy.kinds.placing_scope import PlacingScope
 from mirror.strategy.kinds.server_options import (
     at_least,
     check_engine,
     engine_of,
     tasks_of,
 )
-from mirror.strategy.scope import refuse_inside_another
 from mirror.uncopied import Uncopied
 from mirror.values import PerReplica, local_results
 
@@ -194,7 +192,7 @@ class ParameterServerStrategy(Uncopied):
         Raises:
             StrategyError: on entry, inside another strategy's scope or ``run``, or after close.
         """
-        return PlacingScope(self, self._recorded)
+        return PlacingScope(self, self._recorded, self.check_usable)
 
     def mirror(self, module: ModuleT) -> ModuleT:
         """Takes a module made elsewhere (a pretrained one), and returns it.
@@ -316,35 +314,3 @@ class ParameterServerStrategy(Uncopied):
         if name in _REMEDIES:
             raise StrategyError(f"a {kind} has no {name}, which is of replicas; {_REMEDIES[name]}")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
-
-
-class PlacingScope:
-    """What ``ParameterServerStrategy.scope()`` returns: ``with`` enters it."""
-
-    def __init__(self, strategy: ParameterServerStrategy, recorded: Recorded) -> None:
-        self._strategy, self._recorded = strategy, recorded
-        self._before: list[tuple[Context, ExitStack]] = []
-
-    def __enter__(self) -> None:
-        self._strategy.check_usable("scope")
-        refuse_inside_another(self._strategy)
-        before, stack = here(), ExitStack()
-        try:
-            self._before.append((before, stack))
-            enter(self._strategy, None)
-            stack.enter_context(self._recorded.recording())
-        except BaseException:
-            current.replica, current.strategy, current.below = before
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        before, stack = self._before.pop()
-        try:
-            stack.close()
-        finally:
-            current.replica, current.strategy, current.below = before

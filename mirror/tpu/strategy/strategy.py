@@ -22,12 +22,13 @@ from mirror.execution.step_ends import step_ends
 from mirror.replica.collectives.reduction import Op
 from mirror.server.recording import Model, Recorded
 from mirror.strategy.arguments import check_call, taking_part
+from mirror.strategy.kinds.placing_scope import PlacingScope
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.tpu.arguments import arguments_of
 from mirror.tpu.devices import as_torch, devices_of
 from mirror.tpu.programs.programs import Programs
 from mirror.tpu.programs.refusals import WHOLE_STEPS, check_model
-from mirror.tpu.strategy.scope import Optimizers, TpuScope
+from mirror.tpu.strategy.made_optimizers import Optimizers
 from mirror.uncopied import Uncopied
 from mirror.values import local_results
 
@@ -125,13 +126,13 @@ class TPUStrategy(Uncopied):
 
     # Variables
 
-    def scope(self) -> TpuScope:
+    def scope(self) -> PlacingScope:
         """Makes this strategy current; modules made inside are known to it.
 
         Raises:
             StrategyError: on entry, inside another strategy's scope or ``run``, or after close.
         """
-        return TpuScope(self, self._recorded, self._check_usable)
+        return PlacingScope(self, self._recorded, self._check_usable)
 
     def mirror(self, module: ModuleT) -> ModuleT:
         """Takes a module made elsewhere (a pretrained one), and returns it.
