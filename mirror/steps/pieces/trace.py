@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -60,10 +61,6 @@ class Trace:
     rates_read: list[Optimizer]
 
 
-class _InOptimizerError(Exception):
-    """An optimizer's step has asked for another value than its learning rate."""
-
-
 def trace(
     step: Callable[..., Any],
     call: Callable[[Sequence[Any]], Any],
@@ -74,9 +71,11 @@ def trace(
     grads: dict[Place, Tensor],
     *,
     meets_alone: bool = False,
-    constant_rates: bool = False,
 ) -> Trace:
     """Traces a step.
+
+    Learning rates are inputs, but of an optimizer whose step wants to know their values: then
+    they are the numbers that they are.
 
     Args:
         call: calls the step with these leaves of its arguments.
@@ -84,109 +83,125 @@ def trace(
         own: of each leaf, whether every replica has one of its own.
         grads: those that parameters have.
         meets_alone: whether gradients are met where there is one replica, too: to be looked at.
-        constant_rates: whether learning rates are the numbers that they are, and no inputs; it is
-            tried where an optimizer's step asks for a value.
 
     Raises:
         CompileError: it does what no trace can follow.
         StateMissing: it makes optimizer state.
     """
-    stand_ins = StandIns(places, grads, replicas.num_replicas)
-    fakes: list[Tensor] = []
-    args: list[Any] = []
-    for i, (leaf, is_own) in enumerate(zip(leaves, own, strict=True)):
-        if isinstance(leaf, Tensor):
-            kind = Kind.PART if is_own else Kind.SHARED
-            leaf = stand_ins.add(kind, leaf, i, batched=is_own)
-            fakes.append(leaf)
-        args.append(leaf)
-    tracer = Tracer(replicas, stand_ins, meets_alone=meets_alone, constant_rates=constant_rates)
-    unchanged = Unchanged(step, tracer, replicas)
-    returned: list[Any] = []
-    numbers: list[Any] = []
-    left: dict[Place, Tensor | None] = {}
 
-    def followed() -> Sequence[Tensor]:
-        with unchanged:
-            result = tracer.follow(lambda: call(args))
-        numbers.extend(map(_number, leaves_of(result)))
-        result = map_structure(_as_tensor, result)
-        returned.append(result)
-        assert tracer.gradients is not None
-        left.update(tracer.gradients.left)
-        for place in places:
+    def tried(*, constant_rates: bool) -> _Try:
+        stand_ins = StandIns(places, grads, replicas.num_replicas)
+        tracer = Tracer(
+            replicas, stand_ins, meets_alone=meets_alone, constant_rates=constant_rates
+        )
+        return _Try(call, stand_ins, tracer, Unchanged(step, tracer, replicas), places)
+
+    first = tried(constant_rates=False)
+    try:
+        return first.traced(leaves, own)
+    except CompileError as error:
+        if not first.tracer.failed_in_optimizer:
+            raise
+        second = tried(constant_rates=True)
+        try:
+            found = second.traced(leaves, own)
+        except CompileError:
+            if second.tracer.failed_in_optimizer:
+                raise error from None
+            raise
+        found.rates_read += [lease.optimizer for lease in found.leases]
+        return found
+
+
+class _Try:
+    """One try to follow a step, with stand-ins of its own.
+
+    Attributes:
+        tracer: what follows it.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[Any]], Any],
+        stand_ins: StandIns,
+        tracer: Tracer,
+        unchanged: Unchanged,
+        places: Sequence[Place],
+    ) -> None:
+        self._call, self._stand_ins = call, stand_ins
+        self.tracer, self._unchanged, self._places = tracer, unchanged, places
+        self._result: Any = None
+        self._numbers: list[type | None] = []
+        self._left: dict[Place, Tensor | None] = {}
+
+    def traced(self, leaves: Sequence[Any], own: Sequence[bool]) -> Trace:
+        """Follows the step, called with these leaves; see ``trace``."""
+        stand_ins, tracer = self._stand_ins, self.tracer
+        args = [self._stood_for(i, *one) for i, one in enumerate(zip(leaves, own, strict=True))]
+        graph, inputs = follow(lambda: self._followed(args), stand_ins.mode, stand_ins.inputs)
+        returned = leaves_of(self._result)
+        is_tensor = [isinstance(leaf, Tensor) for leaf in returned]
+        gradients = tracer.gradients
+        return Trace(
+            graph=graph,
+            device=stand_ins.device,
+            inputs=inputs,
+            fakes=[leaf for leaf in args if isinstance(leaf, Tensor)],
+            plain=[leaf for leaf in leaves if not isinstance(leaf, Tensor)],
+            layouts=[layout(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
+            mode=stand_ins.mode,
+            structure=rebuild_structure(self._result, [None] * len(returned)),
+            leaves=[
+                number if isinstance(leaf, Tensor) else leaf
+                for number, leaf in zip(self._numbers, returned, strict=True)
+            ],
+            is_tensor=is_tensor,
+            grads=_positions(self._left, sum(is_tensor)),
+            entering={} if gradients is None else dict(gradients.looked_at),
+            meetings=tracer.meetings,
+            modules=list(tracer.modules.values()),
+            leases=list(tracer.leases.all.values()),
+            draws=tracer.draws.count,
+            modes=self._unchanged.modes,
+            rates_read=[*self._unchanged.rates_read],
+        )
+
+    def _stood_for(self, index: int, leaf: Any, is_own: bool) -> Any:
+        """Returns what the step gets in place of a leaf of its arguments."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        kind = Kind.PART if is_own else Kind.SHARED
+        return self._stand_ins.add(kind, leaf, index, batched=is_own)
+
+    def _followed(self, args: Sequence[Any]) -> Sequence[Tensor]:
+        """Calls the step; returns all that it leaves: results, then gradients."""
+        with self._unchanged:
+            result = self.tracer.follow(lambda: self._call(args))
+        self._numbers = list(map(_number, leaves_of(result)))
+        self._result = map_structure(_as_tensor, result)
+        assert self.tracer.gradients is not None
+        self._left = dict(self.tracer.gradients.left)
+        stand_ins = self._stand_ins
+        for place in self._places:
             after = stand_ins.assigned.get(id(place.record))
             if after is not None and after is not stand_ins.standing_for(place):
                 stand_ins.standing_for(place).copy_(after)
-        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
-        tensors += [grad for grad in left.values() if grad is not None]
+        tensors = [leaf for leaf in leaves_of(self._result) if isinstance(leaf, Tensor)]
+        tensors += [grad for grad in self._left.values() if grad is not None]
         return [stand_ins.by_id().get(id(t), t).detach() for t in tensors]
 
-    try:
-        graph, inputs = follow(followed, stand_ins.mode, stand_ins.inputs)
-    except CompileError as error:
-        if not tracer.failed_in_optimizer:
-            raise
-        if constant_rates:
-            raise _InOptimizerError from error
-        try:  # it may have wanted to know its learning rate
-            return trace(
-                step,
-                call,
-                leaves,
-                own,
-                replicas,
-                places,
-                grads,
-                meets_alone=meets_alone,
-                constant_rates=True,
-            )
-        except _InOptimizerError:
-            raise error from None
-    result = returned[0]
-    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves_of(result)]
-    position = sum(is_tensor)
-    positions: dict[Place, int | None] = {}
-    for place, grad in left.items():
-        positions[place] = None
-        if grad is not None:
-            positions[place] = position
-            position += 1
-    stepped = [lease.optimizer for lease in tracer.leases.all.values()]
-    return Trace(
-        graph,
-        stand_ins.device,
-        inputs,
-        fakes,
-        [leaf for leaf in leaves if not isinstance(leaf, Tensor)],
-        [layout(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
-        stand_ins.mode,
-        rebuild_structure(result, [None] * len(is_tensor)),
-        [
-            number if isinstance(leaf, Tensor) else leaf
-            for number, leaf in zip(numbers, leaves_of(result), strict=True)
-        ],
-        is_tensor,
-        positions,
-        dict(tracer.gradients.looked_at) if tracer.gradients is not None else {},
-        tracer.meetings,
-        list(tracer.modules.values()),
-        list(tracer.leases.all.values()),
-        tracer.draws.count,
-        unchanged.modes,
-        [*unchanged.rates_read, *(stepped if constant_rates else ())],
-    )
+
+def _positions(left: dict[Place, Tensor | None], first: int) -> dict[Place, int | None]:
+    """Returns where the gradients are that are left, numbered from ``first`` on."""
+    numbers = count(first)
+    return {place: None if grad is None else next(numbers) for place, grad in left.items()}
 
 
 def _number(leaf: Any) -> type | None:
     """Returns what a number that depends on sizes is outside of a trace."""
-    return (
-        int
-        if isinstance(leaf, torch.SymInt)
-        else float
-        if isinstance(leaf, torch.SymFloat)
-        else None
-    )
+    if isinstance(leaf, torch.SymInt):
+        return int
+    return float if isinstance(leaf, torch.SymFloat) else None
 
 
 def _as_tensor(leaf: Any) -> Any:
