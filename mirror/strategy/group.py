@@ -136,10 +136,10 @@ class Group:
             buffers.part(),
         )
         # What one replica has, nobody has to agree with.
-        runner.keep(parts if replicas.mirrors else parts[:1])
+        told = parts if replicas.mirrors else parts[:1]
+        runner.keep(told)
         # Compiled steps use the first copies as they are: see [Note: Compiled steps and copies].
         of_copies = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
-        told = parts if replicas.mirrors else parts[:1]
         beside = [part for part in told if part.name not in of_copies]
         self.beside_copies = Parts(replicas.num_replicas, beside)
         self._simulates = replicas.mirrors and is_simulated(replicas.devices)
