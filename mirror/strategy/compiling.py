@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mirror.errors import CompileError
+from mirror.steps.running.agreement import Agreement
 from mirror.steps.running.coherence import Coherence
 from mirror.steps.running.compiled_step import FALLBACKS, MODES, CompiledStep
 from mirror.strategy.arguments import check_call, taking_part
@@ -19,23 +20,16 @@ def compiled_step(
     """Returns a step of this group's replicas that is compiled when it is called.
 
     Raises:
-        CompileError: there are other workers, a replica has several devices, or parameters have a
-            home of their own, and no ``fallback``.
+        CompileError: a replica has several devices, or parameters have a home of their own, and
+            no ``fallback``.
         TypeError: ``step`` is no function that ``run`` takes.
         ValueError: an unknown ``fallback`` or ``mode``.
     """
     check_choice("fallback", fallback, FALLBACKS)
     check_choice("mode", mode, MODES)
     check_call(step, (), {})
-    has_others = group.replicas.workers.are_several
     has_places = group.replicas.places.are_several
-    is_eager = has_others or has_places or group.replicas.is_apart
-    if has_others and fallback == "error":
-        raise CompileError(
-            "compiled steps are for the replicas of one process, and this strategy has several "
-            "workers; call strategy.run(step, ...), in which a model may be compiled by "
-            "torch.compile, or pass fallback='eager', which does so"
-        )
+    is_eager = has_places or group.replicas.is_apart
     if has_places and fallback == "error":
         raise CompileError(
             "compiled steps are programs of one device each, and a replica of this strategy has "
@@ -58,5 +52,12 @@ def compiled_step(
         return Maker(group.replicas, group.registry, group.reducer, coherence, group.finite, mode)
 
     return CompiledStep(
-        step, run, taking_part, coherence, make, fallback=fallback, is_eager=is_eager
+        step,
+        run,
+        taking_part,
+        coherence,
+        Agreement(group.replicas.workers),
+        make,
+        fallback=fallback,
+        is_eager=is_eager,
     )

@@ -34,16 +34,8 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
     detail = _detail(tensors, structure)
 
     def reduce(payloads: Payloads, met: Met) -> tuple[Payloads, Met]:
-        if not replicas.workers.are_several:
-            return fused_all_reduce(replicas, op, payloads), met
-        ready = {r: [_mean_ready(t, op) for t in mine] for r, mine in payloads.items()}
-        sum_or_op = "sum" if op == "mean" else op
-        own = _first(fused_all_reduce(replicas, sum_or_op, ready))
         what = f"{name} of {detail}"
-        whole, met = reduced_over(replicas.workers, sum_or_op, what, signature, own, met)
-        if op == "mean":
-            whole = [total / met.num_replicas for total in whole]
-        return _for_all(replicas, payloads, whole), met
+        return all_reduce_payloads(replicas, op, payloads, met, what, signature)
 
     reduced, common, _ = _merge(replica, name, detail, signature, tensors, reduce)
     if op in ("sum", "mean"):
@@ -106,6 +98,27 @@ def weighted_sum(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     totals: list[Tensor] = all_reduce(replica, "sum", weighed)
     # What a replica that counts nothing contributes is multiplied by zero in the end.
     return [total / own if own else torch.zeros_like(total) for total in totals]
+
+
+def all_reduce_payloads(
+    replicas: Replicas, op: str, payloads: Payloads, met: Met, what: str, signature: object
+) -> tuple[Payloads, Met]:
+    """Reduces lists of tensors over the replicas of all workers; also tells who takes part.
+
+    Args:
+        met: who does of this worker's.
+        what: the operation, as messages to workers name it.
+        signature: what must be equal on all of them.
+    """
+    if not replicas.workers.are_several:
+        return fused_all_reduce(replicas, op, payloads), met
+    ready = {r: [_mean_ready(t, op) for t in mine] for r, mine in payloads.items()}
+    sum_or_op = "sum" if op == "mean" else op
+    own = _first(fused_all_reduce(replicas, sum_or_op, ready))
+    whole, met = reduced_over(replicas.workers, sum_or_op, what, signature, own, met)
+    if op == "mean":
+        whole = [total / met.num_replicas for total in whole]
+    return _for_all(replicas, payloads, whole), met
 
 
 def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payloads:

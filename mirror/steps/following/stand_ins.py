@@ -20,7 +20,7 @@ class StandIns:
     Args:
         places: the strategy's parameters and buffers.
         grads: the gradients that a step before has left.
-        num_replicas: of the strategy.
+        num_replicas: of all workers.
 
     Attributes:
         mode: that of the fake tensors.

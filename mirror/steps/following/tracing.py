@@ -198,7 +198,7 @@ class Tracer:
         return self._stand_ins.only(Kind.COUNT)
 
     def _reduced(self, places: Sequence[Place], local: list[Tensor]) -> list[Tensor]:
-        if self._replicas.num_replicas == 1 and not self._meets_alone:
+        if not self._replicas.mirrors and not self._meets_alone:
             return local
         return self.meet(Meeting(None, places), local)
 

@@ -90,7 +90,7 @@ def trace(
     """
 
     def tried(*, constant_rates: bool) -> _Try:
-        stand_ins = StandIns(places, grads, replicas.num_replicas)
+        stand_ins = StandIns(places, grads, replicas.workers.num_replicas)
         tracer = Tracer(
             replicas, stand_ins, meets_alone=meets_alone, constant_rates=constant_rates
         )

@@ -51,11 +51,11 @@ class Bindings:
             wanted = [inputs[i].key for i in of_it]
             held = [HeldStates(lease.optimizer, wanted, home) for home in self.homes]
             self._state_slots.append((of_it, held))
-        n = replicas.num_replicas
+        workers = replicas.workers
         one = torch.ones((), dtype=torch.float64, device="cpu")
         self._own = [
             {
-                Kind.PLACE: torch.arange(n, device=device) == r,
+                Kind.PLACE: torch.arange(workers.num_replicas, device=device) == workers.first + r,
                 Kind.COUNT: one.to(device, copy=True),
                 Kind.WEIGHT: one.to(device, copy=True),
                 Kind.SEED: torch.zeros((), dtype=torch.int64, device=device),
@@ -121,10 +121,14 @@ class Bindings:
         return True
 
     def values(
-        self, parts: dict[int, list[Any]], weights: Sequence[float] | None
+        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, count: int
     ) -> dict[int, list[Any]]:
-        """Returns the values that a call begins with, of each replica that takes part."""
-        self._fill(tuple(parts), weights)
+        """Returns the values that a call begins with, of each replica that takes part.
+
+        Args:
+            count: how many take part, of all workers'.
+        """
+        self._fill(tuple(parts), weights, count)
         if self._trace.draws:
             seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
             for r, seed in zip(parts, seeds.tolist(), strict=True):
@@ -143,7 +147,7 @@ class Bindings:
             values[r] = mine
         return values
 
-    def _fill(self, active: tuple[int, ...], weights: Sequence[float] | None) -> None:
+    def _fill(self, active: tuple[int, ...], weights: Sequence[float] | None, count: int) -> None:
         """Fills in the numbers that are inputs: rates, weights, how many take part."""
         for i, (slot, optimizer, group) in enumerate(self._rates):
             rate = optimizer.param_groups[group]["lr"]
@@ -151,11 +155,11 @@ class Bindings:
                 self._last_rates[i] = rate
                 for home in self.homes:
                     self._templates[home][slot].fill_(rate)
-        counted = (active, weights)
+        counted = (active, weights, count)
         if counted != self._counted:
             self._counted = counted
             for r in active:
-                self._own[r][Kind.COUNT].fill_(len(active))
+                self._own[r][Kind.COUNT].fill_(count)
                 self._own[r][Kind.WEIGHT].fill_(1.0 if weights is None else weights[r])
 
     def idle(self, home: int) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.execution.parts import Parts
+from mirror.execution.random_streams import with_stream_of
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.execution.step_ends import step_ends
@@ -69,14 +71,23 @@ class Coherence:
 
     def alone(self, call: Callable[[], T]) -> T:
         """Calls ``call`` while no run is going on, and none can begin."""
+        workers = self._replicas.workers
+        if workers.are_several:
+            drawing = partial(with_stream_of, workers, call)
+            call = partial(workers.outermost, drawing)
         return self._runner.alone(call, "a compiled step")
 
     def begin(self) -> None:
         """Notes that replicas may differ: what does not end is put right at the next use."""
         self._runner.unfinished = True
 
-    def end(self) -> None:
-        """Notes that a step has ended well."""
+    def end(self, weight: float) -> None:
+        """Notes that a step has ended well, in which this worker's replicas counted so much."""
+        workers = self._replicas.workers
+        if workers.are_several:  # to them it is an outermost run
+            workers.counted.clear()
+            workers.ran(weight)
+            self._runner.at_end()
         self._runner.unfinished = False
 
     def wants_eager(self) -> bool:
@@ -116,7 +127,7 @@ class Coherence:
         """Notes what a compiled step has changed, and the gradients that it leaves."""
         for buffer in changes.buffers:
             buffer.wrote(active)
-        if self.num_replicas == 1:
+        if not self._replicas.mirrors:
             for place, grad in grads.items():
                 place.owner.grad = grad
             return

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from mirror.errors import CompileError
 from mirror.steps.lines import first_line, line_of
 from mirror.steps.missing import StateMissing
+from mirror.steps.running.agreement import Agreement, Meets, Weighing
 from mirror.steps.running.arguments import Arguments
 from mirror.steps.running.coherence import Coherence
 from mirror.timeline import COMPILED, CROSS
@@ -32,12 +33,15 @@ class Program(Protocol):
     """A step's programs of one trace: a StepProgram, which is not imported before it is made."""
 
     trace: Any
+    meets: Meets
 
     def fits(self, part: Sequence[Any]) -> bool: ...
 
     def can_run(self) -> bool: ...
 
-    def run(self, parts: dict[int, Any], weights: Any) -> dict[int, Sequence[Any]]: ...
+    def run(
+        self, parts: dict[int, Any], weights: Any, weighing: Weighing
+    ) -> dict[int, Sequence[Any]]: ...
 
 
 class CompiledStep:
@@ -57,16 +61,18 @@ class CompiledStep:
         run: Run,
         taking_part: Part,
         coherence: Coherence,
+        agreement: Agreement,
         maker: Callable[[], Any],
         *,
         fallback: str,
         is_eager: bool = False,
     ) -> None:
         self._step, self._run, self._taking_part = step, run, taking_part
-        self._coherence, self._make_maker = coherence, maker
+        self._coherence, self._agreement, self._make_maker = coherence, agreement, maker
         self._maker: Any = None
         self._falls_back = fallback == "eager"
-        self._has_run, self._is_eager = False, is_eager
+        self._has_run = False
+        agreement.is_final = is_eager
         self._programs: list[tuple[Any, Program, dict[Any, bool]]] = []
         self._odd_in_a_row = self._waits = self._num_calls = 0
         self._fixes_sizes = False  # whether the step is another one for every size of a batch
@@ -80,7 +86,7 @@ class CompiledStep:
             CompileError: the step does what no trace can follow.
             StrategyError: called inside ``run``, or after ``close``.
         """
-        if self._is_eager or not self._has_run or self._coherence.wants_eager():
+        if self._agreement.is_final or not self._has_run or self._coherence.wants_eager():
             result = self._run(self._step, args, kwargs)
             self._has_run = True
             return result
@@ -115,15 +121,16 @@ class CompiledStep:
         self._coherence.prepare()
         arguments = Arguments(args, kwargs, active)
         program = self._program_for(arguments)
-        if program is None:
-            if self._must_not_trace(arguments):
-                return None
+        if program is None and not self._must_not_trace(arguments):
             program = self._made(arguments)
-            if program is None:
-                return None
+        weighing = self._agreement.meet(
+            None if program is None else program.meets, arguments.active, weights
+        )
+        if program is None or weighing is None:
+            return None
         self._coherence.begin()
-        results = program.run(arguments.tensors, weights)
-        self._coherence.end()
+        results = program.run(arguments.tensors, weights, weighing)
+        self._coherence.end(weighing.local)
         return self._joined(program, results, weights), bool(program.trace.leases)
 
     def _program_for(self, arguments: Arguments) -> Program | None:
@@ -175,7 +182,7 @@ class CompiledStep:
             refused = error if isinstance(error, CompileError) else _not_followed(error)
             if self._falls_back:
                 logger.warning("%s; it runs uncompiled", refused)
-                self._is_eager = True
+                self._agreement.is_final = True
                 return None
             if refused is error:
                 raise
@@ -188,7 +195,7 @@ class CompiledStep:
         self._traced_at.append(self._num_calls)
         is_often = self._num_calls - self._traced_at[0] < _OFTEN * MAX_TRACES
         if len(self._traced_at) == MAX_TRACES and is_often:
-            self._is_eager = True
+            self._agreement.is_final = True
             logger.warning(
                 "the step %s was traced %d times in %d calls, which takes longer than to run it "
                 "uncompiled, as it is from now on; pass what changes from call to call as tensors",

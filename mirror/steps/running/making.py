@@ -93,7 +93,7 @@ class Maker:
 
     def _finished(self, trace: Trace) -> tuple[Pieces, list[Ready], Sizes]:
         """Returns the programs of a step: those that were kept, or new ones."""
-        num_replicas = self._replicas.num_replicas
+        num_replicas = self._replicas.workers.num_replicas
         step = trace.graph, trace.inputs, trace.mode, trace.meetings, num_replicas
         key = None
         if self._mode != "trace" and set(self._replicas.devices) == {torch.device("cpu")}:

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mirror.errors import GradientError
 from mirror.execution.replicas import Replicas
-from mirror.execution.run import shares_of
 from mirror.replica.collectives.reducer import Moved, Reducer
 from mirror.replica.finite import Finite
+from mirror.replica.gradients.agreed.unfit import Unfit
 from mirror.steps.following.tracing import Meeting
 from mirror.steps.places import Place
+
+_WHAT = "gradients of a compiled step"
 
 
 class Reductions:
@@ -26,29 +29,30 @@ class Reductions:
 
     def __init__(self, replicas: Replicas, reducer: Reducer, finite: Finite | None) -> None:
         self._replicas, self._reducer, self._finite = replicas, reducer, finite
-
-    def shares(self, active: Sequence[int], weights: Sequence[float] | None) -> dict[int, float]:
-        """Returns what each replica's gradient counts for. See [Note: Shares]."""
-        counting = {r: 1.0 if weights is None else weights[r] for r in active}
-        return shares_of(counting, weighted=self._replicas.weighted)
+        self._workers, self._unfit = replicas.workers, Unfit(replicas.workers, finite)
 
     def reduce(
         self, local: dict[int, list[Tensor]], shares: dict[int, float], meeting: Meeting
     ) -> dict[int, list[Tensor]]:
-        """Returns the weighted sums, on each replica that takes part, and on every device.
+        """Returns the weighted sums of all workers, on each replica that takes part, and device.
 
         Raises:
-            GradientError: one is not finite, and that is looked at.
+            GradientError: one is not finite, on any worker, and that is looked at.
+            WorkerLostError: a worker is gone.
         """
         if self._finite is not None:
-            self._check(self._finite, local, shares, meeting)
+            try:
+                self._check(self._finite, local, shares, meeting)
+            except GradientError as error:
+                self._unfit.found = error
+            self._unfit.meet()
         scale, n = 1.0, self._replicas.num_replicas
         counted = set(shares.values())
-        if len(counted) == 1:
+        if len(counted) == 1 and 0.0 not in counted:
             (scale,) = counted
         else:
             for r, grads in local.items():
-                torch._foreach_mul_(grads, shares[r])
+                _weigh(grads, shares[r])
         any_of = next(iter(local.values()))
         columns = list(local.values())
         if len(columns) < n:  # the others get the sum, too
@@ -64,8 +68,38 @@ class Reductions:
                 [torch.view_as_real(g) if g.is_complex() else g for g in column]
                 for column in columns
             ]
-        self._reducer.all_reduce(Moved(moved, [], range(len(any_of))), scale)
+        self._sum(moved, scale)
         return dict(enumerate(columns))
+
+    def _sum(self, columns: Sequence[list[Tensor]], scale: float) -> None:
+        """Sums over the replicas of all workers, in place. See [Note: Sums on GPUs]."""
+        workers, brought = self._workers, columns
+        if workers.sums_replicas:
+            for column in columns if scale != 1.0 else ():
+                torch._foreach_mul_(column, scale)
+        else:
+            self._reducer.all_reduce(Moved(columns, [], range(len(columns[0]))), scale)
+            if not workers.are_several:
+                return
+            brought = columns[:1]
+        flats = [[self._flat(tensor) for tensor in column] for column in brought]
+        waits = [
+            workers.all_reduce_replicas(_WHAT, each)
+            if workers.sums_replicas
+            else workers.all_reduce(_WHAT, each[0])
+            for each in zip(*flats, strict=True)
+        ]
+        for wait in waits:
+            wait()
+        for r, column in enumerate(columns):
+            for tensor, flat in zip(column, flats[min(r, len(flats) - 1)], strict=True):
+                if tensor.data_ptr() != flat.data_ptr():
+                    tensor.copy_(flat.view(tensor.shape))
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """Returns what travels of a tensor: itself, where it can."""
+        wire = self._reducer.wire_dtype
+        return tensor.reshape(-1) if wire is None else tensor.reshape(-1).to(wire)
 
     def _check(
         self,
@@ -86,6 +120,13 @@ class Reductions:
                 for brought in counted
             ]
             finite.refuse(columns, [_Named(place) for place in meeting.places])
+
+
+def _weigh(grads: list[Tensor], share: float) -> None:
+    if share:
+        torch._foreach_mul_(grads, share)
+    else:
+        torch._foreach_zero_(grads)  # what counts nothing may be NaN
 
 
 class _Named:

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.collectives import fused_all_reduce
+from mirror.replica.collectives.collectives import all_reduce_payloads
+from mirror.replica.collectives.over_workers import Met
 from mirror.steps.inputs import Kind
 from mirror.steps.pieces.parts import Pieces
 from mirror.steps.pieces.programs import Called, Taking, taking
 from mirror.steps.pieces.trace import Trace, layout
+from mirror.steps.running.agreement import Meets, Weighing
 from mirror.steps.running.at_once import AtOnce
 from mirror.steps.running.bindings import Bindings
 from mirror.steps.running.captures import Captures
@@ -35,6 +37,9 @@ class StepProgram:
         bindings: finds the tensors that the trace's inputs are.
         reductions: reduces local gradients.
         launcher: runs programs of all replicas.
+
+    Attributes:
+        meets: what they meet for.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class StepProgram:
         self._bindings, self._reductions = bindings, reductions
         self._results = taking(pieces.results)
         self._changes = _changes(trace, pieces)
+        self.meets = Meets(trace.meetings)
         self._is_raw = launcher.is_raw or any(
             one.is_raw for called in levels for one in called if one is not None
         )
@@ -82,20 +88,21 @@ class StepProgram:
 
     @torch.no_grad()
     def run(
-        self, parts: dict[int, list[Any]], weights: Sequence[float] | None
+        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, weighing: Weighing
     ) -> dict[int, Sequence[Tensor]]:
         """Runs the step; returns what it gives, by replica that takes part.
 
         Args:
             parts: by replica that takes part, the tensors among its leaves.
             weights: by replica, what it counts for; ``None``: all the same.
+            weighing: what they count for among those of all workers.
         """
         bindings, timeline = self._bindings, self._replicas.timeline
         timeline.compiled.calls += 1
-        own = bindings.values(parts, weights)
+        own = bindings.values(parts, weights, weighing.count)
         active = tuple(own)
         shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.homes}
-        shares = self._reductions.shares(active, weights)
+        shares = weighing.shares(active, weights, weighted=self._replicas.weighted)
         for shared_program, own_program, meetings in self._levels:
             if shared_program is not None:
                 timeline.begin(CROSS, SHARED_PROGRAMS)
@@ -141,7 +148,11 @@ class StepProgram:
             reduced = self._reductions.reduce(payloads, shares, meeting)
             self._replicas.timeline.end(CROSS, REDUCTION)
         else:
-            reduced = fused_all_reduce(self._replicas, meeting.op, payloads)
+            words = f"all_reduce({meeting.op}) in a compiled step"
+            met = Met(len(payloads), differentiable=False)
+            reduced, _ = all_reduce_payloads(
+                self._replicas, meeting.op, payloads, met, words, None
+            )
         first = next(iter(own))
         for r, values in {**shared, **own}.items():
             for slot, tensor in zip(gotten, reduced[r if r in reduced else first], strict=True):

@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 import mirror
-from mirror.errors import CompileError
 from tests.several import strategy_of
 
 
@@ -48,21 +46,6 @@ def test_one_worker_is_a_mirrored_strategy(monkeypatch):
         assert strategy.num_replicas_in_sync == 2
         assert strategy.cluster_resolver is None
         assert strategy._group.replicas.names[1] == "replica 1 of 2 (cpu)"
-
-
-def compiled():
-    calls = []
-    with strategy_of((1, 1)) as strategy:
-        with pytest.raises(CompileError, match=r"strategy\.run.*fallback='eager'"):
-            strategy.compile(calls.append)
-        step = strategy.compile(lambda x: calls.append(x) or x * 2, fallback="eager")
-        for _ in range(3):
-            doubled = step(torch.ones(1))
-        return len(calls), strategy.local_results(doubled)[0].item(), step.num_traces
-
-
-def test_a_step_is_not_compiled_over_several_workers(crew):
-    assert crew(2).run(compiled) == [(3, 2.0, 0)] * 2
 
 
 def looked_at(folder):

@@ -1,0 +1,111 @@
+"""Agreement: all workers make a call of a step compiled, or none does.
+
+[Note: Compiled steps of workers]
+Whether a call is compiled is found by each worker: sizes, state and assumptions are its own. But a
+compiled step meets the others elsewhere than an uncompiled one. So ahead of each call the workers
+say, in one exchange of a few bytes, what they have, and what their examples count for:
+
+    all have programs            these run; gradients count ``w_r / W``, W of all workers
+    some have none               the call is uncompiled on all
+    some will never have any     so are all calls from now on
+    programs that meet unlike    a DivergenceError
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mirror.comm.workers.alone import Alone
+from mirror.execution.run import shares_of
+from mirror.steps.following.tracing import Meeting
+
+_CALL = "a compiled step"
+_SAID = struct.Struct("<??qd8s")
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """What the replicas of a call count for.
+
+    Attributes:
+        count: how many take part, of all workers'.
+        total: what these count for, together.
+        local: the same of this worker's.
+    """
+
+    count: int
+    total: float
+    local: float
+
+    def shares(
+        self, active: Sequence[int], weights: Sequence[float] | None, *, weighted: bool
+    ) -> dict[int, float]:
+        """Returns what the gradient of each of these replicas counts for. See [Note: Shares]."""
+        counting = {r: 1.0 if weights is None else float(weights[r]) for r in active}
+        shares = shares_of(counting, weighted=weighted)
+        if not weighted or self.count == len(counting):
+            return shares
+        if self.total == 0:
+            return dict.fromkeys(counting, 1.0 / self.count)
+        return {r: weight / self.total for r, weight in counting.items()}
+
+
+class Meets:
+    """What the replicas of a program meet for: alike on all workers.
+
+    Attributes:
+        digest: of all of it, 8 bytes.
+        words: what it is, in short.
+    """
+
+    def __init__(self, meetings: Sequence[Meeting]) -> None:
+        every = [(one.op, [place.name for place in one.places], one.lie) for one in meetings]
+        self.digest = hashlib.blake2b(repr(every).encode(), digest_size=8).digest()
+        self.words = ", ".join(
+            f"gradients of {len(one.places)} parameters" if one.op is None else str(one.op)
+            for one in meetings
+        )
+
+
+class Agreement:
+    """What the workers of a strategy say ahead of a call.
+
+    Attributes:
+        is_final: whether no call is compiled from now on.
+    """
+
+    def __init__(self, workers: Alone) -> None:
+        self._workers = workers
+        self.is_final = False
+
+    def meet(
+        self, meets: Meets | None, active: Sequence[int], weights: Sequence[float] | None
+    ) -> Weighing | None:
+        """Returns what the replicas count for; ``None`` if the call is to be uncompiled.
+
+        Args:
+            meets: what this worker's programs meet for; ``None``: it has none.
+
+        Raises:
+            DivergenceError: the workers are at different operations, or their programs meet for
+                different things.
+        """
+        count = len(active)
+        local = float(count) if weights is None else float(sum(weights[r] for r in active))
+        if not self._workers.are_several:
+            return None if meets is None else Weighing(count, local, local)
+        digest = b"" if meets is None else meets.digest
+        mine = _SAID.pack(meets is not None, self.is_final, count, local, digest)
+        said = [_SAID.unpack(one) for one in self._workers.exchange(_CALL, None, lambda: mine)]
+        have, final, counts, weighed, digests = zip(*said, strict=True)
+        self.is_final = any(final)
+        if not all(have):
+            return None
+        assert meets is not None
+        if len(set(digests)) > 1:
+            # Raises: not all say the same.
+            self._workers.exchange(f"{_CALL} that meets for {meets.words} ({meets.digest.hex()})")
+        return Weighing(sum(counts), sum(weighed), local)
