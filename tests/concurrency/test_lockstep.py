@@ -146,32 +146,6 @@ def test_another_thread_cannot_run_the_same_strategy_meanwhile(is_in_scope, stra
     assert strategy.run(meet).values == (N,) * N
 
 
-@pytest.mark.parametrize("by", ["model", "optimizer"])
-def test_another_thread_cannot_take_gradients_meanwhile(by, strategy):
-    model = strategy.mirror(nn.Linear(1, 1))
-    owner = model if by == "model" else torch.optim.SGD(model.parameters(), lr=0.1)
-    inside, done = threading.Event(), threading.Event()
-
-    def fn():
-        inside.set()
-        assert done.wait(10)
-
-    def other():
-        assert inside.wait(10)
-        try:
-            with pytest.raises(mirror.StrategyError, match="another thread"):
-                owner.zero_grad()
-        finally:
-            done.set()
-
-    model(torch.ones(N, 1)).sum().backward()
-    thread = threading.Thread(target=strategy.run, args=(fn,))
-    thread.start()
-    _, error, _ = finishes(other)
-    thread.join(10)
-    assert error is None
-
-
 def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkeypatch):
     starting, refused = threading.Event(), threading.Event()
     prepare = strategy._group.runner.prepare

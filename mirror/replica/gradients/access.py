@@ -113,8 +113,7 @@ class Access:
         self._put(variable, value, here, _followers(replica))
 
     def _write_outside(self, variable: Variable, value: Tensor | None) -> None:
-        if self._runner.parallel_pass is not None:
-            self._runner.parallel_pass.go_alone()
+        self._runner.check_between_runs("a gradient")
         if self._left:
             self.take_left()
         self._put(variable, value, 0, range(len(variable.copies)))

@@ -1,10 +1,15 @@
 """mirror/replica/gradients/access.py: gradients are carried to variables as these are by then."""
 
+import threading
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from tests.oracle import assert_same, finishes
+from tests.replica.gradients.at_once import batch_of, grads_of, small
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
@@ -36,3 +41,73 @@ def test_a_run_that_fails_after_new_data_brings_value_and_gradient_back_together
     for found in (values, grads, shapes):
         first, *others = strategy.local_results(found)
         assert all(torch.equal(first, other) for other in others)
+
+
+ASKED = {
+    "read": lambda model, optimizer: model.head.weight.grad,
+    "set": lambda model, optimizer: setattr(model.head.weight, "grad", None),
+    "dropped by the model": lambda model, optimizer: model.zero_grad(),
+    "dropped by the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+}
+
+
+@pytest.fixture(params=["mirrored", "at home"])
+def strategy(request, make_strategy, central):
+    """One whose gradients are in one of two places."""
+    make = {"mirrored": make_strategy, "at home": central}[request.param]
+    return make(2, schedule="staggered")
+
+
+def asked_by_another_thread(what, *owners):
+    """Has a thread of its own ask, which is to be refused."""
+    _, error, _ = finishes(lambda: ASKED[what](*owners))
+    assert isinstance(error, mirror.StrategyError), error
+    assert "a gradient was asked for by another thread" in str(error)
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_another_thread_has_no_gradients_while_a_run_goes_on(what, strategy):
+    plain = small()
+    model = strategy.mirror(small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inside, done = threading.Event(), threading.Event()
+
+    def fn():
+        inside.set()
+        assert done.wait(60)
+
+    x, y = batch_of()
+    for m in (model, plain):
+        F.cross_entropy(m(x), y).backward()
+    thread = threading.Thread(target=strategy.run, args=(fn,))
+    thread.start()
+    assert inside.wait(60)
+    try:
+        asked_by_another_thread(what, model, optimizer)
+    finally:
+        done.set()
+        thread.join(60)
+    assert_same(grads_of(model), grads_of(plain))
+
+
+@pytest.mark.usefixtures("eager", "one_thread")
+@pytest.mark.parametrize("what", ASKED)
+def test_another_thread_has_no_gradients_while_a_pass_goes_on_at_once(what, strategy):
+    strategy.run(lambda: None)  # the first turn is looked at
+    plain = small()
+    model = strategy.mirror(small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = []
+
+    def note(grad):
+        model.threads.append(threading.get_ident())
+        asked_by_another_thread(what, model, optimizer)
+        refused.append(what)
+
+    model.note = note
+    x, y = batch_of()
+    for m in (model, plain):
+        F.cross_entropy(m(x), y).backward()
+    assert model.ran_at_once()
+    assert refused == [what] * 2
+    assert_same(grads_of(model), grads_of(plain))

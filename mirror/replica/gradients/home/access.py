@@ -154,8 +154,7 @@ class AccessAtHome(Access):
         return self._show(variable)
 
     def _write_outside(self, variable: Variable, value: Tensor | None) -> None:
-        if self._runner.parallel_pass is not None:
-            self._runner.parallel_pass.go_alone()
+        self._runner.check_between_runs("a gradient")
         everybody = range(len(variable.targets))
         copied = None if value is None else _copy_at(value.detach(), variable.targets[0].device)
         self._put(variable, copied, 0, everybody)
