@@ -102,13 +102,12 @@ class Board:
     def end(self, number: str, end: End) -> threading.Event:
         """Says how a strategy has come to its end, the first time; returns what tells when."""
         said = threading.Event()
-        is_alone = threading.current_thread() is self._thread or not self._thread.is_alive()
-        if self._is_forked or is_alone:
+        # In a forked process it is not alive.
+        if threading.current_thread() is self._thread or not self._thread.is_alive():
             said.set()
         self._open.pop(number, None)
         self._ended.setdefault(number, end)
-        if not self._is_forked:
-            self._wakes.put(said)
+        self._wakes.put(said)
         return said
 
     @contextmanager
