@@ -181,7 +181,7 @@ def _elements_meet(tensors: Sequence[Tensor]) -> bool:
     for tensor in tensors:
         offsets = np.zeros((1,), np.int64)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
-            offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
+            offsets = (offsets[:, None] + np.arange(size) * stride).ravel()
         begins.append(tensor.data_ptr() + offsets * tensor.element_size())
         ends.append(begins[-1] + tensor.element_size())
     begin, end = np.concatenate(begins), np.concatenate(ends)

@@ -303,7 +303,6 @@ class Clique:
                 finally:
                     self._turn.release()
         if self._abandoned and not self._closed:
-            self._closed = True
             try:
                 self._finish()
             except MirrorError as error:

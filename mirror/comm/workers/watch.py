@@ -94,7 +94,7 @@ class Watch:
         if ended:
             raise self._error_of_ended(wait, look, ended)
         stuck = waiting_in_vain(look.positions)
-        if not any(rank == self._board.rank and other == wait for rank, other in stuck):
+        if (self._board.rank, wait) not in stuck:
             return None
         ranks = sorted({rank for rank, _ in stuck})
         seen = stuck, [look.positions[rank].begun for rank in ranks]
