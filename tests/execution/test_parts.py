@@ -1,5 +1,7 @@
 """What the runner tells its parts, and in which order: the columns of [Note: Parts]."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,6 +66,28 @@ def test_a_run_that_fails_recovers(strategy, heard):
     with pytest.raises(ZeroDivisionError):
         strategy.run(lambda: 1 / 0)
     assert heard == ["prepare", "recover", "ran (0, 1, 2)"]
+
+
+@pytest.mark.parametrize("event", ["recover", "ran"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_recovery_that_is_interrupted_begins_again(times, event, strategy):
+    recorder, interrupts = Recorder(), [KeyboardInterrupt] * times
+    part = recorder.part()
+
+    def interrupted(*args):
+        getattr(part, event)(*args)
+        if interrupts:
+            raise interrupts.pop()
+
+    strategy._group.runner.keep([replace(part, **{event: interrupted})])
+    with pytest.raises(KeyboardInterrupt):
+        strategy.run(lambda: 1 / 0)
+    whole = ["recover", "ran (0, 1, 2)"]
+    broken_off = (whole[:1] if event == "recover" else whole) * times
+    if times == 1:  # else the next run begins with it
+        assert recorder.heard == ["prepare", *broken_off, *whole]
+    strategy.run(lambda: None)
+    assert recorder.heard == ["prepare", *broken_off, *whole, "prepare", *WHOLE]
 
 
 def test_merge_call_is_the_end_of_one_run_and_the_beginning_of_another(strategy, heard):

@@ -5,6 +5,7 @@ import torch
 
 import mirror
 from tests.gpu.fake import FakeGpus
+from tests.gpu.placed import ROWS
 from tests.gpu.programs import WAYS, names, train
 from tests.pairs import EXHAUSTIVE, each_once
 
@@ -40,6 +41,26 @@ def test_every_schedule_is_in_order(way, schedule):
 def test_replicas_that_share_gpus_are_in_order(way):
     with FakeGpus(2):
         train(TWICE, way)
+
+
+@pytest.mark.parametrize("rows", [names(2), names(3), ROWS, [*ROWS, ["cuda:4", "cuda:5"]]])
+def test_gpus_that_were_seeded_alike_draw_apart_at_each_position(rows):
+    places = [[row] if isinstance(row, str) else row for row in rows]
+    seen = []
+
+    def note():
+        seen.append([each.initial_seed() for each in torch.cuda.default_generators])
+
+    with FakeGpus(6), mirror.MirroredStrategy(rows, "naive") as strategy:
+        for generator in torch.cuda.default_generators:  # as torch.manual_seed does
+            generator.manual_seed(3)
+        for _ in range(2):
+            strategy.run(note)
+    assert all(seeds == seen[0] for seeds in seen)
+    for column in zip(*places, strict=True):
+        own = [seen[0][torch.device(name).index] for name in column]
+        assert own[0] == 3
+        assert len(set(own)) == len(own)
 
 
 def test_what_a_replica_sets_without_a_context_ends_with_its_run():

@@ -10,7 +10,7 @@ from torch import nn
 
 import mirror
 from mirror.timeline import BACKWARD, CROSS
-from tests.oracle import assert_same
+from tests.oracle import assert_same, finishes
 from tests.replica.gradients.at_once import (
     Watched,
     assert_equal_bits,
@@ -150,6 +150,25 @@ def test_hooks_may_start_a_run(make_eager):
         F.cross_entropy(m(x), y).backward()
     assert model.ran_at_once()
     assert totals == [2, 2]
+    assert_same(grads_of(model), grads_of(plain))
+
+
+def test_another_thread_cannot_start_a_run_meanwhile(make_eager):
+    strategy, plain = make_eager(2), small()
+    model = strategy.mirror(copy.deepcopy(plain))
+    errors, note = [], model.note
+
+    def start(grad):
+        note(grad)
+        errors.append(finishes(lambda: strategy.run(lambda: None))[1])
+
+    model.note = start
+    x, y = batch_of()
+    for m in (model, plain):
+        F.cross_entropy(m(x), y).backward()
+    assert model.ran_at_once()
+    assert [type(error) for error in errors] == [mirror.StrategyError] * 2
+    assert "another thread while strategy.run, or backward, is going on" in str(errors[0])
     assert_same(grads_of(model), grads_of(plain))
 
 
