@@ -45,9 +45,8 @@ class Envelope:
     @classmethod
     def of(cls, key: bytes, words: str, payload: bytes) -> Envelope:
         """Returns the envelope that says this; long words are cut."""
-        kept = words.encode()[:_MAX_WORDS]
-        fits = len(payload) <= ENVELOPE_BYTES - _HEAD.size - len(kept)
-        words = kept.decode(errors="ignore")
+        words = words.encode()[:_MAX_WORDS].decode(errors="ignore")  # of a character cut, nothing
+        fits = len(payload) <= ENVELOPE_BYTES - _HEAD.size - len(words.encode())
         return cls(key, words, len(payload), payload if fits else None)
 
     def sealed(self) -> bytearray:
