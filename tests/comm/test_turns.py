@@ -1,5 +1,6 @@
 """mirror/comm/turns.py: many threads and streams on one communicator; and a lock taken away."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from time import sleep
@@ -12,6 +13,7 @@ from mirror.comm.host.host import HostCommunicator
 from mirror.comm.turns import Turn, in_turn
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
+from tests.interrupts.test_forks import in_child
 from tests.pairs import EXHAUSTIVE
 
 N = 3
@@ -264,3 +266,22 @@ def test_a_method_takes_one_turn():
     assert in_turn(Scratch.all_reduce) is Scratch.all_reduce
     assert Scratch.all_reduce.__doc__ == "Adds them up."
     assert Scratch.all_reduce.__name__ == "all_reduce"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_of_the_other():
+    turn, taken, done = Turn(), threading.Event(), threading.Event()
+
+    def collective():
+        taken.set()
+        assert done.wait(60)
+
+    thread = threading.Thread(target=turn.call, args=(collective, []))
+    thread.start()
+    try:
+        assert taken.wait(60)
+        assert in_child(lambda: turn.call(lambda: None, [])) == 0
+    finally:
+        done.set()
+        thread.join(60)

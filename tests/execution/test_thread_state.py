@@ -26,6 +26,8 @@ def test_grad_mode_and_inference_mode_hold_in_the_replicas(make_strategy):
             assert state() == [(True, True), (False, False)]
     with torch.inference_mode():
         assert state() == [(False, False), (True, True)]
+        with torch.enable_grad():
+            assert state() == [(True, True), (True, True)]
     assert state() == [(True, True), (False, False)]
 
 

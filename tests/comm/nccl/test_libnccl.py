@@ -8,6 +8,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,18 @@ def test_a_file_that_is_no_library_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(libnccl, "mapped_files", lambda: ())
     monkeypatch.setattr(libnccl, "packaged_file", lambda: path)
     assert re.search(r"libnccl\.so\.2 does not load \(.*\); use a torch", libnccl.missing_reason())
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_package_of_nvidia_has_the_library(is_there, monkeypatch, tmp_path):
+    path = tmp_path / "second" / "nccl" / "lib" / "libnccl.so.2"
+    path.parent.mkdir(parents=True)
+    folders = [str(tmp_path / "first"), str(tmp_path / "second")]
+    spec = SimpleNamespace(submodule_search_locations=folders)
+    monkeypatch.setattr(libnccl, "find_spec", lambda name: spec if is_there else None)
+    assert libnccl.packaged_file() is None
+    path.write_text("a library")
+    assert libnccl.packaged_file() == (path if is_there else None)
 
 
 IN_A_PROCESS = """

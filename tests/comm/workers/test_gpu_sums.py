@@ -39,7 +39,8 @@ def in_threads(counts, work):
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2), (2, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_replicas_of_all_workers_have_the_sum(counts, dtype):
-    library, size = FakeNccl().library, sum(counts)
+    fake, size = FakeNccl(), sum(counts)
+    library = fake.library
     identifier = new_identifier(library)
 
     def work(first, count):
@@ -61,6 +62,7 @@ def test_replicas_of_all_workers_have_the_sum(counts, dtype):
     for numel, column in zip((1, 1000), zip(*found, strict=True), strict=True):
         for buffer in (buffer for buffers in column for buffer in buffers):
             assert buffer.equal(torch.arange(numel, dtype=dtype) * (2.0**size - 1))
+    fake.assert_nothing_is_left()
 
 
 def test_sizes_that_differ_end_the_clique():
