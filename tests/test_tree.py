@@ -16,7 +16,6 @@ TESTED_BY = {
     "comm/kernels/ring.py": "comm/kernels/test_two_bytes.py",
     "comm/kernels/simulator.py": "comm/kernels/test_kernels.py",
     "comm/workers/alone.py": "comm/workers/test_workers.py",
-    "comm/workers/links.py": "comm/workers/test_parting.py",
     "comm/workers/talk.py": "comm/workers/test_workers.py",
     "comm/nccl/communicators.py": "comm/nccl/test_clique.py",
     "comm/nccl/failures.py": "comm/nccl/test_errors.py",

@@ -106,9 +106,12 @@ def enter(strategy: Any, replica: Replica | None) -> None:
 
 
 def renaming(replica: Replica) -> AbstractContextManager[object]:
-    """Has the devices that a replica's code names in this thread mean its own. [Note: Places]."""
+    """Has the devices that a replica's code names in this thread mean its own. [Note: Places].
+
+    Where replicas have several devices each.
+    """
     replicas = replica.replicas
-    if replica.replica_id == 0 or not replicas.places.are_several:
+    if replica.replica_id == 0:
         return nullcontext()
     names = replicas.places.names(replica.replica_id)
     return Renaming(names, lambda: replica_of(replicas) is not None)
