@@ -1,6 +1,7 @@
 """What holds in the caller's thread holds in the replicas."""
 
 import contextvars
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,20 @@ import mirror
 from tests.strategy.programs import here
 
 
+def in_threads(strategy, fn):
+    """Returns what ``fn`` gives on replicas that have met: each has a thread of its own."""
+    threads = set()
+
+    def apart():
+        mirror.get_replica_context().merge_call(lambda strategy: None)
+        threads.add(threading.get_ident())
+        return fn()
+
+    result = strategy.run(apart)
+    assert len(threads) == strategy.num_replicas_in_sync
+    return result
+
+
 def test_grad_mode_and_inference_mode_hold_in_the_replicas(make_strategy):
     strategy = make_strategy(2)
 
@@ -17,7 +32,7 @@ def test_grad_mode_and_inference_mode_hold_in_the_replicas(make_strategy):
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def state():
-        return [v.values for v in strategy.run(fn)]
+        return [v.values for v in in_threads(strategy, fn)]
 
     assert state() == [(True, True), (False, False)]
     with torch.no_grad():
@@ -48,13 +63,13 @@ def test_autocast_holds_in_the_replicas(make_strategy):
     def fn():
         return model(torch.ones(1, 2)).dtype == torch.bfloat16
 
-    assert strategy.run(fn).values == (False, False)
+    assert in_threads(strategy, fn).values == (False, False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert strategy.run(fn).values == (True, True)
+        assert in_threads(strategy, fn).values == (True, True)
         assert model(torch.ones(4, 2)).dtype == torch.bfloat16
         with torch.autocast("cpu", enabled=False):
-            assert strategy.run(fn).values == (False, False)
-    assert strategy.run(fn).values == (False, False)
+            assert in_threads(strategy, fn).values == (False, False)
+    assert in_threads(strategy, fn).values == (False, False)
 
 
 def test_autocast_inside_fn_stays_there(make_strategy):
@@ -65,7 +80,7 @@ def test_autocast_inside_fn_stays_there(make_strategy):
             mirror.get_replica_context().all_reduce("sum", torch.ones(1))
             return torch.is_autocast_enabled("cpu")
 
-    assert strategy.run(fn).values == (True, True)
+    assert in_threads(strategy, fn).values == (True, True)
     assert strategy.run(lambda: torch.is_autocast_enabled("cpu")).values == (False, False)
     assert not torch.is_autocast_enabled("cpu")
 
@@ -80,7 +95,7 @@ def test_a_grad_mode_set_by_one_replica_is_its_own(make_strategy):
             context.all_reduce("sum", torch.ones(1))
             return torch.is_grad_enabled()
 
-    assert strategy.run(fn).values == (True, False)
+    assert in_threads(strategy, fn).values == (True, False)
     assert torch.is_grad_enabled()
 
 
@@ -93,12 +108,12 @@ def test_default_dtype_and_device_hold_in_the_replicas(make_strategy):
 
     torch.set_default_dtype(torch.float64)
     try:
-        assert [v.values for v in strategy.run(fn)] == [(True, True), (False, False)]
+        assert [v.values for v in in_threads(strategy, fn)] == [(True, True), (False, False)]
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
-        assert [v.values for v in strategy.run(fn)] == [(False, False), (True, True)]
-    assert [v.values for v in strategy.run(fn)] == [(False, False), (False, False)]
+        assert [v.values for v in in_threads(strategy, fn)] == [(False, False), (True, True)]
+    assert [v.values for v in in_threads(strategy, fn)] == [(False, False), (False, False)]
 
 
 def test_context_variables_of_the_caller_hold_in_the_replicas(make_strategy):
@@ -106,9 +121,9 @@ def test_context_variables_of_the_caller_hold_in_the_replicas(make_strategy):
     variable = contextvars.ContextVar("variable", default="unset")
     token = variable.set("caller's")
     try:
-        result = strategy.run(variable.get)
+        result = in_threads(strategy, variable.get)
     finally:
         variable.reset(token)
     assert strategy.local_results(result)[0] == "caller's"
     assert len(set(strategy.local_results(result))) == 1
-    assert set(strategy.local_results(strategy.run(variable.get))) == {"unset"}
+    assert set(strategy.local_results(in_threads(strategy, variable.get))) == {"unset"}
