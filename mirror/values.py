@@ -263,7 +263,7 @@ def regroup(
         names = ", ".join(map(str, results))
         raise StructureError(
             f"the replicas {names} returned different structures, {error}; return the same "
-            "structure from every replica"
+            "structure from every replica; lists of examples: strategy.local_results(batch)"
         ) from None
 
 

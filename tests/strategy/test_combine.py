@@ -234,6 +234,15 @@ def test_a_leaf_beside_a_structure_is_an_error(make_strategy, leaf, other):
         list(batches)
 
 
+def test_a_list_per_example_of_an_uneven_batch_is_pointed_to_the_batch(make_strategy):
+    # Names of files returned by an evaluation step: right in all batches but the last.
+    strategy = make_strategy(2)
+    names = mirror.PerReplica((["a", "b"], ["c"]))
+    with pytest.raises(mirror.StructureError, match=r"strategy.local_results\(batch\)$"):
+        strategy.run(lambda batch: batch, args=(names,))
+    assert strategy.local_results(names) == (["a", "b"], ["c"])
+
+
 # Values
 
 
