@@ -170,6 +170,13 @@ class Handed:
         self.shared: list[tuple[Any, dict[Any, Any]]] = []
         self.has_share = False
 
+    def has_ignored(self) -> bool:
+        """Whether integers below zero came, as those that losses ignore; waits for the device."""
+        whole = [
+            part for _, part in self.own.values() if isinstance(part, Tensor) and part.numel()
+        ]
+        return any(bool((t < 0).any()) for t in whole if t.dtype in (torch.int32, torch.int64))
+
     def of_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,13 +22,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mirror.concurrency.stack import warn_user
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduction import weighted_mean
 from mirror.replica.gradients.seams import sewn
@@ -43,11 +41,17 @@ from mirror.replica.joining.contents import (
     is_object,
     shell_of,
 )
-from mirror.replica.joining.scalar_outputs import Undecided, Weights, joined_value, weights_of
+from mirror.replica.joining.inexact import look_for_ignored, warn_once
+from mirror.replica.joining.scalar_outputs import (
+    Undecided,
+    Weights,
+    is_compiled,
+    joined_value,
+    weights_of,
+)
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_node
 
 _MISSING: Any = object()
-_warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
 
 
 class _NotJoined(Exception):
@@ -226,9 +230,11 @@ class Joiner:
         if self._module is None or len(parts) == 1:
             return None
         try:
+            if is_compiled(parts) and not any(part.has_share for part in self._parts):
+                look_for_ignored(self._module, self._parts)
             return weights_of(parts, self._counts, any(part.has_share for part in self._parts))
         except Undecided as why:
-            _warn_once(type(self._module), str(why))
+            warn_once(type(self._module), str(why))
             return None
 
     def _equal_or_joined(self, parts: Sequence[Any]) -> Tensor:
@@ -306,20 +312,6 @@ class Joiner:
             return default
         pairs = zip(self._origins, parts, strict=True)
         return first if all(o.get(id(p), _MISSING) is first for o, p in pairs) else default
-
-
-def _warn_once(kind: type[nn.Module], what: str) -> None:
-    known = _warned.setdefault(kind, set())
-    if what in known:
-        return
-    known.add(what)
-    warn_user(
-        f"a 0-d output of {kind.__name__} is averaged over the parts of the batch by their "
-        f"numbers of examples, which is exact for a mean over examples; what came is {what}, and "
-        "the result is not what one device gives. Return one value per example, or compute the "
-        "loss outside the model; the number by which a sum is divided can be passed as "
-        "num_items_in_batch, the whole batch's"
-    )
 
 
 def _stays_whole(parts: Sequence[Any], before: Any) -> bool:

@@ -17,7 +17,8 @@ Terms that count with the same are joined exactly. Others, and what is none of t
 comes from the batch (a root of a mean, a sum over an unknown number), stay means over examples,
 with a warning, and so do comparisons of the examples with each other (``contrasts.py``). What
 nodes do not tell (compiled code, a function written in Python, no graph) is
-taken for a mean over examples.
+taken for a mean over examples; of compiled code that got labels below zero, which losses ignore,
+``inexact.py`` tells.
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ def weights_of(parts: Sequence[Tensor], counts: Sequence[float], has_shares: boo
     if len(known) > 1 and not all(_are_proportional(known[0], other) for other in known[1:]):
         raise Undecided("means over different numbers, of examples and of tokens perhaps")
     return _normal(known[0], parts[0].device)
+
+
+def is_compiled(parts: Sequence[Tensor]) -> bool:
+    """Whether compiled code has given the values, whose nodes tell nothing."""
+    return all("CompiledFunction" in type(part.grad_fn).__name__ for part in parts)
 
 
 def joined_value(parts: Sequence[Tensor], weights: Weights) -> Tensor:

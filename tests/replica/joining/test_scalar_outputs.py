@@ -160,3 +160,30 @@ def test_a_multiple_of_the_examples_is_told_unless_parts_differ(divided):
     compare(plain, mirrored, batch(7))
     with pytest.warns(UserWarning, match="a constant"):
         mirrored(*batch(8))
+
+
+def compiled_loss(labels):
+    # Compiled code that averages over tokens: nothing in its graph tells by how many it divides.
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, inputs, labels):
+            outputs = self.linear(inputs).flatten(0, 1)
+            return nn.functional.cross_entropy(outputs, labels.flatten())
+
+    model = mirror.MirroredStrategy(["cpu", "cpu"]).mirror(Model())
+    model.compile(backend="aot_eager")
+    return model(torch.ones(4, 5, 4), labels)
+
+
+def test_a_compiled_loss_with_ignored_labels_is_told_of():
+    labels = torch.zeros(4, 5, dtype=torch.long)
+    labels[0] = -100
+    with pytest.warns(UserWarning, match="of compiled code, and of labels below zero"):
+        compiled_loss(labels)
+
+
+def test_a_compiled_loss_without_ignored_labels_is_not_told_of():
+    compiled_loss(torch.zeros(4, 5, dtype=torch.long)).backward()
