@@ -1,7 +1,7 @@
 """Joining what the replicas of a split call leave: their outputs, and changed arguments.
 
     the replicas leave                             joined
-    tensors, first dimension their examples        their concatenation
+    tensors, first dimension their examples        their concatenation; arrays, too
     0-d floating tensors                           the whole batch's, see scalar_outputs.py
     equal numbers, strings; one object, or tensor  that
     equal sizes, without a dimension of examples   that
@@ -102,6 +102,8 @@ class Joiner:
             return self._origin_of(parts, first)
         elif isinstance(first, torch.Size) and self._is_of_no_part(parts):
             return first
+        elif isinstance(first, np.ndarray) and _are_batched(parts, self._counts):
+            return np.concatenate(parts)
         elif self._parts and is_object(first):
             origin = self._origin_of(parts, _MISSING)
             if origin is not _MISSING:
@@ -334,5 +336,6 @@ def _are_batched(parts: Sequence[Any], counts: Sequence[float]) -> bool:
 
 
 def _are_equal(parts: Sequence[Any]) -> bool:
+    first = parts[0]
     plain = all(is_number(part) or isinstance(part, (str, bytes)) for part in parts)
-    return plain and all(type(p) is type(parts[0]) and bool(p == parts[0]) for p in parts)
+    return plain and all(type(p) is type(first) and np.array_equal(p, first) for p in parts)

@@ -142,6 +142,9 @@ class _Column:
             return self._of_mean(inner == "sum")
         if inner == "sum" or self._has_batch():
             return self._of_sum()
+        sizes = [math.prod(term.shape) for term in self._terms]
+        if len(set(sizes)) > 1 and not _are_proportional(sizes, self._counts):
+            raise Undecided(f"sums over {', '.join(map(str, sizes))} numbers")
         return "mean", []
 
     def _of_mean(self, is_sum: bool) -> tuple[str, list[Any]]:
@@ -149,10 +152,12 @@ class _Column:
             return self._of_sum()
         self._refuse_varying_factors()
         sizes = [math.prod(term.shape) for term in self._terms]
-        if _are_proportional(sizes, self._counts) or len(set(sizes)) == 1:
+        if _are_proportional(sizes, self._counts):
             return "mean", []
         if all(names_below(term) & CHOICES for term in self._terms):
             return "weighted", sizes
+        if len(set(sizes)) == 1:
+            return "mean", []
         raise Undecided(f"means over {', '.join(map(str, sizes))} numbers")
 
     def _refuse_varying_factors(self) -> None:

@@ -28,9 +28,11 @@ _PRODUCTS = frozenset("Mm Bmm T Transpose Permute".split())
 OF_PARAMETERS = _ELEMENTWISE | _PRODUCTS | _RESHAPED | {ACCUMULATES}  # what may be made of them
 CHOICES = frozenset("Index MaskedSelect".split())
 _NONLINEAR = frozenset(
-    "Abs Bmm Clamp ClampMax ClampMin Dot Exp LinalgVectorNorm Log Logsumexp Max Min Norm Pow Relu "
-    "Sqrt Std Var".split()
+    "Abs Bmm Clamp ClampMax ClampMin Dot Exp Kthvalue LinalgVectorNorm Log Logsumexp Max Median "
+    "Min Nanmedian Norm Pow Relu Sqrt Std Var".split()
 )
+_ORDERED = frozenset("Gather Sort Topk".split())  # of which one entry is not a sum's
+_ALONG = frozenset("Cumprod Cumsum Logcumsumexp Topk".split())  # what has a dim, without keepdim
 _ALSO_OF_PARAMETERS = _NONLINEAR | frozenset("Mean Select Slice Stack Sum".split())
 
 
@@ -135,6 +137,8 @@ def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
         if _is_same(node):
             return Term("same")
         return Term(f"what {name.lower()} makes of the part")
+    elif name in ("Lerp", "Select") and name_of(inputs[0]) in _ORDERED:
+        return Term("one of the part's values in their order")
     raise Untold
 
 
@@ -208,7 +212,8 @@ def reduced_below(term: Term) -> str | None:
     is_linear = True
     for node in _below(term):
         name, dims = name_of(node), getattr(node, "_saved_dim", None)
-        if dims is not None and (hasattr(node, "_saved_keepdim") or "Softmax" in name):
+        along = hasattr(node, "_saved_keepdim") or "Softmax" in name or name in _ALONG
+        if dims is not None and along:
             num_dims = len(shape_of(node, 0))
             listed = dims if isinstance(dims, tuple) else [dims]
             if 0 in [_signed(dim) % num_dims for dim in listed]:

@@ -43,6 +43,9 @@ CONTRASTS = {
     "gram": lambda a, b: (a @ a.t()).square().mean(),
     "within one batch dimension": lambda a, b: (a[None] @ b.t()[None]).tanh().mean(),
     "hardest in batch": hardest_in_batch,
+    "with a frozen encoder": lambda a, b: clip(a, b.detach()),
+    "with frozen distances": lambda a, b: torch.cdist(a, b.detach()).tanh().mean(),
+    "pdist": lambda a, b: F.pdist(a).sum() + F.pdist(a).mean(),
     "and a mean": lambda a, b: clip(a, b) + a.square().mean(),
 }
 

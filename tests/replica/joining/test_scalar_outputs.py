@@ -87,6 +87,12 @@ TOLD = {
     "sum and parameters": lambda m, h, y, k: h.square().sum() + penalty(m),
     "other number": lambda m, h, y, k: h.square().sum() / h.detach().abs().sum(),
     "two numbers": lambda m, h, y, k: entropy(h, y, k) + h.mean(),
+    "median": lambda m, h, y, k: per_token(h, y).median(),
+    "quantile": lambda m, h, y, k: per_token(h, y).flatten().quantile(0.4),
+    "least": lambda m, h, y, k: per_token(h, y).flatten().sort().values[0],
+    "kth": lambda m, h, y, k: per_token(h, y).flatten().kthvalue(2).values,
+    "hardest": lambda m, h, y, k: per_token(h, y).flatten().topk(3).values.mean(),
+    "running sum": lambda m, h, y, k: per_token(h, y).cumsum(0).mean(),
 }
 
 
@@ -187,3 +193,11 @@ def test_a_compiled_loss_with_ignored_labels_is_told_of():
 
 def test_a_compiled_loss_without_ignored_labels_is_not_told_of():
     compiled_loss(torch.zeros(4, 5, dtype=torch.long)).backward()
+
+
+def test_as_many_chosen_of_unlike_parts_count_alike():
+    chosen = torch.tensor([1, 0, 0, 1, 0, 1, 0]).bool()  # one of 3, of 2 and of 2 examples
+    plain = made(lambda m, h, y, k: h[k].square().mean())
+    strategy = mirror.MirroredStrategy(["cpu"] * 3)
+    x, y, _ = batch(7)
+    compare(plain, strategy.mirror(copy.deepcopy(plain)), (x, y, chosen))

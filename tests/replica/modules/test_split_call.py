@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,30 @@ def test_submodules_of_an_unsplit_call_do_not_split(make_strategy):
     with make_strategy(2).scope():
         model = Generator()
     assert_same(model(4), Generator()(4))
+
+
+@pytest.mark.parametrize("n", [6, 7, 2])
+def test_arrays_that_forward_returns_or_keeps_are_joined_or_apart(n, make_strategy):
+    # Comparing them raised "The truth value of an array is ambiguous".
+    class Arrays(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 3)
+            self.seen = np.zeros((1, 3))
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.seen = y.detach().numpy()
+            return y, self.seen, np.arange(3), self.seen.mean(0)
+
+    plain = Arrays()
+    model = make_strategy(3).mirror(copy.deepcopy(plain))
+    x = torch.randn(n, 2)
+    (_, seen, constant, means), (expected, _, _, _) = model(x), plain(x)
+    np.testing.assert_allclose(seen, expected.detach().numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(constant, np.arange(3))
+    assert isinstance(means, mirror.PerReplica)
+    np.testing.assert_allclose(model.seen, seen)
 
 
 @contextmanager
