@@ -37,6 +37,11 @@ from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_
 from mirror.torch_private import make_subclass
 
 _version_of = attrgetter("_version")
+_LOOKS = 2
+_NORMALISE = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 
 AGGREGATIONS = ("mean", "sum", "first", "none")
 
@@ -61,6 +66,7 @@ class Buffer:
         aggregation: how the copies combine, one of ``AGGREGATIONS``.
         combined: the combined value, on the first replica's device.
         handles: the tensors through which raw storage left in the cross-replica context.
+        looks: how many of the next runs that write it are looked at, whether replicas differ.
     """
 
     __slots__ = (
@@ -76,6 +82,7 @@ class Buffer:
         "copies",
         "devices",
         "handles",
+        "looks",
         "name",
         "owner",
         "replicas",
@@ -95,6 +102,8 @@ class Buffer:
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self._combined_version = self.combined._version
         self._copy_versions = self._versions()
+        # The means of normalisation layers are documented; who chooses how needs not be told.
+        self.looks = 0 if isinstance(module, _NORMALISE) else _LOOKS
         self._stale = False  # whether the copies may have changed since they were combined
         self._apart = False  # whether they may differ from the combined value
 
@@ -105,6 +114,7 @@ class Buffer:
     @aggregation.setter
     def aggregation(self, how: str) -> None:
         self.combine()
+        self.looks = 0
         self._aggregation = how
         self._distribute()
 
@@ -129,6 +139,10 @@ class Buffer:
         """``module.buffer.data = data`` inside ``run``, which no version counter tells."""
         self.copies[replica_id].data = data
         self._stale = self._apart = True
+
+    def is_written(self) -> bool:
+        """Whether the copies may have been written since they were combined."""
+        return self._stale or self._versions() != self._copy_versions
 
     def note_run(self, active: tuple[int, ...]) -> None:
         """Notes that replicas have run."""

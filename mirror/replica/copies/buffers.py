@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,6 +14,8 @@ from mirror.execution.part import Part
 from mirror.execution.replicas import Replicas
 from mirror.replica.copies.buffer import Buffer, MirroredBuffer
 from mirror.replica.copies.registry import Registry
+
+_logger = logging.getLogger("mirror")
 
 
 class Buffers:
@@ -79,9 +82,30 @@ class Buffers:
 
     def _note_run(self, active: tuple[int, ...]) -> None:
         for buffer in tuple(self._by_id.values()):
+            if buffer.looks and len(active) > 1 and buffer.is_written():
+                buffer.looks -= 1
+                _tell_if_apart([buffer.copies[r] for r in active], buffer)
             buffer.note_run(active)
 
     def _bring_along(self, source: int, idle: Sequence[int]) -> None:
         with torch.no_grad():
             for buffer in tuple(self._by_id.values()):
                 buffer.bring_along(idle)
+
+
+def _tell_if_apart(copies: Sequence[Tensor], buffer: Buffer) -> None:
+    """Logs that replicas have left a buffer different, if they have."""
+    first = copies[0]
+    if all(c.shape == first.shape and torch.equal(c.to(first.device), first) for c in copies):
+        return
+    buffer.looks = 0
+    kept = "the mean of theirs" if buffer.aggregation == "mean" else "the first replica's value"
+    _logger.warning(
+        "the replicas have left buffer %r different, for each has its part of the batch: what is "
+        "kept is %s, which is not what one device has unless it is a mean over examples. Write it "
+        "with what all replicas give (all_reduce or all_gather of mirror.get_replica_context()), "
+        "or say how to combine it: mirror.set_aggregation(module, name, 'mean'), or 'sum', "
+        "'first', 'none'",
+        buffer.name,
+        kept,
+    )

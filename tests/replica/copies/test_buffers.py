@@ -212,3 +212,74 @@ def test_float16_buffers_are_averaged_without_overflow(make_strategy):
         module = Shift()
     module(torch.arange(4.0).view(4, 1))
     assert module.shift.item() == 30048.0
+
+
+class Keeps(nn.Module):
+    """Writes a buffer of its own in forward, by ``write``."""
+
+    def __init__(self, write, value):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("kept", value)
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self, x)
+        return self.linear(x)
+
+
+def enqueue(m, x):
+    m.kept[:, : len(x)] = x.T
+
+
+def assign(m, x):
+    m.kept = torch.maximum(m.kept, x.max(0).values)
+
+
+def gathered(m, x):
+    m.kept.copy_(mirror.get_replica_context().all_gather(x).sum(0))
+
+
+OF_PARTS = {
+    "a queue": (enqueue, torch.zeros(2, 12)),
+    "a maximum, assigned": (assign, torch.zeros(2)),
+    "a moving mean": (lambda m, x: m.kept.lerp_(x.mean(0), 0.1), torch.zeros(2)),
+    "a number of examples": (lambda m, x: m.kept.add_(len(x)), torch.tensor(0)),
+    "a histogram": (
+        lambda m, x: m.kept.add_((x > 0).long().sum(0)),
+        torch.zeros(2, dtype=torch.long),
+    ),
+    "data": (lambda m, x: setattr(m.kept, "data", x.mean(0)), torch.zeros(2)),
+}
+OF_ALL = {
+    "a count of calls": (lambda m, x: m.kept.add_(1), torch.tensor(0)),
+    "what all give": (gathered, torch.zeros(2)),
+    "nothing": (lambda m, x: None, torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+@pytest.mark.parametrize("name", [*OF_PARTS, *OF_ALL])
+def test_a_buffer_that_replicas_leave_different_is_told_once(name, in_run, strategy, caplog):
+    write, value = (OF_PARTS | OF_ALL)[name]
+    model = strategy.mirror(Keeps(write, value.clone()))
+    x = torch.randn(7, 2)
+    for _ in range(3):
+        for batch in strategy.distribute_dataset([x]):
+            strategy.run(model, (batch,)) if in_run else model(x)
+    told = [r.getMessage() for r in caplog.records if r.name == "mirror"]
+    assert len(told) == (name in OF_PARTS)
+    if told:
+        assert "buffer 'kept'" in told[0]
+        assert "set_aggregation" in told[0]
+        assert ("the mean" in told[0]) == value.is_floating_point()
+
+
+def test_who_says_how_to_combine_a_buffer_is_not_told(strategy, caplog):
+    model = strategy.mirror(Keeps(*OF_PARTS["a moving mean"]))
+    mirror.set_aggregation(model, "kept", "mean")
+    model(torch.randn(7, 2))
+    normalized = strategy.mirror(nn.BatchNorm1d(2))
+    normalized(torch.randn(7, 2))
+    assert not caplog.records
