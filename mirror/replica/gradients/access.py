@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mirror.compiler import opaque
+from mirror.errors import StrategyError
 from mirror.execution.current import replica_of
 from mirror.execution.part import Part
-from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.replicas import Replica, Replicas, Together
 from mirror.execution.runner import Runner
 from mirror.replica.copies.hooks import GradientHook
 from mirror.replica.copies.kinds import alike
@@ -23,6 +24,8 @@ from mirror.replica.gradients.gradients import Gradients
 from mirror.replica.gradients.views import copied_alone
 from mirror.replica.tensors import share_storage
 from mirror.torch_private import WithoutSubclass, compile_context, queue_callback
+
+_LOOKS = 64  # at gradients on GPUs
 
 
 class Access:
@@ -38,6 +41,8 @@ class Access:
         self.unreduced = gradients
         self.handed_out: dict[Variable, Tensor] = {}
         self._left: dict[Variable, Tensor | None] = {}
+        self._assigned: dict[Variable, None] = {}  # whose gradients replicas have set in a run
+        self._looks = _LOOKS
 
     def part(self, variables: Variables) -> Part:
         """Returns what keeps the reduced gradients of ``variables`` equal, as values are now."""
@@ -105,6 +110,7 @@ class Access:
         here, gradients = replica.replica_id, self.unreduced
         if value is not None:
             value = _own(variable, value, here)
+            self._assigned[variable] = None
         waits = gradients.pending[here] or gradients.unsettled[here] or gradients.deferred
         if not waits:  # in every zero_grad
             variable.targets[here].grad = value
@@ -162,6 +168,28 @@ class Access:
 
     # Keeping them equal
 
+    def refuse_unlike(self, run: Together) -> None:
+        """Refuses gradients that the replicas of a run have set differently, before a step.
+
+        Raises:
+            StrategyError: the step would take the first replica's for all, or part them.
+        """
+        assigned, self._assigned = self._assigned, {}
+        for variable in assigned:
+            if variable.devices[0].type != "cpu":  # which would be waited for
+                self._looks -= 1
+                if self._looks < 0:
+                    return
+            grads = [variable.targets[r].grad for r in run.active]
+            if not all(_have_equal_values(grad, grads[0]) for grad in grads):
+                raise StrategyError(
+                    f"the replicas have set the gradient of parameter {variable.name!r} each to "
+                    "its own value; a gradient that is set inside run is taken as it is, and must "
+                    "be the same on all replicas before optimizer.step: all_reduce it with "
+                    "mirror.get_replica_context().all_reduce('mean', gradient) (with 'sum' of "
+                    "weighted ones for parts of unlike size), or set it outside run"
+                )
+
     def carry(
         self, variable: Variable, source: int = 0, others: Iterable[int] | None = None
     ) -> None:
@@ -195,6 +223,7 @@ class Access:
     def forget(self, variable: Variable) -> None:
         """Drops what there is of a variable that is gone; takes no lock."""
         self.handed_out.pop(variable, None)
+        self._assigned.pop(variable, None)
         self.unreduced.forget(variable)
 
     # Seeing them arrive
@@ -279,3 +308,13 @@ def _are_one(a: Tensor, b: Tensor | None) -> bool:
     if b is None or a is b:
         return a is b
     return a.layout is b.layout is torch.strided and share_storage(a, b)
+
+
+def _have_equal_values(some: Tensor | None, other: Tensor | None) -> bool:
+    if some is None or other is None:
+        return some is other
+    if some is other or some.is_sparse or other.is_sparse:
+        return True
+    if some.shape != other.shape:
+        return False
+    return torch.equal(some.nan_to_num(), other.to(some.device).nan_to_num())

@@ -96,6 +96,7 @@ class Optimizers:
         else:
             gradients = self._gradients.unreduced
             gradients.settle(gradients.shares_in(run))
+            self._gradients.refuse_unlike(run)
 
     def clear(self, parameters: Parameters) -> bool:
         """Drops the gradients of all these, if none is pending; returns whether it did."""

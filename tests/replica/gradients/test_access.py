@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from mirror.errors import StrategyError
 from tests.oracle import assert_same, finishes
 from tests.replica.gradients.at_once import batch_of, grads_of, small
 
@@ -111,3 +112,29 @@ def test_another_thread_has_no_gradients_while_a_pass_goes_on_at_once(what, stra
     assert model.ran_at_once()
     assert refused == [what] * 2
     assert_same(grads_of(model), grads_of(plain))
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_gradients_set_in_run_are_equal_or_refused(is_joined, schedule):
+    # A step took those of the first replica for all, without a word.
+    strategy = mirror.MirroredStrategy(["cpu"] * 3, schedule=schedule)
+    layer = strategy.mirror(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(x):
+        layer.weight.grad = torch.full((2, 2), float(x.sum()))
+        if is_joined:
+            context = mirror.get_replica_context()
+            layer.weight.grad = context.all_reduce("sum", layer.weight.grad)
+        optimizer.step()
+
+    (batch,) = strategy.distribute_dataset([torch.arange(7.0)])
+    if is_joined:
+        before = layer.weight.detach().clone()
+        strategy.run(step, (batch,))
+        torch.testing.assert_close(layer.weight.detach(), before - 0.1 * 21)
+    else:
+        with pytest.raises(StrategyError, match=r"'weight' each to its own value.*all_reduce"):
+            strategy.run(step, (batch,))
+    strategy.check_replicas()
