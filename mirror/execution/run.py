@@ -126,6 +126,12 @@ class Run:
         self.members[replica_id].weight = weight
         self.is_weighted = True
 
+    def is_or_has_within(self, running: Run | None) -> bool:
+        """Whether what is running is this run, or one inside it: else it has been left."""
+        while running is not None and running is not self:
+            running = running.outer
+        return running is not None
+
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Merges the replicas of this run; the action runs in the cross-replica context."""
         replica = self.members[replica_id]

@@ -81,8 +81,9 @@ class Runner:
         """Has these parts told what happens, in this order. See [Note: Parts]."""
         self._parts = Parts(self.replicas.num_replicas, parts)
 
-    def prepare(self) -> None:
-        """Makes all replicas equal to what the cross-replica context left."""
+    def prepare(self, what: str = "a change of all replicas") -> None:
+        """Makes all replicas equal to what the cross-replica context left, for ``what``."""
+        self.check_between_runs(what)
         if self.unfinished and self.running is None:
             self.recover()
         self._parts.prepare()
@@ -175,9 +176,8 @@ class Runner:
             )
         if current.replica is not None:
             refuse_within_another(self.replicas, "run")
-        self.check_between_runs("run")
         outer = self.running
-        self.prepare()
+        self.prepare("run")
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.at(depth)
@@ -216,7 +216,7 @@ class Runner:
             finally:
                 if outer is None:
                     self.running = None
-                elif self._goes_on(run):
+                elif run.is_or_has_within(self.running):
                     self.running = outer
                 else:
                     run.is_left = True
@@ -290,13 +290,6 @@ class Runner:
             return self._streams.begin(active[0])
         return None
 
-    def _goes_on(self, run: Run) -> bool:
-        """Whether a run has not been left to itself, by an interrupt of the one around it."""
-        running = self.running
-        while running is not None and running is not run:
-            running = running.outer
-        return running is not None
-
     # Measuring how long each replica computes, for splitting batches over unlike devices.
 
     def measure(self) -> Callable[[], tuple[float, ...]]:
@@ -324,10 +317,15 @@ class Runner:
                 "ordinary module to mirror there)"
             )
 
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether a run is going on in which this thread has no part."""
+        return self.running is not None and not is_inside(self.replicas)
+
     def check_between_runs(self, what: str) -> None:
         """Raises StrategyError while replicas run, but for what runs in their merge."""
-        is_ours = self.running is None or is_inside(self.replicas)
-        if not is_ours or (self.parallel_pass is not None and not self.parallel_pass.go_alone()):
+        at_once = self.parallel_pass
+        if self.runs_elsewhere or (at_once is not None and not at_once.go_alone()):
             raise StrategyError(
                 f"{what} was asked for by another thread while strategy.run, or backward, is "
                 "going on; wait until it has returned"

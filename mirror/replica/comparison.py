@@ -75,7 +75,7 @@ class Comparison:
         Raises:
             ReplicaMismatchError: naming the first variable and replica that differ.
         """
-        self._runner.prepare()
+        self._runner.prepare("a comparison of the replicas")
         with torch.inference_mode(False), torch.no_grad():
             self._show(_exactly)
 
@@ -91,7 +91,7 @@ class Comparison:
         if self._replicas.are_simulated:
             self.check()
             return
-        self._runner.prepare()
+        self._runner.prepare("a comparison of the replicas")
         with torch.inference_mode(False), torch.no_grad():
             sums = _Sums()
             self._show(sums)

@@ -150,11 +150,11 @@ def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkey
     starting, refused = threading.Event(), threading.Event()
     prepare = strategy._group.runner.prepare
 
-    def prepare_slowly():
+    def prepare_slowly(what):
         if not starting.is_set():
             starting.set()
             assert refused.wait(60)
-        prepare()
+        prepare(what)
 
     def start():
         sums.append(strategy.run(meet).values)
@@ -175,7 +175,7 @@ def test_of_two_threads_that_start_a_run_at_once_one_is_refused(strategy, monkey
 
 
 def test_a_run_that_cannot_start_lets_other_threads_run(strategy, monkeypatch):
-    def fail():
+    def fail(what):
         raise ValueError("out of memory")
 
     with monkeypatch.context() as patched:

@@ -17,7 +17,8 @@ reduction, wherever it is read. See [Note: Lazy gradients].
 In the cross-replica context the first replica's copy is the truth. What changed there is seen by
 its version counter, which all tensors of one storage share, or noted when raw storage is handed
 out (``p.data``; as long as that tensor lives), and is carried to the other replicas before they
-next run. A gradient that was handed out is carried before the next run or optimizer step.
+next run; so is what another thread may have changed while a run went on. A gradient that was
+handed out is carried before the next run or optimizer step.
 """
 
 from __future__ import annotations
@@ -33,12 +34,9 @@ from torch.utils.hooks import RemovableHandle
 from mirror.compiler import opaque
 from mirror.execution.current import current
 from mirror.execution.replicas import Replicas
+from mirror.execution.runner import runner_of
 from mirror.replica.copies.handles import Handles
-from mirror.replica.copies.hooks import (
-    GradientHook,
-    refuse_own_hook,
-    refuse_post_accumulate_hook,
-)
+from mirror.replica.copies.hooks import GradientHook, refuse_own_hook, refuse_post_accumulate_hook
 from mirror.replica.copies.kinds import (
     alike,
     copied_once,
@@ -275,6 +273,8 @@ class Variable:
 
         A compiler that follows a call of a mirrored module ends here, and the call is split.
         """
+        if runner_of(self.replicas).runs_elsewhere:
+            self.handles.add(None)  # a change would be taken for one of the run's own
         return self.shown
 
     # Values

@@ -240,6 +240,7 @@ class Access:
 
     def add_hook(self, variable: Variable, hook: GradientHook) -> RemovableHandle:
         """Has ``hook`` called with the reduced gradient of every backward pass from now on."""
+        self._runner.check_between_runs("a hook of a gradient")
         self.unreduced.flush()
         handle = RemovableHandle(variable.hooks)
         variable.hooks[handle.id] = hook

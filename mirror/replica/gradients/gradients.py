@@ -165,6 +165,7 @@ class Gradients:
     @contextmanager
     def deferred_within(self) -> Iterator[None]:
         """Keeps gradients back; the first reduction after it reduces their sum."""
+        self._runner.check_between_runs("no_sync")
         outer = self.deferring
         self.flush()
         self.deferring = True

@@ -17,11 +17,13 @@ import torch
 
 from mirror.compiler import opaque
 from mirror.execution.current import current, renaming
+from mirror.execution.runner import runner_of
 from mirror.replica.copies.overrides import all_leaves
 from mirror.replica.copies.parameters import MirroredParameter
+from mirror.replica.copies.variables import variable_of
 from mirror.replica.gradients.hooks import refuse_hooks_of
 from mirror.replica.gradients.parallel_pass import backward_at_once
-from mirror.replica.gradients.plain import note_pass
+from mirror.replica.gradients.plain import leaves_of, note_pass
 from mirror.replica.gradients.watch import Pass, Watch
 from mirror.timeline import BACKWARD, CROSS, Timeline, latest
 from mirror.torch_private import PASS, current_graph_task_id, wrap_once
@@ -62,6 +64,8 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
                 note_pass(replica.run, lane, args)
             elif replica is not None:
                 refuse_hooks_of(args[4])
+        elif kwargs.get("accumulate_grad", True):
+            _refuse_beside_runs(args)
         this, told = Pass(), list[tuple[Watch, int | None]]()
         try:
             if kwargs.get("accumulate_grad", True):
@@ -99,6 +103,21 @@ def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]
     """Clones the gradients a user has passed: all replicas' may be one, and end in ``.grad``."""
     own = (grad.clone() if grad is not None and grad.dim() else grad for grad in grads)
     return outputs, tuple(own), *rest
+
+
+def _refuse_beside_runs(args: Any) -> None:
+    """Raises if a pass in the cross-replica context brings gradients to what another thread runs.
+
+    They would be taken for a part of what the run's own passes bring, and weighted as that.
+    """
+    for known in _watches:
+        watch = known()
+        if watch is None or not runner_of(watch.replicas).runs_elsewhere:
+            continue
+        for leaf in leaves_of(args):
+            variable = variable_of(leaf)
+            if variable is not None and variable.replicas is watch.replicas:
+                runner_of(watch.replicas).check_between_runs("a backward pass")
 
 
 def _tell_watches(this: Pass, told: list[tuple[Watch, int | None]]) -> None:

@@ -171,9 +171,11 @@ def note_pass(run: Together, replica_id: int, args: Sequence[Any]) -> None:
     caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper
     if not plain.looks_at((caller.f_code, caller.f_lasti, replica_id)):
         return
-    inputs = args[4] if len(args) > 4 else ()
-    leaves = [leaf for leaf in inputs if isinstance(leaf, Tensor)] or _leaves_of(args[0])
-    leaves = [leaf for leaf in leaves if not isinstance(leaf, (ReplicaParameter, MirroredTensor))]
+    leaves = [
+        leaf
+        for leaf in leaves_of(args)
+        if not isinstance(leaf, (ReplicaParameter, MirroredTensor))
+    ]
     if leaves:
         plain.leaves_in(run).claim(
             leaves, replica_id, "their gradients would be added up, not averaged"
@@ -222,11 +224,19 @@ def _trains_parameters(optimizer: Optimizer) -> bool:
     return any(isinstance(p, nn.Parameter) and p.requires_grad for p in held)
 
 
-def _leaves_of(outputs: Sequence[Any]) -> list[Tensor]:
-    """Returns the leaves of a graph that a pass accumulates into; of a huge one, some.
+def leaves_of(args: Sequence[Any]) -> list[Tensor]:
+    """Returns the leaves that a backward pass accumulates into; of a huge graph, some.
 
     Not a leaf that replicas have slices of: the input, whose gradient is each one's own part.
+
+    Args:
+        args: of the function that starts the engine.
     """
+    inputs = args[4] if len(args) > 4 else ()
+    return [leaf for leaf in inputs if isinstance(leaf, Tensor)] or _of_graph(args[0])
+
+
+def _of_graph(outputs: Sequence[Any]) -> list[Tensor]:
     leaves, seen = [], set[Any]()
     nodes: list[Any] = [o.node if isinstance(o, GradientEdge) else o.grad_fn for o in outputs]
     while nodes and len(seen) < _NODES:

@@ -222,20 +222,13 @@ class _After(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         run = ctx.run()
-        if run is not None and _goes_on(run):
+        if run is not None and run.is_or_has_within(runner_of(run.replicas).running):
             raise StrategyError(
                 f"the value of {ctx.metric} is that of the whole batch, and backward inside "
                 "strategy.run is that of one replica's part; differentiate a loss of the part, "
                 "such as one of torchmetrics.functional, or call backward after strategy.run"
             )
         return grad, None, None
-
-
-def _goes_on(run: Run) -> bool:
-    running = runner_of(run.replicas).running
-    while running is not None and running is not run:
-        running = running.outer
-    return running is not None
 
 
 _after: Any = _After.apply

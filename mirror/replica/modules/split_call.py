@@ -87,7 +87,7 @@ def call_in_turn(
         return _call_whole(runner, args, kwargs, lambda *a, **k: _held(hold, whole, a, k))
     sizes = _sizes(replicas.num_replicas, args, kwargs) if _splits(module) else None
     if sizes is None:
-        runner.prepare()
+        runner.prepare("a call of a mirrored module")
         if _is_lazy(module):
             modules.record(module)  # it gets its parameters now, and is mirrored at its next use
         elif replicas.is_apart and next(module.parameters(), None) is not None:

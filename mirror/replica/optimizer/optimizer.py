@@ -213,7 +213,7 @@ class OptimizerMirror:
 
     def step_everywhere(self, step: FrameType, args: Any, kwargs: Any, closure: Any) -> None:
         """Steps replicas 1 .. N-1 and lends to replica 0."""
-        self.runner.prepare()
+        self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
         optimizer, loan = args[0], self.loan
         is_own = is_torchs_own(type(optimizer))
