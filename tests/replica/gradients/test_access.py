@@ -138,3 +138,9 @@ def test_gradients_set_in_run_are_equal_or_refused(is_joined, schedule):
         with pytest.raises(StrategyError, match=r"'weight' each to its own value.*all_reduce"):
             strategy.run(step, (batch,))
     strategy.check_replicas()
+
+
+def test_a_gradient_that_is_set_is_the_one_that_is_there(make_strategy):
+    layer = make_strategy(2).mirror(nn.Linear(1, 1))
+    layer.weight.grad = given = torch.ones(1, 1)
+    assert layer.weight.grad is given

@@ -195,3 +195,27 @@ def test_the_only_replica_of_a_worker_has_the_arguments_themselves(crew):
         assert found["none"] == (0, 2)
         assert found["distributed"] == (5, 2)
         assert found["listed"] == [(5, 2), (5, 2)]
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, y):
+        return (x + y) * self.weight
+
+
+def test_how_a_loader_has_split_one_argument_decides_for_the_others(make_strategy):
+    model, x = make_strategy(2).mirror(Sum()), torch.arange(5.0)
+    parts = mirror.PerReplica([x[:1], x[1:]])
+    assert_same(model(parts, 10 * x), 11 * x)
+    assert_same(model(parts, y=10 * x), 11 * x)
+
+
+def test_a_loss_that_has_a_buffer_is_not_split(make_strategy):
+    # The mean of two weighted means is not that of all examples.
+    plain = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0]))
+    outputs, targets = torch.randn(5, 2), torch.tensor([0, 0, 1, 0, 1])
+    loss = make_strategy(2).mirror(copy.deepcopy(plain))
+    assert_same(loss(outputs, targets), plain(outputs, targets))
