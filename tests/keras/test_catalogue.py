@@ -10,7 +10,7 @@ from tests.keras.one_device import FILES, names
 PROGRAMS = [(file.stem, name) for file in sorted(FILES.glob("*.py")) for name in names(file.stem)]
 QUICK = {
     "layers": ["built_by_fit"],
-    "state": ["batch_normalization"],
+    "state": ["batch_normalization", "dropout_of_one_seed"],
     "loops": ["optimizer_applied_in_run"],
     "metrics": ["updated_in_run"],
 }
