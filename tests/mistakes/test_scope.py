@@ -1,5 +1,8 @@
 """Mistakes with the scope, and with when and where things are made."""
 
+import warnings
+
+import pytest
 import torch
 from torch import nn
 
@@ -282,3 +285,24 @@ def test_an_optimizer_over_models_of_two_strategies(strategy):
         optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
         loss_of(a).backward()
         optimizer.step()
+
+
+def trained():
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.sum().backward()
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def test_a_step_in_a_scope_in_which_nothing_was_made_is_told_of(make_strategy):
+    with make_strategy(2).scope(), pytest.warns(UserWarning, match="not mirrored"):
+        trained()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_step_beside_what_is_mirrored_or_about_to_be_is_not(is_used, make_strategy):
+    with make_strategy(2).scope(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = nn.Linear(1, 1)
+        if is_used:
+            layer(torch.ones(2, 1))
+        trained()

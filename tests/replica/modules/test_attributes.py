@@ -327,3 +327,18 @@ def test_an_attribute_may_be_deleted_before_a_forward_has_set_it(in_run, make_st
         assert not hasattr(model, "cache")
     with pytest.raises(AttributeError, match="never"):
         strategy.run(lambda: delattr(model, "never"))
+
+
+class SetsTwice(Base):
+    def forward(self, x):
+        self.state = [1]
+        self.state = True
+        assert self.state is True
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_flag_takes_the_place_of_what_was_set_before(n, make_strategy):
+    model = make_strategy(n).mirror(SetsTwice())
+    model(torch.ones(6, 4))
+    assert model.state is True
