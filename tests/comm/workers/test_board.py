@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from mirror.comm.workers import board as board_file
 from mirror.comm.workers.board import Board
