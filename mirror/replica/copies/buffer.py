@@ -147,14 +147,13 @@ class Buffer:
     def note_run(self, active: tuple[int, ...]) -> None:
         """Notes that replicas have run."""
         self._ran = active
-        is_none = self._aggregation == "none"
-        if not is_none and self.combined._version != self._combined_version:
+        if self._aggregation != "none" and self.combined._version != self._combined_version:
             return  # another thread has changed it meanwhile: the replicas will be given that
         module = self._module()
         # In training batch_norm writes its statistics without a new version.
         if module is None or module.training or self._versions() != self._copy_versions:
             self._stale = self._apart = True
-        if is_none:
+        if self._aggregation == "none":
             self._combined_version = self.copies[0]._version
 
     def wrote(self, active: tuple[int, ...]) -> None:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from mirror.comm.workers.alone import Alone
 from mirror.execution.run import shares_of
-from mirror.steps.following.tracing import Meeting
 
 _CALL = "a compiled step"
 _SAID = struct.Struct("<??qd8s")
@@ -61,12 +60,11 @@ class Meets:
         words: what it is, in short.
     """
 
-    def __init__(self, meetings: Sequence[Meeting]) -> None:
-        every = [(one.op, [place.name for place in one.places], one.lie) for one in meetings]
-        self.digest = hashlib.blake2b(repr(every).encode(), digest_size=8).digest()
+    def __init__(self, meetings: Sequence[tuple[str | None, Sequence[str], object]]) -> None:
+        """Takes of each meeting its reduction, or the parameters of gradients, and their lie."""
+        self.digest = hashlib.blake2b(repr(meetings).encode(), digest_size=8).digest()
         self.words = ", ".join(
-            f"gradients of {len(one.places)} parameters" if one.op is None else str(one.op)
-            for one in meetings
+            op or f"gradients of {len(parameters)} parameters" for op, parameters, _ in meetings
         )
 
 

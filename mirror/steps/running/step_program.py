@@ -64,7 +64,9 @@ class StepProgram:
         self._bindings, self._reductions = bindings, reductions
         self._results = taking(pieces.results)
         self._changes = _changes(trace, pieces)
-        self.meets = Meets(trace.meetings)
+        self.meets = Meets(
+            [(one.op, [place.name for place in one.places], one.lie) for one in trace.meetings]
+        )
         self._is_raw = launcher.is_raw or any(
             one.is_raw for called in levels for one in called if one is not None
         )
