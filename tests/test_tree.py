@@ -48,7 +48,6 @@ TESTED_BY = {
     "replica/copies/variable.py": "replica/copies/test_parameters.py",
     "replica/copies/variables.py": "replica/copies/test_identity.py",
     "replica/copies/registry.py": "replica/copies/test_identity.py",
-    "replica/joining/once.py": "replica/modules/test_metric_calls.py",
     "replica/keras/metrics.py": "keras/test_catalogue.py",
     "replica/keras/library.py": "replica/keras/test_calls.py",
     "replica/modules/keras_call.py": "replica/keras/test_calls.py",

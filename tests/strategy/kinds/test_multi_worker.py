@@ -50,7 +50,10 @@ def test_one_worker_is_a_mirrored_strategy(monkeypatch):
 
 def looked_at(folder):
     with strategy_of((1, 2)) as strategy:
+        layer = strategy.mirror(torch.nn.Linear(2, 1))
         with strategy.trace(Path(folder) / "step.json"):
+            layer(torch.ones(2, 2)).sum().backward()
+            assert layer.weight.grad is not None
             strategy.run(lambda: mirror.get_replica_context().all_reduce("sum", torch.ones(1)))
         report = strategy.report()
         return str(report).splitlines()[0], report.num_replicas
@@ -68,6 +71,7 @@ def test_traces_and_reports_are_of_a_worker(crew, tmp_path):
     trace = json.loads((tmp_path / "step.worker1.json").read_text())
     lanes = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
     assert "replica 2 of 3 (worker 1, cpu)" in lanes
+    assert any(event.get("name") == "gradients of all workers" for event in trace["traceEvents"])
 
 
 def run_within_a_merge():
