@@ -83,7 +83,8 @@ class Runner:
 
     def prepare(self, what: str = "a change of all replicas") -> None:
         """Makes all replicas equal to what the cross-replica context left, for ``what``."""
-        self.check_between_runs(what)
+        if self.running is not None or self.parallel_pass is not None:
+            self.check_between_runs(what)
         if self.unfinished and self.running is None:
             self.recover()
         self._parts.prepare()

@@ -16,6 +16,7 @@ from mirror.steps.inputs import Kind
 from mirror.steps.pieces.parts import Pieces
 from mirror.steps.pieces.programs import Called, Taking, taking
 from mirror.steps.pieces.trace import Trace, layout
+from mirror.steps.places import Place
 from mirror.steps.running.agreement import Meets, Weighing
 from mirror.steps.running.at_once import AtOnce
 from mirror.steps.running.bindings import Bindings
@@ -64,9 +65,7 @@ class StepProgram:
         self._bindings, self._reductions = bindings, reductions
         self._results = taking(pieces.results)
         self._changes = _changes(trace, pieces)
-        self.meets = Meets(
-            [(one.op, [place.name for place in one.places], one.lie) for one in trace.meetings]
-        )
+        self.meets = Meets([(one.op, _names(one.places), one.lie) for one in trace.meetings])
         self._is_raw = launcher.is_raw or any(
             one.is_raw for called in levels for one in called if one is not None
         )
@@ -160,6 +159,11 @@ class StepProgram:
             for slot, tensor in zip(gotten, reduced[r if r in reduced else first], strict=True):
                 if slot >= 0:
                     values[slot] = tensor
+
+
+def _names(places: Sequence[Place]) -> list[str]:
+    """Returns the names of parameters as they were registered: paths are searched for."""
+    return [getattr(place.record, "name", "?") for place in places]
 
 
 def _changes(trace: Trace, pieces: Pieces) -> Changes:
