@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 EXAMPLES = 32  # of a replica
 TURN_SECONDS = 0.1
-WAYS = {1: "1, unchanged loop", 3: "3, step in run"}
+COMPILED = 4
+WAYS = {1: "1, unchanged loop", 3: "3, step in run", COMPILED: "3, compiled"}
 Step = Callable[[], Tensor]
 
 
@@ -61,7 +62,7 @@ class Contestant:
     """So many processes that train together.
 
     Attributes:
-        way: 1 or 3 of mirror; 0 is DDP.
+        way: of mirror, one of ``WAYS``; 0 is DDP.
     """
 
     way: int
@@ -132,7 +133,10 @@ class Worker:
             return partial(loop, network, optimizer, x, y)
         parts = [mirror.PerReplica(t.split(EXAMPLES)) for t in (x, y)]
         step = partial(loop, network, optimizer)
-        return lambda: strategy.local_results(strategy.run(step, args=tuple(parts)))[0]
+        call = partial(strategy.run, step, tuple(parts))
+        if self._way == COMPILED:
+            call = partial(strategy.compile(step), *parts)
+        return lambda: strategy.local_results(call())[0]
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -220,11 +224,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--simulated", type=at_least(2), default=2, metavar="N", help="replicas")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=ROUNDS, default=31)
+    parser.add_argument("--compiled", action="store_true", help="also steps that are compiled")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="for the numbers")
     arguments = parser.parse_args(argv)
     w, n = arguments.workers, arguments.simulated
-    contestants = [Contestant(0, w), *(Contestant(way, w) for way in WAYS)]
-    contestants += [Contestant(0, w * n), *(Contestant(way, w, n) for way in WAYS)]
+    ways = [way for way in WAYS if way != COMPILED or arguments.compiled]
+    contestants = [Contestant(0, w), *(Contestant(way, w) for way in ways)]
+    contestants += [Contestant(0, w * n), *(Contestant(way, w, n) for way in ways)]
     print(f"load: {os.getloadavg()[0]:.2f}, torch {torch.__version__}", flush=True)
     rows = measure(contestants, arguments.models, arguments.rounds)
     print("\n".join(row.as_text() for row in rows))
