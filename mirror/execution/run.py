@@ -219,17 +219,25 @@ class Run:
                 )
 
 
-def shares_of(weights: Mapping[int, float], *, weighted: bool) -> dict[int, float]:
+def shares_of(
+    weights: Mapping[int, float],
+    *,
+    weighted: bool,
+    count: int | None = None,
+    total: float | None = None,
+) -> dict[int, float]:
     """Returns what the gradients of replicas with these weights count for. See [Note: Shares].
 
     Args:
         weighted: whether gradients are means, weighted so, or plain sums.
+        count: how many replicas there are, if more than these.
+        total: the weights of all of them.
     """
     if not weighted:
         return dict.fromkeys(weights, 1.0)
-    total = sum(weights.values())
+    total = sum(weights.values()) if total is None else total
     if total == 0:  # one device: the mean over nothing
-        return dict.fromkeys(weights, 1.0 / len(weights))
+        return dict.fromkeys(weights, 1.0 / (count or len(weights)))
     return {r: weight / total for r, weight in weights.items()}
 
 

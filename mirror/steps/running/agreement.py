@@ -44,12 +44,7 @@ class Weighing:
     ) -> dict[int, float]:
         """Returns what the gradient of each of these replicas counts for. See [Note: Shares]."""
         counting = {r: 1.0 if weights is None else float(weights[r]) for r in active}
-        shares = shares_of(counting, weighted=weighted)
-        if not weighted or self.count == len(counting):
-            return shares
-        if self.total == 0:
-            return dict.fromkeys(counting, 1.0 / self.count)
-        return {r: weight / self.total for r, weight in counting.items()}
+        return shares_of(counting, weighted=weighted, count=self.count, total=self.total)
 
 
 class Meets:
