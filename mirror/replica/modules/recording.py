@@ -6,6 +6,8 @@ Not at once, because registration hooks fire before initial values are written.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -51,6 +53,16 @@ def begin_recording(recorder: Recorder) -> None:
                 )
             )
     recording.recorders = (*recording.recorders, recorder)
+
+
+@contextmanager
+def suspend_recording() -> Iterator[None]:
+    """Keeps this thread from recording modules, such as those of a tracer or a compiler."""
+    recorders, recording.recorders = recording.recorders, ()
+    try:
+        yield
+    finally:
+        recording.recorders = recorders
 
 
 def end_recording() -> None:

@@ -14,6 +14,7 @@ from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.copies.registry import Registry
 from mirror.replica.finite import Finite
+from mirror.replica.modules.recording import suspend_recording
 from mirror.steps.inputs import Kind
 from mirror.steps.lines import first_line
 from mirror.steps.pieces.cut import pieces_of
@@ -61,7 +62,16 @@ class Maker:
     def make(
         self, step: Callable[..., Any], arguments: Arguments
     ) -> tuple[Assumptions, StepProgram]:
-        """Traces a step, called with these arguments, and makes its programs."""
+        """Traces a step, called with these arguments, and makes its programs.
+
+        An open scope does not record the modules that the tracer and the compiler make.
+        """
+        with suspend_recording():
+            return self._make(step, arguments)
+
+    def _make(
+        self, step: Callable[..., Any], arguments: Arguments
+    ) -> tuple[Assumptions, StepProgram]:
         places = places_of(self._registry)
         traced = trace(
             step,
