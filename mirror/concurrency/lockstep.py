@@ -203,7 +203,7 @@ class Lockstep(Turns):
 
     def _work(self, replica_id: int) -> None:
         try:
-            while self._threads.wait(replica_id):
+            while self._threads.wait_for_run(replica_id):
                 self._perform(replica_id)
                 if self._threads.dismissed:
                     return

@@ -46,8 +46,19 @@ class Threads:
         gate = self._turn_here if replica_id == self.here else self._turns[replica_id]
         gate.open(near=near)
 
+    def wait_for_run(self, replica_id: int) -> bool:
+        """Waits, in a replica's own thread, for its first turn in a run.
+
+        Does not read ``here``: the next run may have set it already, while this thread still ends
+        the last one.
+
+        Returns:
+            Whether there is a turn: not if dismissed.
+        """
+        return self._turns[replica_id].wait() and not self.dismissed
+
     def wait(self, replica_id: int) -> bool:
-        """Waits for a replica's turn; returns whether there are any: not if dismissed."""
+        """Waits, inside a run, for a replica's next turn; returns False if dismissed."""
         gate = self._turn_here if replica_id == self.here else self._turns[replica_id]
         return gate.wait() and not self.dismissed
 
@@ -57,7 +68,9 @@ class Threads:
 
     def begun(self, replica_ids: Iterable[int]) -> list[threading.Thread]:
         """Returns the threads that replicas are in, without those that are being started."""
-        return [self.of(r) for r in replica_ids if r == self.here or r in self._threads]
+        here, caller = self.here, self.caller  # another thread may ask, while a run changes them
+        found = [caller if r == here else self._threads.get(r) for r in replica_ids]
+        return [thread for thread in found if thread is not None]
 
     def all(self) -> list[threading.Thread]:
         """Returns the threads that have been made."""
