@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from mirror.data.balance import Fixed
 from mirror.data.indices import Indices, copy_of, skip
 from mirror.data.samplers import (
     SHARDED,
@@ -124,8 +127,14 @@ class Source:
     def load_own_state(self, state: Any) -> None:
         """Gives a state to the dataset, whose next pass begins there."""
 
-    def rewind(self, state: Any) -> None:
-        """Puts a dataset that was read ahead back to where its consumer left."""
+    def rewind(self, order: Mapping[str, Any], num_consumed: int, own_state: Any) -> None:
+        """Puts a dataset that was read ahead back to where its consumer left.
+
+        Args:
+            order: of the pass that was left.
+            num_consumed: how many of its batches the consumer took.
+            own_state: the dataset's own state after these.
+        """
 
 
 class StatefulSource(Source):
@@ -165,17 +174,19 @@ class StatefulSource(Source):
             f"{type(error).__name__}: {error}; it is damaged, or of another dataset"
         )
 
-    def rewind(self, state: Any) -> None:
+    def rewind(self, order: Mapping[str, Any], num_consumed: int, own_state: Any) -> None:
         # A loader's next pass is a new epoch, wherever the last one was left.
         if not isinstance(self.dataset, DataLoader):
-            self.load_own_state(state)
+            self.load_own_state(own_state)
 
 
 class LoaderSource(Source):
     """A ``DataLoader``; of a map-style one only the indices of what was consumed are read.
 
     Each pass has a copy of the loader, so that passes do not disturb each other: a loader with
-    persistent workers has one set of them, which serves one pass at a time.
+    persistent workers has one set of them, which serves one pass at a time. The copies with
+    persistent workers belong to the loader: a dataset distributed again in every epoch goes on
+    with the workers of the epoch before, and draws no seed for new ones, as a plain loop does.
 
     Args:
         window: fetches the examples of this window alone, where it can: [Note: Windows].
@@ -187,7 +198,7 @@ class LoaderSource(Source):
         super().__init__(dataset)
         self._loader = dataset
         self._window = window
-        self._idle: list[DataLoader[Any]] = []  # with persistent workers
+        self._idle = _idle_copies(dataset, window)
 
     def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
         loader = self._idle.pop() if self._idle else copy_of(self._loader, self._window)
@@ -218,6 +229,23 @@ class LoaderSource(Source):
             "reuses_workers": bool(self._idle),
         }
 
+    def rewind(self, order: Mapping[str, Any], num_consumed: int, own_state: Any) -> None:
+        # torch's samplers draw while they are read, once more at their end. A plain loop reads
+        # what it consumes, and ahead of that what the loader's own processes prefetch.
+        loader, (samplers, generators) = self._loader, samplers_of(self._loader)
+        are_torchs = all(type(s).__module__ == "torch.utils.data.sampler" for s in samplers)
+        if not generators or not are_torchs or isinstance(loader.dataset, IterableDataset):
+            return
+        for generator, state in zip(generators, order["generators"], strict=True):
+            generator.set_state(state)
+        with streams_at(order["streams"]):
+            if not order["reuses_workers"]:  # the seed of the workers
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
+            for _ in itertools.islice(indices, num_consumed + num_ahead):
+                pass
+
     def check_order(self, order: Mapping[str, Any]) -> None:
         if not isinstance(order.get("reuses_workers", False), bool):
             raise ValueError("a state tells by a bool whether workers went on; this one does not")
@@ -236,6 +264,24 @@ class LoaderSource(Source):
         if size is not None and isinstance(self._loader.sampler, Sized):
             return len(self._loader.sampler) // size
         return known
+
+
+# The copies of each loader whose persistent workers wait for their next pass.
+_idle: weakref.WeakKeyDictionary[
+    DataLoader[Any], list[tuple[Window | None, list[DataLoader[Any]]]]
+] = weakref.WeakKeyDictionary()
+
+
+def _idle_copies(loader: DataLoader[Any], window: Window | None) -> list[DataLoader[Any]]:
+    """Returns the list of a loader's idle copies that fetch this window."""
+    if window is not None and not isinstance(window.balance, Fixed):
+        return []  # its shares change: no other dataset has the same windows
+    by_window = _idle.setdefault(loader, [])
+    for known, copies in by_window:
+        if known == window:
+            return copies
+    by_window.append((window, []))
+    return by_window[-1][1]
 
 
 class TensorFlowSource(Source):

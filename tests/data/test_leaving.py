@@ -106,7 +106,7 @@ def test_at_the_end_thread_and_workers_are_gone_though_the_iterator_is_held(begu
     assert begun.processes() == []
 
 
-def test_persistent_workers_live_as_long_as_the_dataset(begun):
+def test_persistent_workers_live_as_long_as_the_loader(begun):
     loader = DataLoader(
         TensorDataset(torch.arange(4)), num_workers=1, persistent_workers=True, batch_size=2
     )
@@ -117,6 +117,8 @@ def test_persistent_workers_live_as_long_as_the_dataset(begun):
     assert [whole(x).tolist() for (x,) in dataset] == [[0, 1], [2, 3]]
     assert begun.processes() == [worker]
     del dataset
+    assert begun.processes() == [worker]  # the loader distributed again goes on with it
+    del loader
     assert begun.processes() == []
 
 

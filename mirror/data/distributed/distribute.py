@@ -242,7 +242,7 @@ class DistributedDataset(Uncopied):
 
     def _end_iterations(self) -> None:
         for iterator in list(self._iterators):
-            iterator._reader.close()
+            iterator.close()  # now: at its end, later, it would rewind what a state has set
         if self._shared is not None:
             self._shared[0].close()
 
@@ -342,7 +342,7 @@ def _leave(reader: Reader, source: Source, position: Position) -> None:
     """Ends a pass whose iterator is gone."""
     reader.close()
     if reader.was_left:
-        source.rewind(position.own_state)
+        source.rewind(position.order, position.num_consumed, position.own_state)
 
 
 def _leave_shared(reader: Reader, source: Source, position: Position) -> None:

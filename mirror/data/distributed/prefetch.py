@@ -74,6 +74,7 @@ class Prefetcher:
         self._is_stopping = False
         self._is_closed = False
         self._is_over = False
+        self._was_left = False
         self._reads_ahead = False
         self._has_drawn = False
         self._process = os.getpid()
@@ -145,15 +146,18 @@ class Prefetcher:
 
     def close(self) -> None:
         """Ends the thread and lets go of the dataset and of what is ready; idempotent."""
-        self._is_closed = True
+        is_first, self._is_closed = not self._is_closed, True
         self.stop()
         if os.getpid() == self._process:
+            if is_first:
+                is_taken = self._is_over and not self._ready
+                self._was_left = not (self._is_reading or is_taken)
             self._let_go()
 
     @property
     def was_left(self) -> bool:
-        """Whether the thread has ended before the pass was over."""
-        return not self._is_reading and not self._is_over
+        """Whether it was closed before its consumer had got the whole pass, and nothing reads."""
+        return self._was_left
 
     def _join(self) -> None:
         thread = self._thread

@@ -1,0 +1,122 @@
+"""Epochs over a distributed dataset are those of the plain loop, also made again in each epoch."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import mirror
+from tests.data.reading import whole
+
+EPOCHS = 4
+
+
+def make_loader(num_workers, persistent, own_generator):
+    generator = torch.Generator().manual_seed(7) if own_generator else None
+    return DataLoader(
+        TensorDataset(torch.arange(10)),
+        batch_size=4,
+        shuffle=True,
+        num_workers=num_workers,
+        persistent_workers=persistent,
+        generator=generator,
+    )
+
+
+def consume(batches, stop_after):
+    """Returns the examples of the batches, and what the program draws after them."""
+    seen = []
+    for i, (x,) in enumerate(batches):
+        x = whole(x) if isinstance(x, mirror.PerReplica) else x
+        seen.append(x.tolist())
+        if i + 1 == stop_after:
+            break
+    del batches
+    return seen, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "persistent"), [(0, False), (1, False), (1, True)], ids=str
+)
+def test_every_epoch_has_the_order_of_the_plain_loop(
+    make_strategy, n, prefetch, num_workers, persistent
+):
+    draw = random.Random(f"{n} {prefetch} {num_workers} {persistent}")
+    strategy = make_strategy(n)
+    options = mirror.InputOptions(prefetch=prefetch)
+    for own_generator in (False, True):
+        stops = [draw.choice([None, None, 1, 2]) for _ in range(EPOCHS)]
+
+        def plain(own_generator=own_generator, stops=stops):
+            torch.manual_seed(0)
+            loader = make_loader(num_workers, persistent, own_generator)
+            return [consume(iter(loader), stop) for stop in stops]
+
+        def distributed_once(own_generator=own_generator, stops=stops):
+            torch.manual_seed(0)
+            dataset = strategy.distribute_dataset(
+                make_loader(num_workers, persistent, own_generator), options
+            )
+            return [consume(iter(dataset), stop) for stop in stops]
+
+        def distributed_in_every_epoch(own_generator=own_generator, stops=stops):
+            torch.manual_seed(0)
+            loader = make_loader(num_workers, persistent, own_generator)
+            return [consume(iter(strategy.distribute_dataset(loader, options)), s) for s in stops]
+
+        expected = plain()
+        assert distributed_once() == expected
+        assert distributed_in_every_epoch() == expected
+
+
+def test_a_loader_distributed_again_keeps_its_worker_processes(make_strategy, begun):
+    strategy = make_strategy(2)
+    loader = make_loader(num_workers=1, persistent=True, own_generator=False)
+    processes = []
+    for _ in range(3):
+        for _ in strategy.distribute_dataset(loader):
+            pass
+        processes.append(begun.processes())
+    assert len(processes[0]) == 1
+    assert processes[1:] == processes[:1] * 2
+    del loader
+    assert begun.processes() == []
+
+
+def test_an_iterator_that_ends_after_a_state_was_loaded_changes_nothing(make_strategy):
+    loader = make_loader(num_workers=0, persistent=False, own_generator=True)
+    dataset = make_strategy(2).distribute_dataset(loader)
+    state = dataset.state_dict()
+    expected = [whole(x).tolist() for (x,) in dataset]
+    iterator = iter(dataset)
+    next(iterator)
+    dataset.load_state_dict(state)
+    seen = []
+    for (x,) in dataset:
+        iterator = None
+        seen.append(whole(x).tolist())
+    assert seen == expected
+
+
+def test_a_stream_that_was_read_ahead_to_its_end_goes_on_where_its_consumer_left(make_strategy):
+    class Stream:
+        place = 0
+
+        def __iter__(self):
+            while self.place < 3:
+                self.place += 1
+                yield torch.full((2,), self.place)
+
+        def state_dict(self):
+            return {"place": self.place}
+
+        def load_state_dict(self, state):
+            self.place = state["place"]
+
+    dataset = make_strategy(2).distribute_dataset(Stream(), mirror.InputOptions(prefetch=4))
+    for _ in dataset:
+        break
+    assert [whole(x).tolist() for x in dataset] == [[2, 2], [3, 3]]
