@@ -22,8 +22,15 @@ project_copyright = author
 
 # The source folder is the repository, so that links between the documents are what they are.
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/site/*.rst", "benchmarks/*.md", "deploy/*.md"]
-exclude_patterns = [".venv*", "build", "tests"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/site/*.rst",
+    "benchmarks/*.md",
+    "deploy/*.md",
+    "tests/*.md",
+]
+exclude_patterns = [".venv*", "build", "tests/*/**"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 html_theme = "furo"
