@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -165,8 +165,7 @@ class ReplicaStates:
                 return
             self.shared = SharedState(self, found)
             optimizer.state = self.shared
-            if sys.getrefcount(found) > 2:
-                _replace_in_wrappers(found, self.shared)
+            _replace_in_wrappers(found, self.shared)
         if self.shared.seen:
             self._by_replica[0] = defaultdict(dict)
             for key, value in self.shared.raw_items():
@@ -257,13 +256,20 @@ class ReplicaStates:
 
 
 def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
-    """Has optimizers that show another's state (``self.state = base.state``) go on doing so."""
+    """Replaces a state in the wrappers that show it (``self.state = base.state``).
+
+    Which objects refer to it is asked of the garbage collector: a reference count depends on the
+    interpreter. That takes milliseconds, once for each state that an optimizer is given.
+    """
     for holder in gc.get_referrers(found):
+        # An instance refers to its attributes itself, or by its dict.
         for owner in (holder, *(gc.get_referrers(holder) if type(holder) is dict else ())):
-            if isinstance(owner, Optimizer):
-                for name, value in list(vars(owner).items()):
-                    if value is found:
-                        vars(owner)[name] = shared
+            attributes = getattr(owner, "__dict__", None)
+            if type(attributes) is not dict or isinstance(owner, ModuleType):
+                continue
+            for name, value in list(attributes.items()):
+                if value is found:
+                    attributes[name] = shared
 
 
 def _named(key: Any, variable: Variable) -> str:

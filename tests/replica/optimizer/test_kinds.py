@@ -1,7 +1,10 @@
 """Optimizers that each break one assumption are stepped as on one device, in all three ways."""
 
+import contextlib
 import copy
 import itertools
+import pathlib
+import sys
 
 import pytest
 import torch
@@ -211,3 +214,66 @@ def test_a_wrapper_that_is_no_optimizer_works_outside_run(make_strategy, way):
         return
     with pytest.raises(mirror.StrategyError, match=r"Averaging\.step wraps a SGD"):
         compared(way, make_strategy(3), Averaging)
+
+
+class OptimizerView(torch.optim.Optimizer):
+    """An optimizer without torch's constructor that shows another's state."""
+
+    def __init__(self, base):
+        self.base, self.state, self.param_groups = base, base.state, base.param_groups
+
+
+class PlainView:
+    """No optimizer; it shows another's state, as wrappers of trainers do."""
+
+    def __init__(self, base):
+        self.base, self.state = base, base.state
+
+
+class CopiedView:
+    """Takes over the attributes of another, in one dict."""
+
+    def __init__(self, base):
+        self.__dict__ = dict(vars(base))
+
+
+VIEWS = [OptimizerView, PlainView, CopiedView]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("references", [2, 0])  # as if the interpreter counted fewer of them
+@pytest.mark.parametrize("views", [[], *[[view] for view in VIEWS], VIEWS])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_wrappers_show_the_state_of_the_optimizer_whatever_the_interpreter_counts(
+    n, views, references, inside, monkeypatch
+):
+    monkeypatch.setattr(sys, "getrefcount", lambda found: references)
+    strategy = mirror.MirroredStrategy(["cpu"] * n)
+    with strategy.scope() if inside else contextlib.nullcontext():
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+            base = torch.optim.Adam(model.parameters(), lr=0.1)
+        wrappers = [view(base) for view in views]
+
+        def step(x):
+            base.zero_grad()
+            model(x).mean().backward()
+            base.step()
+
+        for count in (1, 2):
+            strategy.run(step, (torch.ones(6, 2),))
+            for shown in wrappers:
+                assert shown.state is base.state
+                assert shown.state[model.weight]["step"] == count
+        base.load_state_dict(base.state_dict())
+        wrappers = [view(base) for view in views]
+        strategy.run(step, (torch.ones(6, 2),))
+        for shown in wrappers:
+            assert shown.state[model.weight]["step"] == 3
+    strategy.close()
+
+
+def test_no_code_depends_on_counts_of_references():
+    package = pathlib.Path(mirror.__file__).parent
+    named = [str(path) for path in package.rglob("*.py") if "getrefcount" in path.read_text()]
+    assert named == []
