@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,7 +152,7 @@ def traced(
     """Returns the graph of what ``function(*inputs)`` calls, backward passes too."""
     # Layers of torch that are one kernel on the CPU, as LSTM, are taken apart: their kernels want
     # sizes that are numbers. mkldnn's keep what a backward pass needs where no trace sees it.
-    with mode, enable_python_dispatcher(), _without_mkldnn():
+    with mode, enable_python_dispatcher(), _without_mkldnn(), _without_logged_errors():
         return make_fx(function, decomposition_table=decompositions, tracing_mode="real")(*inputs)
 
 
@@ -163,6 +164,17 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def _without_logged_errors() -> Iterator[None]:
+    """Keeps torch from logging an operation that fails in a trace: its error is raised, too."""
+    logger = logging.getLogger(FakeTensor.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from mirror.errors import CompileError
 from mirror.replica.copies.hooks import through_hooks
 from mirror.replica.gradients.arrivals import local_grad, set_local_grad
+from mirror.steps.following.watching import SPARSE
 from mirror.steps.places import Place
 from mirror.torch_private import has_post_accumulate_hooks, hooks_of, queue_callback
 
@@ -119,11 +120,7 @@ class TracedGradients:
             grad = local_grad(self._leaves[place])
             assert grad is not None
             if grad.is_sparse:
-                raise self._refusal(
-                    f"the gradient of {place.name!r}",
-                    "is sparse, and has another size in every step",
-                    "use sparse=False, or pass fallback='eager'",
-                )
+                raise self._refusal(f"the gradient of {place.name!r}", *SPARSE)
             local.append(grad.detach())
             set_local_grad(self._leaves[place], None)
         return arrived, local

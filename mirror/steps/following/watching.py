@@ -26,6 +26,7 @@ from mirror.steps.torch_internals import (
     is_fake,
     schema_of,
 )
+from mirror.torch_private import current_autograd_node
 
 aten = torch.ops.aten
 
@@ -53,6 +54,11 @@ _SIZES = {
     aten.repeat_interleave.Tensor,
 }
 _BY_INDEX = {aten.index.Tensor}
+# Why the sparse gradient of something is refused, and what to do.
+SPARSE = (
+    "is sparse, and has another size in every step",
+    "use sparse=False, or pass fallback='eager'",
+)
 _MASKED = "use torch.where, or multiply by the mask, or pass fallback='eager'"
 _RAW = {
     Tensor.numpy: "numpy()",
@@ -93,6 +99,8 @@ class Operations(DispatchMode):
         if func in _BY_INDEX and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         ):
+            if getattr(current_autograd_node(), "_saved_sparse", False):
+                raise refusal("the gradient of an embedding with sparse=True", *SPARSE)
             raise refusal("an index that is a mask", _BY_SIZE, _MASKED)
         for tensor in _tensors((*args, *kwargs.values())):
             if not isinstance(tensor, is_fake):

@@ -1,4 +1,12 @@
-"""CompiledStep: what ``strategy.compile(step)`` returns; called with a distributed batch."""
+"""CompiledStep: what ``strategy.compile(step)`` returns; called with a distributed batch.
+
+[Note: Errors in a trace]
+An error that stops a trace may be the user's own, as shapes that do not fit. Its text is then
+another one than that of an uncompiled step, because a trace has no values. So what is no refusal,
+and is not raised by torch's tracer itself, has the call run uncompiled: an error of the user's is
+raised there, as it would be without compiling. If there is none, the trace is at fault, and the
+call ends in a CompileError that says that it was made.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +32,7 @@ FALLBACKS = ("error", "eager")
 MAX_TRACES = 8
 _OFTEN = 4  # calls a trace
 _ODD_IN_A_ROW = 3
+_TRACERS = ("torch._subclasses.", "torch._dynamo.", "torch._inductor.", "torch.fx.")
 
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 Part = Callable[[int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] | None]]
@@ -72,6 +81,8 @@ class CompiledStep:
         self._maker: Any = None
         self._falls_back = fallback == "eager"
         self._has_run = False
+        self._gives_up = False
+        self._refused: CompileError | None = None
         agreement.is_final = is_eager
         self._programs: list[tuple[Any, Program, dict[Any, bool]]] = []
         self._odd_in_a_row = self._waits = self._num_calls = 0
@@ -93,11 +104,26 @@ class CompiledStep:
         active, weights = self._taking_part(self._coherence.num_replicas, args, kwargs)
         made = self._coherence.alone(partial(self._call, args, kwargs, active, weights))
         if made is None:
-            return self._run(self._step, args, kwargs)
+            return self._run_uncompiled(args, kwargs)
         result, has_stepped = made
         if has_stepped:
             self._coherence.end_step()
         return result
+
+    def _run_uncompiled(self, args: Any, kwargs: Any) -> Any:
+        """Makes a call that has no program; see [Note: Errors in a trace]."""
+        refused, self._refused = self._refused, None
+        result = self._run(self._step, args, kwargs)
+        if refused is not None:
+            self._refuse(refused)  # what stopped the trace is no error of the step
+        return result
+
+    def _refuse(self, refused: CompileError) -> None:
+        """Has a step that no trace can follow run uncompiled from now on, or raises."""
+        if not self._falls_back:
+            raise refused
+        logger.warning("%s; it runs uncompiled", refused)
+        self._gives_up = True
 
     def _call(
         self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
@@ -121,8 +147,12 @@ class CompiledStep:
         self._coherence.prepare()
         arguments = Arguments(args, kwargs, active)
         program = self._program_for(arguments)
-        if program is None and not self._must_not_trace(arguments):
+        if self._gives_up:
+            program = None
+        elif program is None and not self._must_not_trace(arguments):
             program = self._made(arguments)
+        if self._gives_up:
+            self._agreement.is_final = True  # which the workers tell each other
         weighing = self._agreement.meet(
             None if program is None else program.meets, arguments.active, weights
         )
@@ -178,15 +208,17 @@ class CompiledStep:
             if self._waits > MAX_TRACES:
                 raise _state_missing() from None
             return None
+        except CompileError as error:
+            self._refuse(error)
+            return None
         except Exception as error:
-            refused = error if isinstance(error, CompileError) else _not_followed(error)
-            if self._falls_back:
-                logger.warning("%s; it runs uncompiled", refused)
-                self._agreement.is_final = True
-                return None
-            if refused is error:
-                raise
-            raise refused from error
+            refused = _not_followed(error)
+            refused.__cause__ = error
+            if _is_of_tracing(error):
+                self._refuse(refused)
+            else:
+                self._refused = refused  # once it has run uncompiled
+            return None
         self.num_traces += 1
         self._waits = 0
         fits = {s: program.fits(arguments.leaves(s)) for s in set(arguments.signatures)}
@@ -243,5 +275,13 @@ def _not_followed(error: Exception) -> CompileError:
     return CompileError(
         f"the step cannot be compiled: {line_of(error)} cannot be traced "
         f"({type(error).__name__}: {first_line(error)}); leave that out of the step, or pass "
-        "fallback='eager'"
+        f"fallback='eager'{'' if _is_of_tracing(error) else '; this call was made uncompiled'}"
     )
+
+
+def _is_of_tracing(error: Exception) -> bool:
+    """Whether an error is of a type that only torch's tracer and compiler raise."""
+    kind = type(error)
+    if kind.__name__ == "FakeTensorDeviceMismatchError":  # an uncompiled step has another one
+        return False
+    return kind.__module__.startswith(_TRACERS)
