@@ -4,7 +4,8 @@ A module stays the object it is; ``type``, ``state_dict`` and ``parameters()`` d
 Plain tensors among its attributes become mirrored like buffers. Three of its dicts and one
 instance attribute are replaced:
 
-    _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs
+    _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs; with one
+                            replica a WatchedDict
     _modules                WatchedDict: notes a submodule put in later
     _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
                             ``Module.__call__`` looks at it first; copies and pickles have None.
@@ -212,6 +213,8 @@ class Modules:
     def _move(self, module: nn.Module) -> None:
         """Moves a module to the only replica's device."""
         for submodule in module.modules():
+            if not isinstance(submodule, torch.jit.ScriptModule):
+                self._watch_dicts(submodule)
             self.route(submodule)
             self._recorded.look_again(submodule)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -231,11 +234,14 @@ class Modules:
 
     def _watch_dicts(self, module: nn.Module) -> None:
         attributes = module.__dict__
-        for key, kind in (
-            ("_parameters", OpaqueDict if renormalizes(module) else ReplicaDict),
-            ("_buffers", ReplicaDict),
-            ("_modules", WatchedDict),
-        ):
+        kinds: dict[str, Any] = dict.fromkeys(("_parameters", "_buffers", "_modules"), WatchedDict)
+        if self.replicas.mirrors:
+            opaque = renormalizes(module)
+            kinds |= {
+                "_parameters": OpaqueDict if opaque else ReplicaDict,
+                "_buffers": ReplicaDict,
+            }
+        for key, kind in kinds.items():
             entries = attributes[key]
             if not isinstance(entries, kind) or entries.module() is not module:
                 attributes[key] = kind(dict(entries.items()), module, self)

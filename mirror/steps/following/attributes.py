@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mirror.errors import CompileError
+from mirror.replica.modules.dicts import ReplicaDict, WatchedDict
 from mirror.steps.lines import is_torchs, line_here
 
 _MISSING: Any = object()
@@ -50,6 +51,7 @@ class SetAttributes:
 
     Attributes:
         modes: of each module that the step has set a mode of, the one that it is left with.
+        buffers: by ``id`` of an only replica's buffer, what has taken its place.
     """
 
     def __init__(self, is_traced: Callable[[], bool]) -> None:
@@ -57,6 +59,8 @@ class SetAttributes:
         self._changes: dict[tuple[int, str], _Change] = {}
         self._made: dict[int, nn.Module] = {}
         self.modes: list[tuple[nn.Module, bool]] = []
+        self.buffers: dict[int, Any] = {}
+        self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}  # their dicts, and before
 
     @contextmanager
     def seen(self) -> Iterator[None]:
@@ -106,13 +110,25 @@ class SetAttributes:
 
     def _note_held(self, module: nn.Module, name: str, value: Any) -> None:
         buffers = module.__dict__["_buffers"]
-        if name in buffers and type(buffers) is not dict:
+        if name in buffers and isinstance(buffers, ReplicaDict):
             return  # a mirrored one: see StandIns.assigned
+        if buffers.get(name) is not None and isinstance(buffers, WatchedDict):
+            if isinstance(value, Tensor):
+                _, before = self._replaced.setdefault(
+                    (id(buffers), name), (buffers, buffers[name])
+                )
+                if (value.shape, value.dtype) != (before.shape, before.dtype):
+                    what = f"{name!r} of {type(module).__name__}"
+                    raise _refusal(f"{what} is replaced by a tensor of another shape or dtype")
+                self.buffers[id(before)] = value
+                return
         known = next(d[name] for d in map(module.__dict__.get, _HELD) if d and name in d)
         if value is not known:
             raise _refusal(f"{name!r} of {type(module).__name__} is replaced")
 
     def _put_back(self) -> None:
+        for (_, name), (buffers, before) in self._replaced.items():
+            dict.__setitem__(buffers, name, before)
         for change in self._changes.values():
             if change.before is _MISSING:
                 change.module.__dict__.pop(change.name, None)

@@ -88,6 +88,11 @@ class Unchanged:
         return self._attributes.modes
 
     @property
+    def buffers(self) -> dict[int, Any]:
+        """By ``id`` of an only replica's buffer, what the step has put in its place."""
+        return self._attributes.buffers
+
+    @property
     def rates_read(self) -> list[Optimizer]:
         """The optimizers whose learning rates the step has read as numbers."""
         return self._options.read

@@ -182,13 +182,28 @@ class _Try:
         assert self.tracer.gradients is not None
         self._left = dict(self.tracer.gradients.left)
         stand_ins = self._stand_ins
+        by_id = stand_ins.by_id()
+        replaced: list[tuple[Tensor, Tensor]] = []
         for place in self._places:
             after = stand_ins.assigned.get(id(place.record))
-            if after is not None and after is not stand_ins.standing_for(place):
-                stand_ins.standing_for(place).copy_(after)
+            if place.record is None:
+                after = self._unchanged.buffers.get(id(place.owner))
+                after = by_id.get(id(after), after)
+            before = stand_ins.standing_for(place)
+            if after is not None and after is not before:
+                if (after.shape, after.dtype) != (before.shape, before.dtype):
+                    raise CompileError(
+                        f"the step cannot be compiled: the buffer {place.name!r}, of shape "
+                        f"{tuple(before.shape)} and {before.dtype}, is replaced by a tensor of "
+                        f"another shape or dtype, {tuple(after.shape)} and {after.dtype}; keep "
+                        "both, or pass fallback='eager'"
+                    )
+                replaced.append((before, after.clone()))  # it may be another buffer
+        for before, after in replaced:
+            before.copy_(after)
         tensors = [leaf for leaf in leaves_of(self._result) if isinstance(leaf, Tensor)]
         tensors += [grad for grad in self._left.values() if grad is not None]
-        return [stand_ins.by_id().get(id(t), t).detach() for t in tensors]
+        return [by_id.get(id(t), t).detach() for t in tensors]
 
 
 def _positions(left: dict[Place, Tensor | None], first: int) -> dict[Place, int | None]:

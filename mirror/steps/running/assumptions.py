@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirror.replica.modules.dicts import ReplicaDict
 from mirror.steps.around import Around
 from mirror.steps.comparable import PLAIN, Same, comparable
 from mirror.steps.following.leases import Lease
@@ -168,8 +169,11 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
             children.append(module._modules)
             owners.append(f"the submodules of {paths[key]!r}")
         hooks += [attributes[name] for name in MODULE_HOOKS]
-        buffers = attributes["_buffers"]  # those of mirrored modules are inputs
-        for kept in (attributes, *([buffers] if type(buffers) is dict else [])):
+        if module._parameters:
+            children.append(module._parameters)
+            owners.append(f"the parameters of {paths[key]!r}")
+        buffers = attributes["_buffers"]  # copies are inputs; those of one replica are replaced
+        for kept in (attributes, *([] if isinstance(buffers, ReplicaDict) else [buffers])):
             held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
 
     def look() -> list[Any]:
