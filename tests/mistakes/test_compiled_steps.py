@@ -15,7 +15,7 @@ from tests.steps.training import Beside, batches, usual_step
 
 X = torch.arange(24.0).reshape(6, 4) / 24
 # Where steps are called: outside of the scope, and inside.
-SCOPES = [False]
+SCOPES = [True]
 
 
 class OwnError(Exception):

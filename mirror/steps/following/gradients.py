@@ -97,6 +97,30 @@ class TracedGradients:
             self._is_settling = False
         self.left.update(dict.fromkeys(places))
 
+    def lend_copies(self, places: Sequence[Place]) -> dict[Place, tuple[bool, Tensor, Tensor]]:
+        """Puts copies in place of gradients, which a step may then write into.
+
+        Returns:
+            What ``take_copies_back`` needs: whether the gradient is one of ``left``, it, its copy.
+        """
+        lent = {}
+        for place in places:
+            grad = self._now(place)
+            if grad is not None:
+                lent[place] = place in self.left, grad, grad.clone()
+        self.left.update({place: copy for place, (_, _, copy) in lent.items()})
+        return lent
+
+    def take_copies_back(self, lent: dict[Place, tuple[bool, Tensor, Tensor]]) -> None:
+        """Puts back the gradients in whose place the step has set no others."""
+        for place, (was_left, grad, copy) in lent.items():
+            if self.left.get(place) is not copy:
+                continue
+            if was_left:
+                self.left[place] = grad
+            else:
+                del self.left[place]
+
     def settle(self) -> None:
         """Reduces what backward passes have brought since this was last called."""
         self._is_settling = True

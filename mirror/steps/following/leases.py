@@ -62,11 +62,15 @@ class Leases:
         """Whether an optimizer is making its step."""
         return any(lease.is_lent for lease in self.all.values())
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Puts stand-ins into an optimizer's groups and state, before its step."""
+    def begin(self, optimizer: Optimizer) -> bool:
+        """Puts stand-ins into an optimizer's groups and state, before its step.
+
+        Returns:
+            Whether the step begins here: not if a subclass's step has called its base's.
+        """
         lease = self.all.get(id(optimizer))
         if lease is not None and lease.is_lent:
-            return  # a subclass's step has called its base's
+            return False
         first = lease is None
         if lease is None:
             lease = self.all[id(optimizer)] = Lease(optimizer, len(self.all))
@@ -91,6 +95,24 @@ class Leases:
         lease.is_lent = True
         optimizer.param_groups = lease.lent
         optimizer.state = lease.lent_state
+        return True
+
+    def rewritten(self, optimizer: Optimizer) -> list[Tensor]:
+        """Returns the parameters that are stepped by lists here, and one by one in ``run``.
+
+        Steps by lists may write into the gradients (SGD's with ``nesterov``, Rprop's); those
+        parameter by parameter do not. By default torch steps by lists on accelerators alone.
+        """
+        if self.constant:
+            return []
+        return [
+            parameter
+            for group in self.all[id(optimizer)].groups
+            for parameter in group["params"]
+            if "foreach" in group
+            and not group["foreach"]
+            and (group["foreach"] is False or parameter.device.type == "cpu")
+        ]
 
     def _lent(self, lease: Lease, place: Any, name: str, value: Tensor) -> Tensor:
         """Returns what stands for a tensor of the state.

@@ -104,6 +104,7 @@ class Tracer:
         self.meetings: list[Meeting] = []
         self.modules: dict[int, nn.Module] = {}
         self.leases = Leases(stand_ins, refusal, constant=constant_rates)
+        self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
         self.gradients: TracedGradients | None = None
         self.draws = Draws(stand_ins.only(Kind.SEED), refusal)
         self.failed_in_optimizer = False
@@ -219,10 +220,15 @@ class Tracer:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
         self.gradients.settle()
-        self.leases.begin(optimizer)
+        if self.leases.begin(optimizer):
+            places = map(self._stand_ins.place_of, self.leases.rewritten(optimizer))
+            found = [place for place in places if place is not None]
+            self._lent_grads[id(optimizer)] = self.gradients.lend_copies(found)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert self.gradients is not None
         self.leases.give_back(optimizer)
+        self.gradients.take_copies_back(self._lent_grads.pop(id(optimizer), {}))
 
     def _note_module(self, module: nn.Module, args: Any) -> None:
         self.modules.setdefault(id(module), module)

@@ -99,8 +99,16 @@ class Coherence:
         if self._runner.unfinished and self._runner.running is None:
             self._runner.recover()
         self._parts.prepare()
+        self._reduce_waiting()
         if len(self._homes) > 1:
             self._variables.carry_changed()
+
+    def _reduce_waiting(self) -> None:
+        """Reduces what waits, as ``no_sync`` leaves it: a step must find it in ``p.grad``."""
+        unreduced = self._access.unreduced
+        if unreduced.deferred or unreduced.have_arrived():
+            self._access.take_left()
+            unreduced.flush()
 
     def end_step(self) -> None:
         """Tells whoever hears of the ends of steps that a compiled one has ended."""

@@ -1,0 +1,97 @@
+"""What p.grad holds before and after a compiled step is what it holds around ``run``."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mirror
+
+OPTIMIZERS = {
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "SGD foreach": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.9, nesterov=True, foreach=True
+    ),
+    "decay": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "maximize": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, maximize=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, weight_decay=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.05, maximize=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.05, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, amsgrad=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.05, weight_decay=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.05, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05, weight_decay=0.1),
+}
+
+
+def train(n, optimizer, zero, *, waits, calls=4):
+    """Trains on one device (``n`` = 0) or by compiled steps; returns gradients and parameters."""
+    torch.manual_seed(0)
+    strategy = mirror.MirroredStrategy(["cpu"] * n) if n else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        optimizer = OPTIMIZERS[optimizer](model.parameters())
+        batches = [(torch.randn(6, 3).double(), torch.randint(2, (6,))) for _ in range(calls)]
+
+        def accumulate(batch):
+            x, y = batch
+            F.cross_entropy(model(x), y).backward()
+
+        def step(batch):
+            if zero == "first":
+                optimizer.zero_grad()
+            accumulate(batch)
+            optimizer.step()
+            if zero == "last":
+                optimizer.zero_grad()
+
+        def grads():
+            return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+        seen = []
+        if strategy is None:
+            for batch in batches:
+                if waits:
+                    accumulate(batch)
+                step(batch)
+                seen.append(grads())
+        else:
+            compiled = strategy.compile(step, mode="trace")
+            for i, batch in enumerate(strategy.distribute_dataset(batches)):
+                if waits:
+                    with strategy.no_sync():
+                        strategy.run(accumulate, args=(batch,))
+                compiled(batch)
+                seen.append(grads() if i != 1 else None)  # once nobody looks in between
+            assert compiled.num_traces
+            strategy.check_replicas()
+            strategy.close()
+    return seen, [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equal(mine, expected):
+    (seen, parameters), (expected_seen, expected_parameters) = mine, expected
+    torch.testing.assert_close(parameters, expected_parameters, rtol=1e-6, atol=1e-6)
+    for grads, others in zip(seen, expected_seen, strict=True):
+        for grad, other in zip(grads or (), others if grads else (), strict=True):
+            assert (grad is None) == (other is None)
+            if grad is not None:
+                torch.testing.assert_close(grad, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("zero", ["first", "last", "never"])
+def test_a_compiled_step_finds_what_no_sync_left(n, zero):
+    expected = train(0, "AdamW", zero, waits=True)
+    assert_equal(train(n, "AdamW", zero, waits=True), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_compiled_step_leaves_the_gradients_that_an_uncompiled_one_leaves(n, optimizer):
+    zero = "first" if optimizer in ("Rprop", "SGD foreach") else "never"
+    assert_equal(train(n, optimizer, zero, waits=False), train(0, optimizer, zero, waits=False))
