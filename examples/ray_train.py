@@ -69,8 +69,11 @@ def train_in_worker(config: dict[str, Any]) -> None:
 
 def main(directory: Path) -> dict[str, Any]:
     """Trains on two workers; ``directory`` is seen by all of them."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    try:
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}; this example needs Ray: pip install 'mirror-strategy[ray]'")
 
     trainer = TorchTrainer(
         train_in_worker,
