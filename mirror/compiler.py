@@ -51,6 +51,8 @@ _WHY = (
     "mirror's replicas take turns in threads of their own there; what fullgraph=True covers must "
     "be a mirrored model itself, compiled after it was mirrored, or be called by strategy.run"
 )
+# The modules of torch whose errors are of tracing and compiling.
+TRACERS = ("torch._subclasses.", "torch._dynamo.", "torch._inductor.", "torch.fx.")
 _UNLIMITED = nullcontext()
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from mirror.compiler import TRACERS
 from mirror.errors import CompileError
 from mirror.steps.lines import first_line, line_of
 from mirror.steps.missing import StateMissing
@@ -32,7 +33,6 @@ FALLBACKS = ("error", "eager")
 MAX_TRACES = 8
 _OFTEN = 4  # calls a trace
 _ODD_IN_A_ROW = 3
-_TRACERS = ("torch._subclasses.", "torch._dynamo.", "torch._inductor.", "torch.fx.")
 
 Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 Part = Callable[[int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] | None]]
@@ -284,4 +284,4 @@ def _is_of_tracing(error: Exception) -> bool:
     kind = type(error)
     if kind.__name__ == "FakeTensorDeviceMismatchError":  # an uncompiled step has another one
         return False
-    return kind.__module__.startswith(_TRACERS)
+    return kind.__module__.startswith(TRACERS)
