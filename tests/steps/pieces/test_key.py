@@ -273,7 +273,7 @@ def test_the_type_of_an_input_is_in_the_key(usual):
     assert len(keys) == 2 + len(changed)
 
 
-def test_operations_of_others_and_functions_set_in_inductor_have_no_key(usual, monkeypatch):
+def test_operations_of_others_and_functions_set_in_inductor_have_no_key(usual):
     with torch.library._scoped_library("mirror_test_key", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
@@ -287,5 +287,5 @@ def test_operations_of_others_and_functions_set_in_inductor_have_no_key(usual, m
             return step
 
         assert key(make_step=make_step) is None
-    monkeypatch.setattr(inductor_config, "_pre_fusion_custom_pass", lambda nodes: nodes)
-    assert key_of(*usual) is None
+    with inductor_config.patch(_pre_fusion_custom_pass=lambda nodes: nodes):
+        assert key_of(*usual) is None
