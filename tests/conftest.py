@@ -106,6 +106,15 @@ def begun():
 
 
 @pytest.fixture
+def threads_switch_often():
+    """Has the interpreter switch threads 5,000 times as often as usual."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
 def eager(monkeypatch):
     """Has every turn count as a long one."""
     monkeypatch.setattr(pace, "LONG_SECONDS", -1.0)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import itertools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from mirror.data.streams import streams_at
 from mirror.devices import state_of
 
 SHARDED = (
@@ -63,10 +67,59 @@ def check_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
 def set_order(loader: DataLoader[Any], order: Mapping[str, Any]) -> None:
     """Makes the loader's next pass have this order."""
     samplers, generators = samplers_of(loader)
-    for generator, state in zip(generators, order.get("generators", ()), strict=True):
-        generator.set_state(state)
+    _set_states(generators, order.get("generators", ()))
     for sampler, state in zip(samplers, order.get("samplers", ()), strict=True):
         _set_sampler_state(sampler, state)
+
+
+def rewind_generators(
+    loader: DataLoader[Any], order: Mapping[str, Any], num_consumed: int
+) -> None:
+    """Puts a loader's generators to where a plain loop that ended early would have left them.
+
+    torch's samplers draw while they are read, and once more at their end. A plain loop reads what
+    it consumes, and ahead of that what the loader's own processes prefetch. Other samplers are
+    left alone, and so are generators from which the program has drawn as well.
+
+    Args:
+        order: of the pass that was left early; it may have been read further.
+        num_consumed: how many of its batches the loop took.
+    """
+    samplers, generators = samplers_of(loader)
+    are_torchs = all(type(s).__module__ == "torch.utils.data.sampler" for s in samplers)
+    if not generators or not are_torchs or "generators" not in order:
+        return
+    now = _states_of(generators)
+    _set_states(generators, order["generators"])
+    with streams_at(order["streams"]):
+        if not order.get("reuses_workers"):  # the seed of the workers
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        indices = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        collections.deque(itertools.islice(indices, num_consumed + num_ahead), maxlen=0)
+        left = _states_of(generators)
+        was_only_read = _reaches(indices, generators, now)
+    _set_states(generators, left if was_only_read else now)
+
+
+def _states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _reaches(
+    indices: Iterator[Any], generators: Sequence[torch.Generator], states: Sequence[Tensor]
+) -> bool:
+    """Whether the generators come to have these states while the indices are read to the end."""
+    ended = object()
+    while not all(map(torch.equal, _states_of(generators), states)):
+        if next(indices, ended) is ended:
+            return all(map(torch.equal, _states_of(generators), states))
+    return True
 
 
 def samplers_of(loader: DataLoader[Any]) -> tuple[list[Any], list[torch.Generator]]:

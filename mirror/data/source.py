@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
@@ -19,6 +18,7 @@ from mirror.data.samplers import (
     check_order,
     order_of,
     reads_a_shard,
+    rewind_generators,
     samplers_of,
     set_order,
 )
@@ -230,21 +230,8 @@ class LoaderSource(Source):
         }
 
     def rewind(self, order: Mapping[str, Any], num_consumed: int, own_state: Any) -> None:
-        # torch's samplers draw while they are read, once more at their end. A plain loop reads
-        # what it consumes, and ahead of that what the loader's own processes prefetch.
-        loader, (samplers, generators) = self._loader, samplers_of(self._loader)
-        are_torchs = all(type(s).__module__ == "torch.utils.data.sampler" for s in samplers)
-        if not generators or not are_torchs or isinstance(loader.dataset, IterableDataset):
-            return
-        for generator, state in zip(generators, order["generators"], strict=True):
-            generator.set_state(state)
-        with streams_at(order["streams"]):
-            if not order["reuses_workers"]:  # the seed of the workers
-                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-            num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
-            for _ in itertools.islice(indices, num_consumed + num_ahead):
-                pass
+        if not isinstance(self._loader.dataset, IterableDataset):
+            rewind_generators(self._loader, order, num_consumed)
 
     def check_order(self, order: Mapping[str, Any]) -> None:
         if not isinstance(order.get("reuses_workers", False), bool):

@@ -1,7 +1,5 @@
 """Three replicas under either schedule."""
 
-import sys
-
 import pytest
 
 from tests.concurrency.meeting import N
@@ -13,9 +11,5 @@ def strategy(request, make_strategy):
 
 
 @pytest.fixture(autouse=True)
-def threads_switch_often():
-    """Switches threads 5,000 times as often as usual, which finds races of a few instructions."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
+def in_all_tests_threads_switch_often(threads_switch_often):
+    """Finds races of a few instructions."""

@@ -3,7 +3,6 @@
 import contextvars
 import copy
 import os
-import sys
 import threading
 
 import pytest
@@ -56,18 +55,9 @@ def net(seed=0):
 # Replicas that run at once
 
 
-@pytest.fixture
-def hurried():
-    """Has threads switched a thousand times as often."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(interval / 1000)
-    yield
-    sys.setswitchinterval(interval)
-
-
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("turns", ["long", "short"])
-def test_an_adversarial_step_is_that_of_one_device(make_strategy, hurried, request, n, turns):
+def test_an_adversarial_step_is_that_of_one_device(make_strategy, request, n, turns):
     # Two models, two optimizers, two steps each, a scaler, SyncBatchNorm, clipping, buckets.
     if turns == "long":
         request.getfixturevalue("eager")
@@ -107,7 +97,7 @@ def test_an_adversarial_step_is_that_of_one_device(make_strategy, hurried, reque
             assert_same(model.state_dict(), expected.state_dict())
 
 
-def test_many_short_runs_at_once_all_end(make_strategy, hurried, eager):
+def test_many_short_runs_at_once_all_end(make_strategy, eager):
     strategy = make_strategy(8, schedule="staggered")
 
     def use():

@@ -43,3 +43,21 @@ class Gate:
 
 class Broken(Exception):
     pass
+
+
+class StreamGoesOn:
+    """Goes on where it stands, and knows where that is."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < 9:
+            self.place += 1
+            yield torch.full((2,), self.place)
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
-from tests.data.reading import whole
+from tests.data.reading import StreamGoesOn, whole
 
 EPOCHS = 4
 
@@ -102,21 +102,23 @@ def test_an_iterator_that_ends_after_a_state_was_loaded_changes_nothing(make_str
 
 
 def test_a_stream_that_was_read_ahead_to_its_end_goes_on_where_its_consumer_left(make_strategy):
-    class Stream:
-        place = 0
-
-        def __iter__(self):
-            while self.place < 3:
-                self.place += 1
-                yield torch.full((2,), self.place)
-
-        def state_dict(self):
-            return {"place": self.place}
-
-        def load_state_dict(self, state):
-            self.place = state["place"]
-
-    dataset = make_strategy(2).distribute_dataset(Stream(), mirror.InputOptions(prefetch=4))
+    dataset = make_strategy(2).distribute_dataset(StreamGoesOn(), mirror.InputOptions(prefetch=10))
     for _ in dataset:
         break
-    assert [whole(x).tolist() for x in dataset] == [[2, 2], [3, 3]]
+    assert [whole(x).tolist() for x in dataset] == [[i, i] for i in range(2, 10)]
+
+
+def test_a_generator_that_the_program_draws_from_too_is_not_rewound(make_strategy):
+    loader = make_loader(num_workers=0, persistent=False, own_generator=True)
+    dataset = make_strategy(2).distribute_dataset(loader)
+    for _ in dataset:
+        drawn = torch.rand(4, generator=loader.generator)
+        break
+    for _ in range(5):
+        assert not torch.rand(4, generator=loader.generator).equal(drawn)
+    seen = []
+    for _ in range(3):
+        for _ in dataset:
+            seen.append(torch.rand(4, generator=loader.generator).tolist())
+            break
+    assert len(set(map(tuple, seen))) == 3

@@ -14,8 +14,6 @@ from tests.mistakes.mistake import refused
 from tests.steps.training import Beside, batches, usual_step
 
 X = torch.arange(24.0).reshape(6, 4) / 24
-# Where steps are called: outside of the scope, and inside.
-SCOPES = [True]
 
 
 class OwnError(Exception):
@@ -112,14 +110,13 @@ def outcome(num_replicas, mistake, *, is_compiled, num_good, inside, **options):
     return type(error), str(error), repr(error.__cause__), lines, left
 
 
-@pytest.mark.parametrize("inside", SCOPES)
 # The first call that is traced, and one that is traced again.
 @pytest.mark.parametrize(("num_replicas", "num_good"), [(1, 3), (2, 1)])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_traced_call_is_the_error_of_an_uncompiled_one(
-    mistake, num_replicas, num_good, inside, capfd, caplog
+    mistake, num_replicas, num_good, capfd, caplog
 ):
-    options = {"num_good": num_good, "inside": inside}
+    options = {"num_good": num_good, "inside": True}
     *expected, values = outcome(num_replicas, mistake, is_compiled=False, **options)
     *error, left = outcome(num_replicas, mistake, is_compiled=True, **options)
     assert error == expected

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from mirror.errors import BatchError
-from tests.data.reading import Broken, Gate, distributed, whole
+from tests.data.reading import Broken, Gate, StreamGoesOn, distributed, whole
 from tests.pairs import pairwise
 
 pytestmark = [
@@ -84,24 +84,6 @@ def test_an_iterator_is_shared_and_loses_nothing_that_was_read_ahead():
         found.append(whole(batch)[0].item())
         found += [whole(inner)[0].item() for inner in dataset]
     assert found == list(range(8))
-
-
-class StreamGoesOn:
-    """Goes on where it stands, and knows where that is."""
-
-    def __init__(self):
-        self.place = 0
-
-    def __iter__(self):
-        while self.place < 9:
-            self.place += 1
-            yield torch.full((2,), self.place)
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -1,7 +1,5 @@
 """Parameters and buffers that are put in later, or replaced: alike on any number of replicas."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +9,6 @@ from torch.nn.utils import parametrizations
 import mirror
 
 X = torch.arange(24.0).reshape(6, 4) / 24
-# Where steps are called: outside of the scope, and inside.
-SCOPES = [False]
 
 
 class Replacing(nn.Module):
@@ -102,12 +98,11 @@ def make_step(model, optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
-@pytest.mark.parametrize("inside", SCOPES)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("make_strategy", STRATEGIES)
 @pytest.mark.parametrize(("make_model", "change"), PROGRAMS)
 def test_what_is_replaced_is_mirrored_and_compiled_on_any_number_of_replicas(
-    make_model, change, make_strategy, is_compiled, inside
+    make_model, change, make_strategy, is_compiled
 ):
     torch.manual_seed(0)
     expected = make_model()
@@ -123,7 +118,7 @@ def test_what_is_replaced_is_mirrored_and_compiled_on_any_number_of_replicas(
         call = compiled if is_compiled else lambda x: strategy.run(step, (x,))
         return lambda x: strategy.reduce("mean", call(x))
 
-    with strategy.scope() if inside else contextlib.nullcontext():
+    with strategy.scope():
         losses = train(model, change, step_of, again=True)
     torch.testing.assert_close(losses, expected_losses)
     state = model.state_dict(keep_vars=True)
