@@ -232,41 +232,6 @@ def select(tree: Any, replica_id: int) -> Any:
     )
 
 
-def regroup(
-    results: dict[int, Any], num_replicas: int, weights: Sequence[float] | None = None
-) -> Any:
-    """Joins the results of replicas into one structure with PerReplica leaves.
-
-    Tensors and numbers always become PerReplica; another leaf stays as it is where all replicas
-    returned the very same object.
-
-    Args:
-        results: replica id to its result, of the replicas that took part.
-
-    Raises:
-        StructureError: the results differ in structure.
-    """
-
-    def join(*leaves: Any) -> Any:
-        first = leaves[0]
-        if not isinstance(first, torch.Tensor) and not is_number(first):
-            if all(leaf is first for leaf in leaves):
-                return first
-        values: list[Any] = [ABSENT] * num_replicas
-        for replica_id, leaf in zip(results, leaves, strict=True):
-            values[replica_id] = leaf
-        return PerReplica(values, weights=weights)
-
-    try:
-        return map_structure(join, *results.values())
-    except StructureError as error:
-        names = ", ".join(map(str, results))
-        raise StructureError(
-            f"the replicas {names} returned different structures, {error}; return the same "
-            "structure from every replica; lists of examples: strategy.local_results(batch)"
-        ) from None
-
-
 def joined(values: Iterable[Any]) -> Any:
     """Returns one PerReplica for each leaf of the replicas' values.
 
@@ -276,33 +241,14 @@ def joined(values: Iterable[Any]) -> Any:
     return map_structure(lambda *parts: PerReplica(parts), *values)
 
 
-def local_results(value: Any) -> tuple[Any, ...]:
-    """Returns one entry per replica that took part, in replica order.
-
-    A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
-    """
-    ids = present_in(leaf for leaf in leaves_of(value) if isinstance(leaf, PerReplica))
-    return (value,) if ids is None else tuple(select(value, i) for i in ids)
-
-
-def present_in(values: Iterable[PerReplica[Any]]) -> list[int] | None:
-    """Returns the replicas that have a part in all of ``values``; ``None`` without any values."""
-    ids: list[int] | None = None
-    for value in values:
-        parts = value.values
-        here = [*range(len(parts))]
-        if _Absent in map(type, parts):
-            here = [i for i, part in enumerate(parts) if part is not ABSENT]
-        ids = here if ids is None else [i for i in ids if i in here]
-    return ids
-
-
 def children_of(tree: Any) -> dict[Any, Any] | None:
     """Returns the children of an inner node by key, or ``None`` for a leaf."""
     if isinstance(tree, (list, tuple)):
         return None if isinstance(tree, torch.Size) else dict(enumerate(tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, torch.nn.Module)):
+        names = dict.fromkeys(f.name for f in dataclasses.fields(tree))
+        names.update(dict.fromkeys(getattr(tree, "__dict__", ())))  # as of __post_init__
+        return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
     if isinstance(tree, MutableMapping):
         return dict(tree)
     return None
@@ -339,7 +285,8 @@ def rebuild_node(tree: Any, mapped: dict[Any, Any]) -> Any:
         return kind(mapped.values())
     if kind is dict:
         return mapped
-    rebuilt = copy.copy(tree)
+    has_own = hasattr(kind, "__copy__") and kind.__new__ is object.__new__  # type: ignore[comparison-overlap]
+    rebuilt = object.__new__(kind) if has_own else copy.copy(tree)
     for key, value in mapped.items():
         if not dataclasses.is_dataclass(tree):
             rebuilt[key] = value

@@ -46,9 +46,8 @@ from mirror.replica.joining.contents import (
     fill,
     held_by,
     is_consumed,
-    is_data,
     is_leaf,
-    is_object,
+    is_shared,
     leaves_in,
     mapped,
     shell_of,
@@ -224,7 +223,7 @@ class Handed:
         if isinstance(value, tuple):
             part = mapped(value, self.of)
             self.own[key] = value, part
-        elif is_object(value) and not is_data(value):
+        elif is_shared(value):
             self.own[key] = value, value
             self.shared.append((value, held_by(value)))
             part = value
@@ -299,7 +298,7 @@ def must_move(value: Any, devices: Sequence[torch.device]) -> bool:
                 return True
         elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
             seen.add(id(value))
-            if not is_object(value) or is_data(value):
+            if not is_shared(value):
                 found += contents_of(value).values()
     return False
 
@@ -328,7 +327,7 @@ def _tensors_of(named: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
             seen.add(id(value))
-            if not is_object(value) or is_data(value):
+            if not is_shared(value):
                 children = contents_of(value).items()
                 yield from _tensors_of([(f"{name}[{key!r}]", child) for key, child in children])
 

@@ -36,9 +36,9 @@ from mirror.replica.joining.contents import (
     contents_of,
     fill,
     is_consumed,
-    is_data,
     is_leaf,
     is_object,
+    is_shared,
     shell_of,
 )
 from mirror.replica.joining.inexact import look_for_ignored, warn_once
@@ -282,7 +282,7 @@ class Joiner:
 
     def _holder(self, parts: Sequence[Any]) -> Any:
         first = parts[0]
-        if is_object(first) and not is_data(first):
+        if is_shared(first):
             if len(parts) == 1:
                 return first
             raise _NotJoined
