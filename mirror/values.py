@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -32,8 +33,20 @@ class _Absent:
 ABSENT = _Absent()
 
 
+# What does to the parts of a tensor what it does to the whole, wherever the examples are.
+_OF_EVERY_PART = frozenset(
+    "detach detach_ clone contiguous to cpu cuda pin_memory type type_as requires_grad_ zero_ "
+    "bfloat16 half float double bool char byte short int long zeros_like ones_like".split()
+)
+
+
 class PerReplica(Generic[T]):
     """One value per replica, as ``strategy.run`` returns and takes them.
+
+    Of tensors, what works on every part by itself gives a PerReplica again: ``detach``, ``clone``,
+    ``contiguous``, ``to``, ``cpu``, ``cuda``, ``pin_memory``, ``float`` and the other dtypes,
+    ``type_as``, ``requires_grad_``, ``zero_``, ``data``, ``torch.zeros_like``, ``ones_like``.
+    Whatever else a tensor has is a TypeError that names ``run``, ``reduce`` and ``gather``.
 
     Attributes:
         values: one entry per replica, in replica order. The entry of a replica that has no part
@@ -70,7 +83,28 @@ class PerReplica(Generic[T]):
         parts = ", ".join(f"{i}: {value!r}" for i, value in enumerate(self.values))
         return f"PerReplica({{{parts}}})"
 
+    def _of_every_part(self, name: str, fn: Callable[..., Any], *others: Any) -> PerReplica[Any]:
+        """Returns ``fn`` of every part, and its part of others; itself, if all parts stay."""
+        values = list[Any](self.values)
+        for i, part in self.parts():
+            if not isinstance(part, torch.Tensor):
+                self._refuse(name)
+            own = [other.values[i] if isinstance(other, PerReplica) else other for other in others]
+            values[i] = fn(part, *own)
+        if are_identical(values, self.values):
+            return self
+        return PerReplica(values, weights=self.weights)._left_apart(self._is_output)
+
     def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            return self._of_every_part(".data", lambda part: part.data)
+        if name in _OF_EVERY_PART and hasattr(torch.Tensor, name):
+
+            def method(*args: Any, **kwargs: Any) -> PerReplica[Any]:
+                call = partial(_call_method, name, kwargs)
+                return self._of_every_part(f".{name}", call, *args)
+
+            return method
         if not name.startswith("__") and hasattr(torch.Tensor, name):
             self._refuse(f".{name}")
         origin = "" if name in self.__slots__ else self._origin()  # not set yet: being unpickled
@@ -90,8 +124,10 @@ class PerReplica(Generic[T]):
         raise TypeError(
             f"a PerReplica holds one value per replica and has no {what} of its own in the "
             "cross-replica context; pass it to strategy.run(fn, args=(value,)) to work on each "
-            "part, combine the parts with strategy.reduce('sum' or 'mean', value), or take them "
-            f"as a tuple with strategy.local_results(value){self._origin()}"
+            "part, combine the parts with strategy.reduce('sum' or 'mean', value) or "
+            "strategy.gather(value, axis), or take them as a tuple with "
+            "strategy.local_results(value); what works on every part by itself is .detach(), "
+            f".clone(), .to(...), .float() and the like{self._origin()}"
         )
 
     def _origin(self) -> str:
@@ -108,8 +144,9 @@ class PerReplica(Generic[T]):
         return (
             f". It came out of a split call, whose replicas had {sizes} examples and left "
             f"{', '.join(kinds)}: only tensors with the examples as their first dimension, 0-d "
-            "floating ones and equal values are joined; return it with the examples first, or "
-            "pass it to the next split call, which hands each replica its part"
+            "floating ones and equal values are joined; return it with the examples first, join "
+            "it along their dimension with strategy.gather(value, axis), or pass it to the next "
+            "split call, which hands each replica its part"
         )
 
     @classmethod
@@ -119,10 +156,17 @@ class PerReplica(Generic[T]):
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> NoReturn:
+    ) -> PerReplica[Any]:
+        name = getattr(func, "__name__", repr(func))
+        if name in _OF_EVERY_PART and args and isinstance(args[0], PerReplica):
+            return args[0]._of_every_part(name, partial(func, **(kwargs or {})), *args[1:])
         values = [*args, *(kwargs or {}).values()]
         operand = next((v for v in values if isinstance(v, PerReplica)), PerReplica(()))
-        operand._refuse(getattr(func, "__name__", repr(func)))
+        operand._refuse(name)
+
+
+def _call_method(name: str, kwargs: dict[str, Any], tensor: torch.Tensor, *args: Any) -> Any:
+    return getattr(tensor, name)(*args, **kwargs)
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

@@ -126,14 +126,18 @@ class Split:
         if self._copies is not None and self._reads_callers:
             self._copies.synchronize()
 
+    def device_for(self, tensor: Tensor, replica_id: int) -> torch.device:
+        """Returns where a replica is to have a tensor."""
+        devices = self.devices if self._places is None else self._places.at(tensor.device)
+        return devices[replica_id]
+
     def delivered(self, tensor: Tensor, replica_id: int) -> Tensor:
         """Returns a replica's rows of a tensor, or all of it, on its device; maybe itself.
 
         A host that waited for a copy would wait for the GPU's earlier work, too, and hold up the
         other replicas: see [Note: Turns].
         """
-        devices = self.devices if self._places is None else self._places.at(tensor.device)
-        device, is_ready = devices[replica_id], False
+        device, is_ready = self.device_for(tensor, replica_id), False
         if self._copies is not None:
             is_ready = id(tensor) in self._pinned
             _, tensor = self._pinned.get(id(tensor), (tensor, tensor))
@@ -255,6 +259,8 @@ class Handed:
                     f" which has {self.split.sizes[self.replica_id]} of the examples; it came out "
                     "of a smaller batch: begin anew with every batch of another size"
                 )
+            if isinstance(part, Tensor) and not part.is_meta:
+                return part.to(self.split.device_for(part, self.replica_id))
             return part
         if isinstance(value, np.ndarray) and self.split.is_batched(value):
             start = self.split.starts[self.replica_id]
