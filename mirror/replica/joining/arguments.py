@@ -127,7 +127,7 @@ class Split:
             self._copies.synchronize()
 
     def device_for(self, tensor: Tensor, replica_id: int) -> torch.device:
-        """Returns where a replica is to have a tensor."""
+        """Returns where a replica is to have its part of what comes apart."""
         devices = self.devices if self._places is None else self._places.at(tensor.device)
         return devices[replica_id]
 
@@ -137,7 +137,8 @@ class Split:
         A host that waited for a copy would wait for the GPU's earlier work, too, and hold up the
         other replicas: see [Note: Turns].
         """
-        device, is_ready = self.device_for(tensor, replica_id), False
+        devices = self.devices if self._places is None else self._places.at(tensor.device)
+        device, is_ready = devices[replica_id], False
         if self._copies is not None:
             is_ready = id(tensor) in self._pinned
             _, tensor = self._pinned.get(id(tensor), (tensor, tensor))
