@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -32,8 +33,20 @@ class _Absent:
 ABSENT = _Absent()
 
 
+# What does to the parts of a tensor what it does to the whole, wherever the examples are.
+_OF_EVERY_PART = frozenset(
+    "detach detach_ clone contiguous to cpu cuda pin_memory type type_as requires_grad_ zero_ "
+    "bfloat16 half float double bool char byte short int long zeros_like ones_like".split()
+)
+
+
 class PerReplica(Generic[T]):
     """One value per replica, as ``strategy.run`` returns and takes them.
+
+    Of tensors, what works on every part by itself gives a PerReplica again: ``detach``, ``clone``,
+    ``contiguous``, ``to``, ``cpu``, ``cuda``, ``pin_memory``, ``float`` and the other dtypes,
+    ``type_as``, ``requires_grad_``, ``zero_``, ``data``, ``torch.zeros_like``, ``ones_like``.
+    Whatever else a tensor has is a TypeError that names ``run``, ``reduce`` and ``gather``.
 
     Attributes:
         values: one entry per replica, in replica order. The entry of a replica that has no part
@@ -70,7 +83,28 @@ class PerReplica(Generic[T]):
         parts = ", ".join(f"{i}: {value!r}" for i, value in enumerate(self.values))
         return f"PerReplica({{{parts}}})"
 
+    def _of_every_part(self, name: str, fn: Callable[..., Any], *others: Any) -> PerReplica[Any]:
+        """Returns ``fn`` of every part, and its part of others; itself, if all parts stay."""
+        values = list[Any](self.values)
+        for i, part in self.parts():
+            if not isinstance(part, torch.Tensor):
+                self._refuse(name)
+            own = [other.values[i] if isinstance(other, PerReplica) else other for other in others]
+            values[i] = fn(part, *own)
+        if are_identical(values, self.values):
+            return self
+        return PerReplica(values, weights=self.weights)._left_apart(self._is_output)
+
     def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            return self._of_every_part(".data", lambda part: part.data)
+        if name in _OF_EVERY_PART and hasattr(torch.Tensor, name):
+
+            def method(*args: Any, **kwargs: Any) -> PerReplica[Any]:
+                call = partial(_call_method, name, kwargs)
+                return self._of_every_part(f".{name}", call, *args)
+
+            return method
         if not name.startswith("__") and hasattr(torch.Tensor, name):
             self._refuse(f".{name}")
         origin = "" if name in self.__slots__ else self._origin()  # not set yet: being unpickled
@@ -90,8 +124,10 @@ class PerReplica(Generic[T]):
         raise TypeError(
             f"a PerReplica holds one value per replica and has no {what} of its own in the "
             "cross-replica context; pass it to strategy.run(fn, args=(value,)) to work on each "
-            "part, combine the parts with strategy.reduce('sum' or 'mean', value), or take them "
-            f"as a tuple with strategy.local_results(value){self._origin()}"
+            "part, combine the parts with strategy.reduce('sum' or 'mean', value) or "
+            "strategy.gather(value, axis), or take them as a tuple with "
+            "strategy.local_results(value); what works on every part by itself is .detach(), "
+            f".clone(), .to(...), .float() and the like{self._origin()}"
         )
 
     def _origin(self) -> str:
@@ -108,8 +144,9 @@ class PerReplica(Generic[T]):
         return (
             f". It came out of a split call, whose replicas had {sizes} examples and left "
             f"{', '.join(kinds)}: only tensors with the examples as their first dimension, 0-d "
-            "floating ones and equal values are joined; return it with the examples first, or "
-            "pass it to the next split call, which hands each replica its part"
+            "floating ones and equal values are joined; return it with the examples first, join "
+            "it along their dimension with strategy.gather(value, axis), or pass it to the next "
+            "split call, which hands each replica its part"
         )
 
     @classmethod
@@ -119,10 +156,17 @@ class PerReplica(Generic[T]):
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
-    ) -> NoReturn:
+    ) -> PerReplica[Any]:
+        name = getattr(func, "__name__", repr(func))
+        if name in _OF_EVERY_PART and args and isinstance(args[0], PerReplica):
+            return args[0]._of_every_part(name, partial(func, **(kwargs or {})), *args[1:])
         values = [*args, *(kwargs or {}).values()]
         operand = next((v for v in values if isinstance(v, PerReplica)), PerReplica(()))
-        operand._refuse(getattr(func, "__name__", repr(func)))
+        operand._refuse(name)
+
+
+def _call_method(name: str, kwargs: dict[str, Any], tensor: torch.Tensor, *args: Any) -> Any:
+    return getattr(tensor, name)(*args, **kwargs)
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
@@ -232,41 +276,6 @@ def select(tree: Any, replica_id: int) -> Any:
     )
 
 
-def regroup(
-    results: dict[int, Any], num_replicas: int, weights: Sequence[float] | None = None
-) -> Any:
-    """Joins the results of replicas into one structure with PerReplica leaves.
-
-    Tensors and numbers always become PerReplica; another leaf stays as it is where all replicas
-    returned the very same object.
-
-    Args:
-        results: replica id to its result, of the replicas that took part.
-
-    Raises:
-        StructureError: the results differ in structure.
-    """
-
-    def join(*leaves: Any) -> Any:
-        first = leaves[0]
-        if not isinstance(first, torch.Tensor) and not is_number(first):
-            if all(leaf is first for leaf in leaves):
-                return first
-        values: list[Any] = [ABSENT] * num_replicas
-        for replica_id, leaf in zip(results, leaves, strict=True):
-            values[replica_id] = leaf
-        return PerReplica(values, weights=weights)
-
-    try:
-        return map_structure(join, *results.values())
-    except StructureError as error:
-        names = ", ".join(map(str, results))
-        raise StructureError(
-            f"the replicas {names} returned different structures, {error}; return the same "
-            "structure from every replica; lists of examples: strategy.local_results(batch)"
-        ) from None
-
-
 def joined(values: Iterable[Any]) -> Any:
     """Returns one PerReplica for each leaf of the replicas' values.
 
@@ -276,33 +285,14 @@ def joined(values: Iterable[Any]) -> Any:
     return map_structure(lambda *parts: PerReplica(parts), *values)
 
 
-def local_results(value: Any) -> tuple[Any, ...]:
-    """Returns one entry per replica that took part, in replica order.
-
-    A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
-    """
-    ids = present_in(leaf for leaf in leaves_of(value) if isinstance(leaf, PerReplica))
-    return (value,) if ids is None else tuple(select(value, i) for i in ids)
-
-
-def present_in(values: Iterable[PerReplica[Any]]) -> list[int] | None:
-    """Returns the replicas that have a part in all of ``values``; ``None`` without any values."""
-    ids: list[int] | None = None
-    for value in values:
-        parts = value.values
-        here = [*range(len(parts))]
-        if _Absent in map(type, parts):
-            here = [i for i, part in enumerate(parts) if part is not ABSENT]
-        ids = here if ids is None else [i for i in ids if i in here]
-    return ids
-
-
 def children_of(tree: Any) -> dict[Any, Any] | None:
     """Returns the children of an inner node by key, or ``None`` for a leaf."""
     if isinstance(tree, (list, tuple)):
         return None if isinstance(tree, torch.Size) else dict(enumerate(tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, torch.nn.Module)):
+        names = dict.fromkeys(f.name for f in dataclasses.fields(tree))
+        names.update(dict.fromkeys(getattr(tree, "__dict__", ())))  # as of __post_init__
+        return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
     if isinstance(tree, MutableMapping):
         return dict(tree)
     return None
@@ -339,7 +329,8 @@ def rebuild_node(tree: Any, mapped: dict[Any, Any]) -> Any:
         return kind(mapped.values())
     if kind is dict:
         return mapped
-    rebuilt = copy.copy(tree)
+    has_own = hasattr(kind, "__copy__") and kind.__new__ is object.__new__  # type: ignore[comparison-overlap]
+    rebuilt = object.__new__(kind) if has_own else copy.copy(tree)
     for key, value in mapped.items():
         if not dataclasses.is_dataclass(tree):
             rebuilt[key] = value

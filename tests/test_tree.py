@@ -60,7 +60,6 @@ TESTED_BY = {
     "replica/gradients/seams.py": "replica/gradients/test_parallel_pass.py",
     "replica/gradients/watch.py": "replica/gradients/test_hooks.py",
     "replica/joining/changes.py": "replica/joining/test_arguments.py",
-    "replica/joining/contents.py": "replica/joining/test_arguments.py",
     "replica/joining/joiner.py": "replica/joining/test_arguments.py",
     "replica/joining/scalar_terms.py": "replica/joining/test_scalar_outputs.py",
     "replica/modules/dicts.py": "replica/modules/test_modules.py",

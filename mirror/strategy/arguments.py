@@ -1,4 +1,4 @@
-"""The arguments of a run: which replicas they let take part, and with what weights."""
+"""The arguments of a run, taken apart for the replicas that take part; its results, regrouped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from mirror.errors import StructureError
-from mirror.values import PerReplica, leaves_of, present_in, select
+from mirror.values import ABSENT, PerReplica, is_number, leaves_of, map_structure, select
 
 _NOT_RUN_BY_A_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -81,3 +83,59 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
             f"run calls an ordinary function on every replica; {fn.__name__} is {kind} function, "
             "of which a call executes nothing; return the values from an ordinary one"
         )
+
+
+def regroup(
+    results: dict[int, Any], num_replicas: int, weights: Sequence[float] | None = None
+) -> Any:
+    """Joins the results of replicas into one structure with PerReplica leaves.
+
+    Tensors and numbers always become PerReplica; another leaf stays as it is where all replicas
+    returned the very same object.
+
+    Args:
+        results: replica id to its result, of the replicas that took part.
+
+    Raises:
+        StructureError: the results differ in structure.
+    """
+
+    def join_leaves(*leaves: Any) -> Any:
+        first = leaves[0]
+        if not isinstance(first, torch.Tensor) and not is_number(first):
+            if all(leaf is first for leaf in leaves):
+                return first
+        values: list[Any] = [ABSENT] * num_replicas
+        for replica_id, leaf in zip(results, leaves, strict=True):
+            values[replica_id] = leaf
+        return PerReplica(values, weights=weights)
+
+    try:
+        return map_structure(join_leaves, *results.values())
+    except StructureError as error:
+        names = ", ".join(map(str, results))
+        raise StructureError(
+            f"the replicas {names} returned different structures, {error}; return the same "
+            "structure from every replica; lists of examples: strategy.local_results(batch)"
+        ) from None
+
+
+def local_results(value: Any) -> tuple[Any, ...]:
+    """Returns one entry per replica that took part, in replica order.
+
+    A structure becomes a tuple of structures, a value that is not distributed a 1-tuple.
+    """
+    ids = present_in(leaf for leaf in leaves_of(value) if isinstance(leaf, PerReplica))
+    return (value,) if ids is None else tuple(select(value, i) for i in ids)
+
+
+def present_in(values: Iterable[PerReplica[Any]]) -> list[int] | None:
+    """Returns the replicas that have a part in all of ``values``; ``None`` without any values."""
+    ids: list[int] | None = None
+    for value in values:
+        parts = value.values
+        here = [*range(len(parts))]
+        if type(ABSENT) in map(type, parts):
+            here = [i for i, part in enumerate(parts) if part is not ABSENT]
+        ids = here if ids is None else [i for i in ids if i in here]
+    return ids

@@ -24,7 +24,7 @@ from mirror.execution.replicas import Replica
 from mirror.pictures.trace import Trace
 from mirror.replica.collectives.reduction import Op
 from mirror.steps.running.compiled_step import CompiledStep
-from mirror.strategy.arguments import calling, check_call, taking_part
+from mirror.strategy.arguments import calling, check_call, local_results, regroup, taking_part
 from mirror.strategy.combine import gather_values, reduce_values
 from mirror.strategy.compiling import compiled_step
 from mirror.strategy.group import Group
@@ -33,7 +33,7 @@ from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.scope import Scope
 from mirror.uncopied import Uncopied
-from mirror.values import joined, local_results, regroup
+from mirror.values import joined
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StrategyT = TypeVar("StrategyT", bound="Strategy")

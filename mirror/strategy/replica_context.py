@@ -19,8 +19,9 @@ from mirror.replica.collectives.collectives import all_gather, all_reduce
 from mirror.replica.collectives.reduction import Op
 from mirror.replica.gradients.gradients import Gradients
 from mirror.signposts import signposted
+from mirror.strategy.arguments import regroup
 from mirror.uncopied import Uncopied
-from mirror.values import regroup, select
+from mirror.values import select
 
 
 @signposted

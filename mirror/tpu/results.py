@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
+from mirror.strategy.arguments import regroup
 from mirror.tpu.arguments import Arguments
 from mirror.tpu.copies import from_numpy
-from mirror.values import rebuild_structure, regroup
+from mirror.values import rebuild_structure
 
 
 def results_of(

@@ -25,12 +25,10 @@ ASKED = {
     "item": lambda v: v.item(),
     "tolist": lambda v: v.tolist(),
     "numpy": lambda v: v.numpy(),
-    "cpu": lambda v: v.cpu(),
-    "cuda": lambda v: v.cuda(),
-    "to": lambda v: v.to("cpu"),
-    "detach": lambda v: v.detach(),
     "backward": lambda v: v.backward(),
     "mean": lambda v: v.mean(),
+    "squeeze": lambda v: v.squeeze(),
+    "masked": lambda v: torch.where(v, 0, 1),
     "shape": lambda v: v.shape,
     "device": lambda v: v.device,
     "dtype": lambda v: v.dtype,
@@ -94,9 +92,16 @@ def losses(strategy):
 
 
 @pytest.mark.parametrize("use", ASKED.values(), ids=ASKED.keys())
-@refused(TypeError, "strategy.reduce", "strategy.local_results")
+@refused(TypeError, "strategy.reduce", "strategy.gather", "strategy.local_results", ".detach()")
 def test_a_value_of_all_replicas_used_as_one(use, losses):
     use(losses)
+
+
+@pytest.mark.parametrize("name", ["detach", "clone", "float", "to", "data"])
+@refused(TypeError, "strategy.reduce", "strategy.local_results")
+def test_a_number_of_all_replicas_used_as_a_tensor(strategy, name):
+    value = getattr(strategy.run(lambda: 1.0 + replica_id()), name)
+    value("cpu")
 
 
 def test_a_value_of_all_replicas_can_be_printed(losses, capsys):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import mirror
+from mirror.values import ABSENT
 from tests.strategy.programs import ids
 
 
@@ -62,3 +63,81 @@ def test_per_replica_values_refuse_numbers_business_with_advice(make_strategy, u
     assert loss != "loss"
     assert loss in {loss}
     assert f"{loss}" == repr(loss)
+
+
+# What works on every part by itself, with what it leaves of a part.
+KEEPING = {
+    "detach": lambda v: v.detach(),
+    "torch.detach": torch.detach,
+    "clone": lambda v: v.clone(),
+    "clone, keyword": lambda v: v.clone(memory_format=torch.contiguous_format),
+    "contiguous": lambda v: v.contiguous(),
+    "data": lambda v: v.data,
+    "cpu": lambda v: v.cpu(),
+    "to a device": lambda v: v.to("cpu"),
+    "to a dtype": lambda v: v.to(torch.float64),
+    "to, keywords": lambda v: v.to(device="cpu", dtype=torch.float16, copy=True),
+    "to another": lambda v: v.to(torch.zeros((), dtype=torch.float64)),
+    "double": lambda v: v.double(),
+    "half": lambda v: v.half(),
+    "bfloat16": lambda v: v.bfloat16(),
+    "long": lambda v: v.long(),
+    "type": lambda v: v.type(torch.float64),
+    "type_as": lambda v: v.type_as(torch.zeros(1, dtype=torch.int32)),
+    "requires_grad_": lambda v: v.detach().requires_grad_(),
+    "requires_grad_ off": lambda v: v.detach().requires_grad_(False),
+    "zeros_like": lambda v: torch.zeros_like(v, dtype=torch.float64),
+    "ones_like": torch.ones_like,
+    "zero_": lambda v: v.detach().clone().zero_(),
+}
+
+
+def parts_of_two():
+    """Parts unlike in shape, with weights, and none of the last replica."""
+    parts = [torch.rand(2, size, 3).transpose(0, 1).requires_grad_() for size in (3, 1)]
+    parts = [part * 9 for part in parts]
+    return mirror.PerReplica([*parts, ABSENT], weights=[3, 1, 0]), parts
+
+
+@pytest.mark.parametrize("keep", KEEPING.values(), ids=KEEPING.keys())
+def test_what_works_on_every_part_by_itself_gives_parts(keep):
+    value, parts = parts_of_two()
+    result = keep(value)
+    assert type(result) is mirror.PerReplica
+    assert result.weights == (3, 1, 0)
+    assert result.values[2] is ABSENT
+    for part, whole in zip(result.values, parts, strict=False):
+        expected = keep(whole)
+        assert part.dtype == expected.dtype
+        assert part.requires_grad == expected.requires_grad
+        assert part.is_contiguous() == expected.is_contiguous()
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda v: v.detach_(), lambda v: v.zero_(), lambda v: v.requires_grad_()]
+)
+def test_what_works_in_place_gives_the_same_value(change):
+    value = mirror.PerReplica([torch.ones(2), torch.ones(1)])
+    assert change(value) is value
+    assert value.to(torch.float32) is value
+
+
+def test_parts_of_another_value_go_to_the_parts_of_this_one():
+    value = mirror.PerReplica([torch.ones(2), torch.ones(1)])
+    other = mirror.PerReplica([torch.zeros(1).double(), torch.zeros(1).half()])
+    assert [part.dtype for part in value.to(other).values] == [torch.float64, torch.float16]
+
+
+def test_what_tensors_have_not_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        mirror.PerReplica([torch.ones(2)]).unknown
+    assert not hasattr(mirror.PerReplica([1]), "unknown")
+
+
+def test_gradients_flow_through_copies_and_casts(make_strategy):
+    strategy = make_strategy(2)
+    model = strategy.mirror(torch.nn.Linear(1, 1, bias=False))
+    outputs = strategy.run(lambda: model(torch.ones(1, 1)))
+    strategy.reduce("mean", outputs.clone().double().to("cpu"), axis=0).backward()
+    assert model.weight.grad.item() == 1.0

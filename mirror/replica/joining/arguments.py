@@ -46,9 +46,8 @@ from mirror.replica.joining.contents import (
     fill,
     held_by,
     is_consumed,
-    is_data,
     is_leaf,
-    is_object,
+    is_shared,
     leaves_in,
     mapped,
     shell_of,
@@ -126,6 +125,11 @@ class Split:
         """Waits until nothing reads the caller's own memory any more: it may be written to."""
         if self._copies is not None and self._reads_callers:
             self._copies.synchronize()
+
+    def device_for(self, tensor: Tensor, replica_id: int) -> torch.device:
+        """Returns where a replica is to have its part of what comes apart."""
+        devices = self.devices if self._places is None else self._places.at(tensor.device)
+        return devices[replica_id]
 
     def delivered(self, tensor: Tensor, replica_id: int) -> Tensor:
         """Returns a replica's rows of a tensor, or all of it, on its device; maybe itself.
@@ -224,7 +228,7 @@ class Handed:
         if isinstance(value, tuple):
             part = mapped(value, self.of)
             self.own[key] = value, part
-        elif is_object(value) and not is_data(value):
+        elif is_shared(value):
             self.own[key] = value, value
             self.shared.append((value, held_by(value)))
             part = value
@@ -256,6 +260,8 @@ class Handed:
                     f" which has {self.split.sizes[self.replica_id]} of the examples; it came out "
                     "of a smaller batch: begin anew with every batch of another size"
                 )
+            if isinstance(part, Tensor) and not part.is_meta:
+                return part.to(self.split.device_for(part, self.replica_id))
             return part
         if isinstance(value, np.ndarray) and self.split.is_batched(value):
             start = self.split.starts[self.replica_id]
@@ -299,7 +305,7 @@ def must_move(value: Any, devices: Sequence[torch.device]) -> bool:
                 return True
         elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
             seen.add(id(value))
-            if not is_object(value) or is_data(value):
+            if not is_shared(value):
                 found += contents_of(value).values()
     return False
 
@@ -328,7 +334,7 @@ def _tensors_of(named: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
             seen.add(id(value))
-            if not is_object(value) or is_data(value):
+            if not is_shared(value):
                 children = contents_of(value).items()
                 yield from _tensors_of([(f"{name}[{key!r}]", child) for key, child in children])
 

@@ -4,16 +4,19 @@
     list, tuple, deque                 by position
     dict, ModelOutput, other mappings  by key
     set                                by element
-    an object written in Python        its attributes, by name
+    a dataclass, another Python object its attributes, by name
 
 An object is *data* if nothing that can be reached from it does more than hold values: no module,
-optimizer, lock, file or iterator. Only data is copied; anything else is itself everywhere.
+optimizer, lock, file or iterator. A class that says how it is copied does more, too, unless it is
+a dataclass. Only data is copied; anything else is itself everywhere.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
+import decimal
 import enum
 import io
 import logging
@@ -43,10 +46,12 @@ IMMUTABLE = frozenset(
 # What is looked at as one.
 _LEAVES = (
     *(Tensor, np.ndarray, PerReplica),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
     *(type, enum.Enum, pathlib.PurePath, re.Pattern, np.generic, np.dtype, weakref.ref),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
     *(torch.Generator, np.random.Generator, torch.Stream, torch.Event, property, type(ABSENT)),
 )
+_STRUCTURES = (list, tuple, set, frozenset, deque, MutableMapping)
 # What does more than hold values.
 _THINGS: tuple[type, ...] = (
     *(nn.Module, torch.optim.Optimizer, io.IOBase, logging.Logger, threading.Thread),
@@ -62,7 +67,7 @@ def is_leaf(value: Any) -> bool:
 
 def is_object(value: Any) -> bool:
     """Whether a value is an object whose contents are its attributes."""
-    if isinstance(value, (list, tuple, set, frozenset, deque, MutableMapping)):
+    if isinstance(value, _STRUCTURES):
         return False
     return not is_leaf(value) and _has_attributes(type(value))
 
@@ -116,6 +121,18 @@ def is_data(value: Any) -> bool:
     return True
 
 
+def is_shared(value: Any) -> bool:
+    """Whether a value goes to every replica itself, with whatever it holds.
+
+    A dataclass is a container as a dict is: what it holds may be shared, but itself it is not.
+    """
+    if isinstance(value, _STRUCTURES) or is_leaf(value):
+        return False
+    if not _has_attributes(type(value)):
+        return True  # of C's: a lock, a file
+    return not _is_container(value) and not is_data(value)
+
+
 def leaves_in(value: Any) -> Iterator[Any]:
     """Yields the leaves of structures, dataclasses among them, in their order."""
     seen, found = set[int](), [value]
@@ -130,7 +147,7 @@ def leaves_in(value: Any) -> Iterator[Any]:
             found += reversed(value.values())
         elif kind is Tensor or is_leaf(value):
             yield value
-        elif id(value) not in seen and (not is_object(value) or dataclasses.is_dataclass(value)):
+        elif id(value) not in seen and (not is_object(value) or _is_container(value)):
             seen.add(id(value))
             found += reversed(contents_of(value).values())
 
@@ -216,12 +233,18 @@ def _is_structure(value: Any) -> bool:
     return isinstance(value, (list, tuple, MutableMapping))
 
 
+def _is_container(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not _is_thing(value)
+
+
 def _is_thing(value: Any) -> bool:
     if isinstance(value, _THINGS) or is_consumed(value):
         return True
-    if isinstance(value, (list, tuple, set, deque, MutableMapping)):
+    if isinstance(value, _STRUCTURES):
         return False
     kind = type(value)
+    if dataclasses.is_dataclass(kind):  # says itself what it holds, however it is copied
+        return False
     return not _has_attributes(kind) or any(_is_own(kind, name) for name in _COPYING)
 
 

@@ -36,9 +36,9 @@ from mirror.replica.joining.contents import (
     contents_of,
     fill,
     is_consumed,
-    is_data,
     is_leaf,
     is_object,
+    is_shared,
     shell_of,
 )
 from mirror.replica.joining.inexact import look_for_ignored, warn_once
@@ -49,6 +49,7 @@ from mirror.replica.joining.scalar_outputs import (
     joined_value,
     weights_of,
 )
+from mirror.replica.joining.sequences import is_state
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_node
 
 _MISSING: Any = object()
@@ -216,7 +217,7 @@ class Joiner:
 
     def _tensor(self, parts: Sequence[Tensor]) -> Tensor | None:
         home = self._home if self._places is None else self._home_of(parts[0])
-        if _are_batched(parts, self._counts):
+        if _are_batched(parts, self._counts) and (len(parts) == 1 or not is_state(parts[0])):
             here = [part.to(home) for part in sewn(self._runner, self._ids, parts)]
             return here[0] if len(here) == 1 else torch.cat(here)
         if self._total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
@@ -282,7 +283,7 @@ class Joiner:
 
     def _holder(self, parts: Sequence[Any]) -> Any:
         first = parts[0]
-        if is_object(first) and not is_data(first):
+        if is_shared(first):
             if len(parts) == 1:
                 return first
             raise _NotJoined

@@ -21,21 +21,12 @@ from mirror.replica.joining.changes import join_changes
 from mirror.replica.joining.contents import IMMUTABLE, is_in, leaves_in
 from mirror.replica.joining.joiner import Joiner
 from mirror.replica.joining.outputs import join_outputs
+from mirror.replica.joining.sequences import LAYERS, is_sequence_first
 from mirror.replica.modules.metric_calls import is_metric
 from mirror.replica.routing import Recorder
 from mirror.replica.tensors import MirroredTensor
 from mirror.torch_private import WHOLE_CALL, Loss, functions_interpreter, is_tracing
 from mirror.values import PerReplica
-
-# Modules whose batch is not the first dimension, unless they are told so.
-_SEQUENCE_FIRST = (
-    nn.RNNBase,
-    nn.MultiheadAttention,
-    nn.Transformer,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-)
-
 
 # Makes a replica's call, given its id: what calls it may note what that does, and return more.
 Each = Callable[[int, "partial[Any]"], Any]
@@ -287,7 +278,7 @@ def _positional_names(module: nn.Module) -> Sequence[str]:
 
 
 def _splits(module: nn.Module) -> bool:
-    if isinstance(module, _SEQUENCE_FIRST) and not _batch_first(module):
+    if isinstance(module, LAYERS) and is_sequence_first(module):
         return False
     if isinstance(module, Loss) or is_metric(module):
         return False
@@ -312,8 +303,3 @@ def _is_followed() -> bool:
 
 def _is_lazy(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers()))
-
-
-def _batch_first(module: nn.Module) -> bool:
-    inner = getattr(module, "self_attn", module)
-    return bool(getattr(inner, "batch_first", False))

@@ -23,6 +23,7 @@ from mirror.execution.current import current, enter, here, refuse_within_another
 from mirror.execution.replicas import Replica
 from mirror.execution.run import recomputing
 from mirror.replica.joining.once import call_once
+from mirror.replica.joining.sequences import LAYERS, call_with_sequences
 from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.modules.metric_calls import is_metric
 from mirror.replica.modules.own_values import Attributes, OwnValues
@@ -54,7 +55,14 @@ class TransparentCall(Route):
         is_checkpointed: whether a whole call may be recomputed in backward.
     """
 
-    __slots__ = ("compiled", "is_checkpointed", "is_plain", "own", "renormalizes")
+    __slots__ = (
+        "compiled",
+        "has_sequences",
+        "is_checkpointed",
+        "is_plain",
+        "own",
+        "renormalizes",
+    )
     recorder: Keeper
 
     def __init__(
@@ -63,8 +71,9 @@ class TransparentCall(Route):
         super().__init__(module, keeper)
         self.compiled = compiled
         self.renormalizes = renormalizes(module)
-        is_lazy_kind = isinstance(module, LazyModuleMixin)
-        self.is_plain = not (self.renormalizes or is_lazy_kind or is_metric(module))
+        self.has_sequences = isinstance(module, LAYERS)
+        is_special = self.renormalizes or self.has_sequences or is_metric(module)
+        self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
         self.own: dict[str, OwnValues] = {}
         self.is_checkpointed = False
 
@@ -100,6 +109,9 @@ class TransparentCall(Route):
         """Calls a module that is not plain, on a replica."""
         if isinstance(module, LazyModuleMixin):
             self.recorder.initialize(module, replica, args, kwargs)
+        if self.has_sequences:
+            call = self.compiled or getattr(module, WHOLE_CALL)
+            return call_with_sequences(replica, module, call, args, kwargs)
         if self.compiled is not None and not self.renormalizes:
             return self.compiled(*args, **kwargs)
         if is_metric(module):

@@ -16,7 +16,7 @@ from mirror.replica.collectives.reduction import Op
 from mirror.server.partitioners import Partitioner
 from mirror.server.placement import PlacementFunction, check_placement
 from mirror.server.recording import Recorded
-from mirror.strategy.arguments import check_call
+from mirror.strategy.arguments import check_call, local_results
 from mirror.strategy.kinds.placing_scope import PlacingScope
 from mirror.strategy.kinds.server_options import (
     at_least,
@@ -25,7 +25,7 @@ from mirror.strategy.kinds.server_options import (
     tasks_of,
 )
 from mirror.uncopied import Uncopied
-from mirror.values import PerReplica, local_results
+from mirror.values import PerReplica
 
 if TYPE_CHECKING:
     from mirror.server.engine.protocol import Engine

@@ -21,7 +21,7 @@ from mirror.execution.current import current, replica_around
 from mirror.execution.step_ends import step_ends
 from mirror.replica.collectives.reduction import Op
 from mirror.server.recording import Model, Recorded
-from mirror.strategy.arguments import check_call, taking_part
+from mirror.strategy.arguments import check_call, local_results, taking_part
 from mirror.strategy.kinds.placing_scope import PlacingScope
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.tpu.arguments import arguments_of
@@ -30,7 +30,6 @@ from mirror.tpu.programs.programs import Programs
 from mirror.tpu.programs.refusals import WHOLE_STEPS, check_model
 from mirror.tpu.strategy.made_optimizers import Optimizers
 from mirror.uncopied import Uncopied
-from mirror.values import local_results
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")
