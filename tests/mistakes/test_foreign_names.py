@@ -1,72 +1,10 @@
 """Names and keywords of other libraries, as people write them: each is answered by mirror's."""
 
-import inspect
 import re
 
 import pytest
-import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import mirror
-from mirror.signposts import table
-
-# What the libraries have
-
-
-def parameters_of(function):
-    return {
-        n for n in inspect.signature(function).parameters if n not in ("self", "args", "kwargs")
-    }
-
-
-def members_of(kind, above=object):
-    return {n for n in dir(kind) if not n.startswith("_") and n not in dir(above)}
-
-
-def told_at(*places):
-    return {name for place in places for name in table()[place]}
-
-
-# What reads or sets what mirror has nothing of, and is asked by the library itself.
-EXEMPT = {
-    "to_kwargs",  # of DDP, for Join
-    *"reset_iter_state set_all_reduce_hook set_post_optim_event".split(),  # of FSDP2
-    *"set_reduce_scatter_max_input_buffers set_reduce_scatter_unused_params".split(),
-    *"deepspeed_ulysses_dl_adapter fp8_backend is_composable_parallelism_enabled".split(),
-    *"lomo_backward verify_device_map".split(),  # of Accelerate
-}
-# A later torch may have more of them.
-seen_torch = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) > (2, 13),
-    reason="its names were not looked at",
-)
-
-
-@seen_torch
-def test_all_that_torch_takes_and_has_for_several_devices_has_a_signpost():
-    wrappers = (DataParallel, DistributedDataParallel, FullyShardedDataParallel, fully_shard)
-    own = told_at("MirroredStrategy()") | parameters_of(mirror.MirroredStrategy)
-    for wrapper in wrappers:
-        assert parameters_of(wrapper) - own == set()
-        # `strategy.mirror(model, ...)` in place of `Wrapper(model, ...)`
-        assert parameters_of(wrapper) - told_at("MirroredStrategy.mirror()") == {"module"}
-    own = told_at("MirroredStrategy") | members_of(mirror.MirroredStrategy) | EXEMPT
-    for wrapper in (*wrappers[:3], FSDPModule):
-        assert members_of(wrapper, nn.Module) - own == set()
-
-
-@pytest.mark.parametrize(
-    ("module", "kind"), [("accelerate", "Accelerator"), ("lightning", "Fabric")]
-)
-def test_all_that_accelerate_and_fabric_have_has_a_signpost(module, kind):
-    library = pytest.importorskip(module)
-    own = told_at("MirroredStrategy()") | parameters_of(mirror.MirroredStrategy)
-    assert parameters_of(getattr(library, kind)) - own == set()
-    own = told_at("MirroredStrategy") | members_of(mirror.MirroredStrategy) | EXEMPT
-    assert members_of(getattr(library, kind)) - own == set()
-
 
 # What people have written, and a word of the answer; gathered apart from the table.
 HABITS = """
