@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mirror.errors import in_words
+from mirror.signposts import names_of
 from mirror.values import PerReplica, map_structure
 
 
@@ -108,3 +109,7 @@ def _device(metric: nn.Module) -> torch.device:
 
 def _moved(entry: Any, device: torch.device) -> Any:
     return entry.to(device) if isinstance(entry, Tensor) else entry
+
+
+if not TYPE_CHECKING:  # to which an unknown name is one
+    __getattr__ = names_of("mirror.metrics")

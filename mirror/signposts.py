@@ -1,9 +1,10 @@
 """Signposts: what is said where a name or keyword of another library is used.
 
-Whoever comes from TensorFlow, DistributedDataParallel, Fabric, Accelerate or Horovod writes names
-that mirror does not have. They are an AttributeError or a TypeError, as any unknown name is (so
-``hasattr`` says no), with a text that says what to write here. ``signposts.txt`` holds them all,
-and is read when the first name is missing: what is there costs nothing.
+Whoever comes from TensorFlow, DistributedDataParallel, Fabric, Accelerate, Horovod, DeepSpeed or
+JAX writes names that mirror does not have. They are an AttributeError or a TypeError, as any
+unknown name is (so ``hasattr`` says no), with a text that says what to write here.
+``signposts.txt`` holds them all, and is read when the first name is missing: what is there costs
+nothing. A class has the signposts of the classes above it, too, and its own go first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dis
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
@@ -21,11 +22,14 @@ from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 ClassT = TypeVar("ClassT", bound=type)
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _FILE = Path(__file__).with_suffix(".txt")
 _SECTION = re.compile(r"^\[(.+)\]$", re.MULTILINE)
 _ENTRY = re.compile(r"^(\S.*(?:\n  \S.*)*)\n((?:    .*\n)+)", re.MULTILINE)
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+# By the name of a class, which TensorFlow's has, too: the keyword that such an argument is for.
+_KEYWORDS = {"ClusterResolver": "cluster_resolver", "ClusterSpec": "cluster", "dict": "cluster"}
 
 
 @dataclass(frozen=True)
@@ -45,34 +49,73 @@ def signposted(cls: ClassT) -> ClassT:
     """Decorates a class whose users may look for the names under its own in the table."""
 
     def __getattr__(self: object, name: str) -> NoReturn:
-        kind = type(self).__name__
-        sign = find(cls.__name__, name)
-        if sign is None:
-            text = f"{kind!r} object has no attribute {name!r}"
-            raise AttributeError(text, name=name, obj=self)
-        raise AttributeError(f"a {kind} has no {_said(name, sign)}")
+        raise missing(self, name)
 
     cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
     return cls
 
 
+def missing(thing: object, name: str) -> AttributeError:
+    """Returns the error of an attribute that an object lacks, with the signpost, if there is one.
+
+    For a class with a ``__getattr__`` of its own; others are decorated by ``signposted``.
+    """
+    kind = type(thing)
+    sign = find((base.__name__ for base in kind.__mro__), name)
+    if sign is None:
+        text = f"{kind.__name__!r} object has no attribute {name!r}"
+        return AttributeError(text, name=name, obj=thing)
+    return AttributeError(f"a {kind.__name__} has no {_said(name, sign)}")
+
+
 def signposted_call(cls: ClassT) -> ClassT:
-    """Decorates such a class that users make, maybe with keywords of the table."""
+    """Decorates a class as ``signposted``, and looks at what it is made with.
+
+    A keyword of the table, and a positional argument that is for a keyword, are a TypeError.
+    """
+    signposted_init(cls)
+    return signposted(cls)
+
+
+def signposted_init(cls: ClassT) -> ClassT:
+    """Decorates a class that has a ``__getattr__`` of its own as ``signposted_call``."""
     place = cls.__name__
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = frozenset(inspect.signature(init).parameters)
+    places = [f"{base.__name__}()" for base in cls.__mro__]
 
     @wraps(init)
     def __init__(self: object, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                sign = find(f"{place}()", name)
-                if sign is not None:
-                    raise TypeError(f"{place}() takes no {_said(name, sign)}")
+        _check_keywords(place, places, known, kwargs)
+        for name, value in _misplaced(args):
+            if name in known:
+                kind = type(value).__name__
+                raise TypeError(f"{place}() takes a {kind} by its name; pass {name}=")
+            if not isinstance(value, dict):
+                _check_keywords(place, places, known, (name,))
         init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[misc]
-    return signposted(cls)
+    return cls
+
+
+def signposted_keywords(place: str) -> Callable[[FunctionT], FunctionT]:
+    """Decorates a function whose callers may give keywords that are under ``place`` in the table.
+
+    It costs a call for each call: not for what every step calls.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        known = frozenset(inspect.signature(function).parameters)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _check_keywords(place, [f"{place}()"], known, kwargs)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleType]:
@@ -85,7 +128,7 @@ def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleT
     def __getattr__(name: str) -> ModuleType:
         if name in lazy:
             return import_module(f"{module}.{name}")
-        sign = find(module, name)
+        sign = find([module], name)
         if sign is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         text = f"{module} has no {_said(name, sign)}"
@@ -98,20 +141,18 @@ def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleT
     return __getattr__
 
 
-def find(place: str, name: str) -> Signpost | None:
-    """Returns what is to be said of a name; ``None`` for one that nobody has."""
-    return None if name.startswith("_") else table().get(place, {}).get(name)
+def find(places: Iterable[str], name: str) -> Signpost | None:
+    """Returns what the first of these places says of a name; ``None``: no library has it."""
+    if name.startswith("_"):
+        return None
+    known = table()
+    return next((known[place][name] for place in places if name in known.get(place, ())), None)
 
 
 @cache
 def table() -> Mapping[str, Mapping[str, Signpost]]:
     """Returns all signposts: by place, see ``signposts.txt``, and by name."""
-    text = _FILE.read_text(encoding="ascii")
-    _, *parts = _SECTION.split(text)  # title and body, in turns
-    sections = {
-        title: {" ".join(a.split()): " ".join(b.split()) for a, b in _ENTRY.findall(body)}
-        for title, body in zip(parts[::2], parts[1::2], strict=True)
-    }
+    sections = {title: dict(entries) for title, entries in entries_of(_FILE.read_text("ascii"))}
     phrases = sections.pop("phrases")
     return {
         title: {
@@ -121,6 +162,33 @@ def table() -> Mapping[str, Mapping[str, Signpost]]:
         }
         for title, entries in sections.items()
     }
+
+
+def entries_of(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yields each section's title with its entries: heads and texts, each on one line."""
+    _, *parts = _SECTION.split(text)  # title and body, in turns
+    for title, body in zip(parts[::2], parts[1::2], strict=True):
+        yield title, [(" ".join(a.split()), " ".join(b.split())) for a, b in _ENTRY.findall(body)]
+
+
+def _check_keywords(
+    place: str, places: Iterable[str], known: Collection[str], names: Iterable[str]
+) -> None:
+    """Raises TypeError for a keyword that is not known here, and of which the table tells."""
+    for name in names:
+        if name not in known:
+            sign = find(places, name)
+            if sign is not None:
+                raise TypeError(f"{place}() takes no {_said(name, sign)}")
+
+
+def _misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
+    """Yields the positional arguments that are for a keyword, with its name."""
+    for value in args:
+        for base in type(value).__mro__:
+            if base.__name__ in _KEYWORDS:
+                yield _KEYWORDS[base.__name__], value
+                break
 
 
 def _said(name: str, sign: Signpost) -> str:

@@ -66,7 +66,6 @@ TESTED_BY = {
     "replica/modules/own_values.py": "replica/modules/test_attributes.py",
     "replica/modules/recording.py": "replica/copies/test_recorded.py",
     "replica/modules/transparent_call.py": "replica/modules/test_split_call.py",
-    "replica/modules/wrappers.py": "mistakes/test_models.py",
     "replica/optimizer/global_hooks.py": "replica/optimizer/test_hooks.py",
     "replica/optimizer/loan.py": "replica/optimizer/test_steps.py",
     "replica/optimizer/optimizers.py": "replica/optimizer/test_making.py",

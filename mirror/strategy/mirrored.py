@@ -12,7 +12,7 @@ from mirror.comm.base import Communicator
 from mirror.comm.workers.alone import Alone
 from mirror.data.options import or_default
 from mirror.devices import is_simulated, resolve_places
-from mirror.signposts import signposted_call
+from mirror.signposts import signposted_call, signposted_keywords
 from mirror.strategy.backend import communicator_at
 from mirror.strategy.base import Strategy
 from mirror.strategy.options import (
@@ -116,6 +116,10 @@ class MirroredStrategy(Strategy):
     def places(self) -> tuple[tuple[torch.device, ...], ...]:
         """Each replica's devices, in replica order: one, unless its layers are on several."""
         return self._group.replicas.places.rows
+
+    # Programs give them the keywords of DistributedDataParallel and of Keras's compile.
+    mirror = signposted_keywords("MirroredStrategy.mirror")(Strategy.mirror)
+    compile = signposted_keywords("MirroredStrategy.compile")(Strategy.compile)
 
     def _rows(self, devices: Any) -> Sequence[Sequence[torch.device]]:
         """Returns each replica's devices, of those that were asked for."""

@@ -1,5 +1,8 @@
 """Around a training loop: what a program does besides its steps."""
 
+from typing import TYPE_CHECKING
+
+from mirror.signposts import names_of
 from mirror.train.loop.hook import Hook
 from mirror.train.loop.plotting import LivePlot
 from mirror.train.loop.saving import SaveEvery
@@ -23,3 +26,6 @@ __all__ = [
     "Training",
     "TrainingState",
 ]
+
+if not TYPE_CHECKING:  # to which an unknown name is one
+    __getattr__ = names_of("mirror.train")

@@ -16,6 +16,7 @@ from mirror.execution.current import current
 from mirror.execution.replicas import Replica
 from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.routing import owner_of
+from mirror.signposts import signposted_keywords
 from mirror.torch_private import wrap_once
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -67,6 +68,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
+@signposted_keywords("mirror.nn.convert_sync_batchnorm")
 def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
     """Turns every batch normalisation in ``module``, or itself, into a SyncBatchNorm, in place.
 

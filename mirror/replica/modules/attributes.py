@@ -42,6 +42,7 @@ from mirror.execution.replicas import Replica
 from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.modules.own_values import MISSING, OwnValues
 from mirror.replica.modules.transparent_call import TransparentCall
+from mirror.replica.modules.wrappers import IGNORED, tell_of_ignored
 from mirror.replica.routing import owner_of, route_of
 from mirror.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
 
@@ -128,6 +129,8 @@ def _noticing_set(original: Callable[..., None]) -> Callable[..., None]:
                 _notice(self, name, value)
             elif type(value) is Tensor and not torch.compiler.is_compiling():
                 _record(self)  # the replicas must not share it
+            elif name == IGNORED:
+                tell_of_ignored(self, value)
         elif name == "training" and current.replica is not None:
             _note_mode(self, value)
         elif name in _DICTS:

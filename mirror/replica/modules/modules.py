@@ -53,7 +53,12 @@ from mirror.replica.modules.metric_calls import (
 from mirror.replica.modules.own_copies import watch_copies
 from mirror.replica.modules.own_values import Attributes
 from mirror.replica.modules.transparent_call import TransparentCall
-from mirror.replica.modules.wrappers import refuse_wrapper, watch_wrappers
+from mirror.replica.modules.wrappers import (
+    IGNORED,
+    refuse_wrapper,
+    tell_of_ignored,
+    watch_wrappers,
+)
 from mirror.replica.routing import route_of, watch_compile
 from mirror.replica.tensors import MirroredTensor
 from mirror.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_lacking
@@ -135,6 +140,8 @@ class Modules:
                     self._refuse_script(submodule, name or type(module).__name__)
                     continue
                 refuse_wrapper(submodule, name)
+                if IGNORED in submodule.__dict__:
+                    tell_of_ignored(submodule, submodule.__dict__[IGNORED])
                 self.mirror_own(submodule, name)
 
     def mirror_own(self, module: nn.Module, path: str) -> None:

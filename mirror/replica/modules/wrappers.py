@@ -1,13 +1,15 @@
 """What other ways to use many devices put around a module, or into a loader: refused, or told.
 
 ``nn.DataParallel`` and ``DistributedDataParallel`` would copy or reduce what is mirrored already;
-a ``DistributedSampler`` leaves out what the other processes would read, and there are none.
+a ``DistributedSampler`` leaves out what the other processes would read, and there are none. What
+DDP would ignore of a model, by ``_set_params_and_buffers_to_ignore_for_model``, is not ignored.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +23,11 @@ from mirror.errors import StrategyError
 from mirror.replica.routing import owner_of
 from mirror.torch_private import wrap_once
 
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a module that names what DDP is to leave out."""
+
 _WRAPPERS = (DataParallel, DistributedDataParallel)
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _IN_TRAINER = (
     ": transformers' Trainer does so where it sees several GPUs. Say that one is enough before "
     "the Trainer is made, arguments = TrainingArguments(...); arguments.n_gpu; "
@@ -38,6 +44,31 @@ def refuse_wrapper(module: nn.Module, path: str) -> None:
             f"{path or 'the module'} is a {kind}, which shares the work out itself; mirror the "
             "module inside it instead: strategy.mirror(model.module)"
         )
+
+
+def tell_of_ignored(module: nn.Module, names: object) -> None:
+    """Warns, once for each module, that what DDP is to ignore of it is mirrored as all else.
+
+    A frozen parameter is told of by nothing: ignored or not, it stays as it is.
+
+    Args:
+        names: paths of parameters and buffers, as DDP's users give them.
+    """
+    listed = set(names) if isinstance(names, Iterable) else set()
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    ignored = [n for n in trained if n in listed]
+    ignored += [name for name, _ in module.named_buffers() if name in listed]
+    if not ignored or module in _told:
+        return
+    _told.add(module)
+    more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+    warn_user(
+        f"DistributedDataParallel was told to ignore {', '.join(ignored[:3])}{more} of this "
+        f"{type(module).__name__}, which has no effect here: a strategy mirrors all parameters, "
+        "reduces their gradients, and combines all buffers, as one device would have them. "
+        "p.requires_grad_(False) freezes a parameter; mirror.set_aggregation(module, buffer_name, "
+        "'first') takes a buffer of the first replica alone"
+    )
 
 
 def watch_wrappers() -> None:

@@ -10,7 +10,7 @@ import torch
 from mirror.comm.base import Communicator
 from mirror.devices import is_simulated, resolve
 from mirror.errors import DeviceError
-from mirror.signposts import signposted_call
+from mirror.signposts import signposted_call, signposted_keywords
 from mirror.strategy.kinds.one_device import check_one
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import (
@@ -91,6 +91,7 @@ class CentralStorageStrategy(MirroredStrategy):
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, parameter_device='{self._parameter_device}')"
 
+    @signposted_keywords("MirroredStrategy.compile")
     def compile(
         self, step: Callable[..., Any], *, fallback: Fallback = "error", mode: Mode = "auto"
     ) -> Any:

@@ -16,6 +16,7 @@ from mirror.replica.collectives.reduction import Op
 from mirror.server.partitioners import Partitioner
 from mirror.server.placement import PlacementFunction, check_placement
 from mirror.server.recording import Recorded
+from mirror.signposts import missing, signposted_init
 from mirror.strategy.arguments import check_call, local_results
 from mirror.strategy.kinds.placing_scope import PlacingScope
 from mirror.strategy.kinds.server_options import (
@@ -47,6 +48,7 @@ _REMEDIES = {
 }
 
 
+@signposted_init
 class ParameterServerStrategy(Uncopied):
     """Keeps variables on parameter servers; workers run steps that are scheduled on them.
 
@@ -313,4 +315,4 @@ class ParameterServerStrategy(Uncopied):
         kind = type(self).__name__
         if name in _REMEDIES:
             raise StrategyError(f"a {kind} has no {name}, which is of replicas; {_REMEDIES[name]}")
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
+        raise missing(self, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mirror.accelerator.tpu_library import load, load_jax
+from mirror.concurrency.stack import warn_user
 from mirror.data.distributed.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, in_words
@@ -21,6 +21,7 @@ from mirror.execution.current import current, replica_around
 from mirror.execution.step_ends import step_ends
 from mirror.replica.collectives.reduction import Op
 from mirror.server.recording import Model, Recorded
+from mirror.signposts import missing, signposted_init
 from mirror.strategy.arguments import check_call, local_results, taking_part
 from mirror.strategy.kinds.placing_scope import PlacingScope
 from mirror.strategy.mirrored import MirroredStrategy
@@ -43,6 +44,7 @@ _REMEDIES = {
 }
 
 
+@signposted_init
 class TPUStrategy(Uncopied):
     """Runs whole steps on all TPU devices of this process, as one program. Experimental.
 
@@ -87,11 +89,9 @@ class TPUStrategy(Uncopied):
         self._jax_devices = devices_of(load_jax(), devices)
         library = load()
         number = len(self._jax_devices)
-        warnings.warn(
+        warn_user(
             "TPUStrategy is experimental: it was never run on a TPU, only on simulated devices; "
-            "compare its first losses with those of one device",
-            UserWarning,
-            stacklevel=2,
+            "compare its first losses with those of one device"
         )
         # Batches, results and what combines them are on the host.
         self._host = MirroredStrategy(["cpu"] * number)
@@ -265,9 +265,7 @@ class TPUStrategy(Uncopied):
     def __getattr__(self, name: str) -> NoReturn:
         if name in _REMEDIES:
             raise StrategyError(f"a TPUStrategy has no {name}; {_REMEDIES[name]}")
-        raise AttributeError(
-            f"'TPUStrategy' object has no attribute {name!r}", name=name, obj=self
-        )
+        raise missing(self, name)
 
 
 def _refuse_outside(own: weakref.ref[TPUStrategy], optimizer: Optimizer) -> None:

@@ -15,6 +15,7 @@ from mirror.concurrency.stack import add_note
 from mirror.errors import CheckpointError, StrategyError
 from mirror.execution.current import replica_around
 from mirror.replica.copies.apart import put_copies_apart
+from mirror.signposts import signposted
 from mirror.train.checkpoint.contents import Contents, write_contents
 from mirror.train.checkpoint.entries import VALUE, check, give, give_value, kind_of
 from mirror.train.checkpoint.host_copies import HostCopies
@@ -26,6 +27,7 @@ from mirror.uncopied import Uncopied
 _log = logging.getLogger("mirror")
 
 
+@signposted
 class Checkpoint(Uncopied):
     """Saves objects to a directory, and restores them, together with the random generators.
 

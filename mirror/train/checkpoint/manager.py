@@ -13,6 +13,7 @@ from typing import SupportsIndex
 
 from mirror.concurrency.stack import warn_user
 from mirror.errors import CheckpointError, in_words
+from mirror.signposts import signposted_call
 from mirror.train.archive.durable import (
     has_manifest,
     locked,
@@ -74,6 +75,7 @@ class Progress:
         return self.done if self.done > self.saved else self.saved + self.since
 
 
+@signposted_call
 class CheckpointManager(Uncopied):
     """Saves a checkpoint under the number of steps that were done, and restores the newest.
 

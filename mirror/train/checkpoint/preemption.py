@@ -35,6 +35,7 @@ from mirror.data.distributed.distribute import DistributedDataset
 from mirror.errors import CheckpointError, StrategyError, in_words
 from mirror.execution.step_ends import step_ends
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
+from mirror.signposts import signposted_call
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.checkpoint.over_workers import fellows_of
 from mirror.uncopied import Uncopied
@@ -43,6 +44,7 @@ _open: list[PreemptionCheckpointHandler] = []
 _replaced: dict[int, Any] = {}  # the signals' handlers that are put back
 
 
+@signposted_call
 class PreemptionCheckpointHandler(Uncopied):
     """Saves at the next end of a step after a signal has come, and exits.
 
