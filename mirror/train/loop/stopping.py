@@ -96,5 +96,5 @@ class StopOnNan(Hook):
 
 def _finder(training: TrainingState) -> str:
     if isinstance(training.strategy, ParameterServerStrategy):
-        return "torch.autograd.set_detect_anomaly(True) in the step"
+        return "torch.autograd.detect_anomaly() in the step"
     return "Guards(finite_gradients=True)"
