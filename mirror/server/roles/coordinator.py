@@ -167,6 +167,11 @@ class ClusterCoordinator(Uncopied):
         return self._session.create_dataset(dataset)
 
 
+def session_of(coordinator: ClusterCoordinator) -> Session:
+    """Returns what a coordinator schedules steps on."""
+    return coordinator._session
+
+
 def _refuse_parts(values: Sequence[Any]) -> None:
     for value in values:
         if isinstance(value, PerReplica):

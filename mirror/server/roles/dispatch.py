@@ -71,6 +71,9 @@ class Dispatch:
         run: runs a step on a worker, and returns its answer's header and its value or error.
         restart: makes a worker anew.
         to_aggregate: of how many gradients a synchronous update is the mean.
+
+    Attributes:
+        listeners: each is called with every step that is queued.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Dispatch:
         self._num_raised = 0
         self._fatal: BaseException | None = None
         self.is_closed = False
+        self.listeners: list[Callable[[Step], None]] = []
         self._up = set(range(num_workers))
         self._is_sync = to_aggregate is not None
         self._share = -(-(to_aggregate or 1) // num_workers)
@@ -116,6 +120,8 @@ class Dispatch:
             self.num_scheduled += 1
             self._open.add(step.number)
             self._queue.append(step)
+            for note in self.listeners:
+                note(step)
             self._changed.notify_all()
         return step
 
@@ -180,7 +186,7 @@ class Dispatch:
                 continue
             except BaseException as error:
                 header, value = {"outcome": "raised"}, error
-            if header["outcome"] == "lost" and not self._is_server_gone():
+            if header["outcome"] == "lost" and not self.is_server_gone():
                 self._again(worker, step)
                 continue
             with self._changed:
@@ -274,8 +280,8 @@ class Dispatch:
             self._queue.appendleft(step)
             self._changed.notify_all()
 
-    def _is_server_gone(self) -> bool:
-        """Whether the engine says, too, that a server is gone, which a worker could not reach."""
+    def is_server_gone(self) -> bool:
+        """Whether the engine says, too, that a server is gone, which could not be reached."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: isinstance(self._fatal, ServerLostError), timeout=_SECONDS

@@ -131,6 +131,11 @@ class Session:
             self.fleet.check()
             raise
 
+    @property
+    def num_datasets(self) -> int:
+        """How many per-worker datasets were made."""
+        return len(self._datasets)
+
     def create_dataset(self, dataset: Any) -> PerWorkerDataset:
         """Names a dataset that each worker makes when the first step asks for it."""
 
@@ -156,6 +161,21 @@ class Session:
         except BaseException:
             self.fleet.check()
             raise
+
+    def num_held_back(self) -> tuple[int, int]:
+        """Returns how many gradients wait for others of their update, and of how many that is.
+
+        0 where updates leave slow workers' gradients out: one that waits may be left out, too.
+        """
+        to_aggregate = self._settings.to_aggregate
+        if to_aggregate is None or to_aggregate < self._settings.num_workers:
+            return 0, to_aggregate or 1
+        return self.report().num_waiting, to_aggregate
+
+    def check_servers(self) -> None:
+        """Raises ServerLostError if a server is gone, which could not be reached."""
+        self.dispatch.is_server_gone()
+        self.fleet.check()
 
     # Running, in the threads of the dispatch
 

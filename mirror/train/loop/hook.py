@@ -24,6 +24,14 @@ class Hook:
     def before_step(self, training: TrainingState) -> None:
         """Called when the batch of a step is there."""
 
+    def waits_for(self, step: int) -> bool:
+        """Whether ``after_step`` of this step has to be called before another step begins.
+
+        Only parameter servers ask: elsewhere it always is. There the loop is otherwise some steps
+        ahead of the workers, and what a hook asks for is done when these steps have ended.
+        """
+        return False
+
     def after_step(self, training: TrainingState) -> None:
         """Called when a step has ended; ``training.step`` counts it."""
 
@@ -65,6 +73,10 @@ class Every:
     def begin(self) -> None:
         """Counts seconds from now on."""
         self._last = time.monotonic()
+
+    def counts_to(self, step: int) -> bool:
+        """Whether it is due after this step whenever that ends."""
+        return self._steps is not None and step % self._steps == 0
 
     def is_due(self, step: int) -> bool:
         """Whether it is due after this step."""

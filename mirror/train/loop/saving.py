@@ -28,6 +28,9 @@ class SaveEvery(Hook):
             )
         self._every.begin()
 
+    def waits_for(self, step: int) -> bool:
+        return self._every.counts_to(step)
+
     def after_step(self, training: TrainingState) -> None:
         if self._every.is_due(training.step):
             training.save()

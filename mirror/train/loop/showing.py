@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
+from mirror.strategy.mirrored import MirroredStrategy
 from mirror.train.loop.hook import Every, Hook
 from mirror.train.loop.state import TrainingState
 from mirror.train.progress import Progress
@@ -52,7 +54,9 @@ class LogEvery(Hook):
         if self._every.is_due(training.step):
             values = [f"{name} {training.value(name):.4g}" for name in training.names]
             rate, waiting = self._pace.since(training)
-            told = [*values, f"{rate:.3g} steps/s", f"{waiting:.0%} waiting for input"]
+            told = [*values, f"{rate:.3g} steps/s"]
+            if training.reads_input:
+                told.append(f"{waiting:.0%} waiting for input")
             self._to(f"step {training.step}: {', '.join(told)}".replace("%", " %"))
 
 
@@ -98,13 +102,21 @@ class ProgressBar(Hook):
             return
         rate, waiting = self._pace.since(training)
         told = [f"{name} {training.value(name):.4g}" for name in training.names]
-        told += [f"input {waiting:.0%}", f"{training.strategy.num_replicas_in_sync} replicas"]
+        if training.reads_input:
+            told.append(f"input {waiting:.0%}")
+        told.append(_who_trains(training.strategy))
         self._bar.show(training.step, rate, ", ".join(told))
 
     def end(self, training: TrainingState, error: BaseException | None) -> None:
         if self._bar is not None:
             self._bar.close(training.step)
             self._bar = None
+
+
+def _who_trains(strategy: MirroredStrategy | ParameterServerStrategy) -> str:
+    if isinstance(strategy, ParameterServerStrategy):
+        return f"{strategy.num_workers} workers"
+    return f"{strategy.num_replicas_in_sync} replicas"
 
 
 class _Tqdm:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mirror.errors import StrategyError
-from mirror.strategy.mirrored import MirroredStrategy
+from mirror.server.roles.remote_value import RemoteValue
 from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.loop.values import Value, as_value
+from mirror.train.loop.in_flight import StepsInFlight
+from mirror.train.loop.values import AnyStrategy, Value, as_value
 
 
 class TrainingState:
@@ -19,35 +20,50 @@ class TrainingState:
         last_step: where it will end, if a hook knows.
         reason: why it is to end; empty while it goes on.
         seconds_waiting: for batches, since the beginning.
+        reads_input: whether this process reads the batches; otherwise workers of servers do.
         num_steps: of all passes of the dataset, if that is known.
     """
 
-    def __init__(self, strategy: MirroredStrategy, manager: CheckpointManager | None) -> None:
+    def __init__(self, strategy: AnyStrategy, manager: CheckpointManager | None) -> None:
         self.strategy, self.manager = strategy, manager
         self.step = self.first_step = 0
         self.last_step: int | None = None
         self.reason = ""
         self.seconds_waiting = 0.0
+        self.reads_input = True
         self.num_steps: int | None = None
         self._values: dict[str, Value] = {}
         self._logged: dict[str, int] = {}
         self._is_to_save = False
         self._is_open = False
+        self._flight: StepsInFlight | None = None
 
     def log(self, **values: object) -> None:
         """Notes values of this step, for hooks to show or to write.
 
         Numbers, tensors of one element, and values per replica, whose mean counts. Nobody waits
-        for a GPU before a hook wants to know them.
+        for a GPU before a hook wants to know them. Under parameter servers also RemoteValues,
+        which hooks see when the step has ended.
 
         Raises:
             TypeError: a value is none of these.
             StrategyError: the training has not begun, or is over.
         """
         self._check_open()
+        flight = self._flight
         for name, value in values.items():
-            self._values[name] = as_value(self.strategy, name, value)
-            self._logged[name] = self.step
+            if flight is not None and flight.now is not None:
+                is_there = not isinstance(value, RemoteValue)
+                flight.now.values[name] = self._as_value(name, value) if is_there else value
+            else:
+                self._note(name, value if flight is None else flight.fetch(value))
+
+    def _as_value(self, name: str, value: object) -> Value:
+        return as_value(self.strategy, name, value)
+
+    def _note(self, name: str, value: object) -> None:
+        self._values[name] = self._as_value(name, value)
+        self._logged[name] = self.step
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,12 +78,15 @@ class TrainingState:
     def value(self, name: str) -> float:
         """Returns the value that was logged last under a name.
 
+        Under parameter servers hooks see that of the step that has ended.
+
         Raises:
             KeyError: there is none.
         """
-        value = self._values[name]
+        values = self._values_with(name)
+        value = values[name]
         if not isinstance(value, float):
-            self._values[name] = value = float(value)
+            values[name] = value = float(value)
         return value
 
     def value_there(self, name: str) -> Value:
@@ -76,7 +95,16 @@ class TrainingState:
         Raises:
             KeyError: there is none.
         """
-        return self._values[name]
+        return self._values_with(name)[name]
+
+    def _values_with(self, name: str) -> dict[str, Value]:
+        """Returns the values among which that of a name was logged last."""
+        flight = self._flight
+        if flight is None or flight.now is None or name not in flight.now.values:
+            return self._values
+        values = flight.now.values
+        values[name] = self._as_value(name, flight.fetch(values[name]))
+        return values
 
     def stop(self, reason: str = "it was asked to") -> None:
         """Has the training end with this step, on all workers."""

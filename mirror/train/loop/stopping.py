@@ -6,6 +6,7 @@ import math
 import time
 
 from mirror.errors import NanLossError
+from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.train.loop.hook import Hook, check_count, check_seconds
 from mirror.train.loop.state import TrainingState
 
@@ -37,6 +38,9 @@ class StopAtStep(Hook):
             self._last_step = training.step + self._num_steps
         assert self._last_step is not None
         training.will_end_at(self._last_step)
+
+    def waits_for(self, step: int) -> bool:
+        return self._last_step is not None and step >= self._last_step
 
     def after_step(self, training: TrainingState) -> None:
         if self._last_step is not None and training.step >= self._last_step:
@@ -85,6 +89,12 @@ class StopOnNan(Hook):
         if self._raises:
             raise NanLossError(
                 f"{told}; nothing was saved of it; lower the learning rate, clip gradients, or "
-                "find the cause with Guards(finite_gradients=True)"
+                f"find the cause with {_finder(training)}"
             )
         training.stop(told)
+
+
+def _finder(training: TrainingState) -> str:
+    if isinstance(training.strategy, ParameterServerStrategy):
+        return "torch.autograd.detect_anomaly() in the step"
+    return "Guards(finite_gradients=True)"

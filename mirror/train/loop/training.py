@@ -5,23 +5,30 @@ A step begins when ``batches`` hands out a batch and ends when the loop asks for
 of a loop that is left by ``break``, with the next loop, or with the training. What is asked for
 meanwhile (to save, to stop) is done then, in this order: hooks, a checkpoint, the end. Of several
 workers, what one asks for all do, at the same step: they tell each other at the end of each.
+Over parameter servers a step may end later: [Note: Steps in flight] in ``in_flight.py``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import nullcontext
+from itertools import repeat
 from types import TracebackType
 from typing import Any, TypeVar
 
 from mirror.concurrency.stack import warn_user
 from mirror.errors import StrategyError, in_words
+from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerIterator
+from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.checkpoint.over_workers import Fellows, fellows_of
 from mirror.train.loop.hook import Hook, check_count
+from mirror.train.loop.in_flight import StepsInFlight, dataset_ended
 from mirror.train.loop.saving import SaveEvery
 from mirror.train.loop.state import TrainingState
+from mirror.train.loop.values import AnyStrategy
 
 T = TypeVar("T")
 
@@ -41,8 +48,15 @@ class Training(TrainingState):
     otherwise, every ten minutes. After an error nothing is saved: what is there may be half a
     step.
 
+    Over a ``ParameterServerStrategy`` the loop schedules its steps, and logs their RemoteValues::
+
+        with mirror.train.Training(strategy, checkpoint=manager, hooks=hooks) as training:
+            data = coordinator.create_per_worker_dataset(make_loader)
+            for batch in training.batches(data):
+                training.log(loss=coordinator.schedule(train_step, args=(batch,)))
+
     Args:
-        strategy: the one that trains.
+        strategy: the one that trains. Entering the training starts its servers and workers.
         checkpoint: saves and restores; ``None``: nothing is.
         hooks: called in this order.
 
@@ -52,7 +66,7 @@ class Training(TrainingState):
 
     def __init__(
         self,
-        strategy: MirroredStrategy,
+        strategy: AnyStrategy,
         *,
         checkpoint: CheckpointManager | None = None,
         hooks: Sequence[Hook] = (),
@@ -70,6 +84,9 @@ class Training(TrainingState):
             raise StrategyError("a Training is entered once; make another one")
         objects = {} if self.manager is None else self.manager.checkpoint.objects
         self._fellows = fellows_of(objects)
+        if isinstance(self.strategy, ParameterServerStrategy):
+            self._flight = StepsInFlight(self.strategy)
+            self._flight.join()
         if self.manager is not None:
             restored = self.manager.restore_latest()
             if restored is not None:
@@ -82,6 +99,8 @@ class Training(TrainingState):
             for hook in self._hooks:
                 begun.append(hook)
                 hook.begin(self)
+            if self._flight is not None:
+                self._flight.listen()
         except BaseException as error:
             self._hooks = tuple(begun)
             self._end(error)
@@ -97,8 +116,10 @@ class Training(TrainingState):
         failure = error
         try:
             if error is None:
-                self._end_step()
+                self._end_step(is_last=True)
                 self._save_last()
+            elif self._flight is not None and isinstance(error, StopIteration):
+                raise dataset_ended() from error
         except BaseException as failed:
             failure = failed
             raise
@@ -111,18 +132,29 @@ class Training(TrainingState):
         A distributed dataset that is part of the checkpoint goes on where it was; anything else
         begins anew after a restart, with a warning.
 
+        Of a per-worker dataset, a batch is what a scheduled step takes for the worker's next one.
+        It has no end here, and begins anew after a restart: with a warning, unless it was made
+        inside the with statement, where its function can know ``first_step``.
+
         Args:
             epochs: so many passes from the training's first beginning: one that goes on makes
                 those that are left, which takes a dataset that has a length.
 
         Raises:
             StrategyError: the training has not begun, or is over; or it goes on, and nobody knows
-                how many passes were made.
+                how many passes were made; or several passes of a per-worker dataset.
             ValueError: ``epochs`` is below 1.
         """
         check_count("batches", "epochs", epochs)
         self._check_open()
-        self._end_step()  # of a loop before, that was left
+        self._end_step(is_last=True)  # of a loop before, that was left
+        of_workers = isinstance(dataset, (PerWorkerDataset, PerWorkerIterator))
+        self.reads_input = not of_workers
+        if of_workers and epochs > 1:
+            raise StrategyError(
+                f"each worker reads its own dataset, which has no passes here; got epochs={epochs}"
+                "; leave it out, and end the training by StopAtStep(last_step)"
+            )
         num_batches = len(dataset) if isinstance(dataset, Sized) else None
         goes_on = 0 < self.first_step == self.step
         self.num_steps = num_batches and num_batches * epochs + (0 if goes_on else self.step)
@@ -135,6 +167,16 @@ class Training(TrainingState):
     def _passes_before(self, dataset: Iterable[T], num_batches: int | None, epochs: int) -> int:
         """Returns how many whole passes were made before this process began."""
         assert self.manager is not None
+        if isinstance(dataset, PerWorkerIterator):
+            dataset = dataset.dataset
+        if isinstance(dataset, PerWorkerDataset):
+            if self._flight is not None and dataset.index < self._flight.num_datasets:
+                warn_user(
+                    f"the training goes on after step {self.step}, and each worker's dataset "
+                    "begins anew; make it inside the training's with statement, by a function "
+                    "that begins elsewhere: a seed with training.first_step in it, say"
+                )
+            return 0
         if all(dataset is not obj for obj in self.manager.checkpoint.objects.values()):
             warn_user(
                 f"the training goes on after step {self.step}, and its dataset begins anew, as it "
@@ -151,7 +193,7 @@ class Training(TrainingState):
 
     def _batches(self, dataset: Iterable[T], epochs: int, goes_on: bool) -> Iterator[T]:
         while epochs > 0 and not self.reason:
-            num_before, source = self.step, iter(dataset)
+            num_before, source = self.step, self._source(dataset)
             while not self.reason:
                 begun = time.perf_counter()
                 try:
@@ -160,32 +202,67 @@ class Training(TrainingState):
                     break
                 finally:
                     self.seconds_waiting += time.perf_counter() - begun
+                if self._flight is not None:
+                    self._flight.begin()
                 for hook in self._hooks:
                     hook.before_step(self)
                 self._is_in_step = True
                 yield batch
                 self._end_step()
+            self._end_step(is_last=True)
             # What goes on may have been at the very end of a pass.
             epochs -= 0 if goes_on and self.step == num_before else 1
             goes_on = False
+
+    def _source(self, dataset: Iterable[T]) -> Iterator[T]:
+        if self.reads_input:
+            return iter(dataset)
+        batch: Any = dataset  # which a worker replaces by its next one
+        return repeat(batch)
 
     def _with_saving(self) -> Iterator[Hook]:
         yield from self._asked
         if self.manager is not None and not any(isinstance(h, SaveEvery) for h in self._asked):
             yield SaveEvery(seconds=600)
 
-    def _end_step(self) -> None:
-        """Ends the step that goes on, if one does. See [Note: Where a step ends]."""
-        if not self._is_in_step:
-            return
+    def _end_step(self, *, is_last: bool = False) -> None:
+        """Ends the step that goes on, if one does. See [Note: Where a step ends].
+
+        Args:
+            is_last: whether all steps in flight are to end, too.
+        """
+        flight, was_in_step = self._flight, self._is_in_step
         self._is_in_step = False
+        if flight is not None:
+            if was_in_step:
+                flight.leave()
+            self._end_flight(flight, is_last=is_last)
+        elif was_in_step:
+            self._count_step()
+        if self._is_to_save:
+            self._is_to_save = False
+            self._save(wait=False)
+
+    def _end_flight(self, flight: StepsInFlight, *, is_last: bool) -> None:
+        """Ends the steps that have to end, and those that have. See [Note: Steps in flight]."""
+        last = self.step + len(flight)
+        while len(flight) and (
+            is_last
+            or self._is_to_save
+            or self.reason
+            or flight.is_full
+            or flight.has_first_ended
+            or any(hook.waits_for(last) for hook in self._hooks)
+        ):
+            for name, value in flight.take().items():
+                self._note(name, value)
+            self._count_step()
+
+    def _count_step(self) -> None:
         self.step += 1
         for hook in self._hooks:
             hook.after_step(self)
         self._agree()
-        if self._is_to_save:
-            self._is_to_save = False
-            self._save(wait=False)
 
     def _agree(self) -> None:
         """Does what any worker asks for. See [Note: Where a step ends]."""
@@ -202,7 +279,11 @@ class Training(TrainingState):
     def _save(self, *, wait: bool) -> None:
         assert self.manager is not None
         if self._saved_at != self.step:
-            self.manager.save(self.step, wait=wait)
+            flight = self._flight
+            if flight is not None:
+                flight.settle(self.step)
+            with nullcontext() if flight is None else flight.named_losses():
+                self.manager.save(self.step, wait=wait)
             self._saved_at = self.step
             for hook in self._hooks:
                 hook.saved(self)
@@ -217,6 +298,8 @@ class Training(TrainingState):
     def _end(self, error: BaseException | None) -> None:
         """Ends all hooks, also if one fails."""
         self._is_open = False
+        if self._flight is not None:
+            self._flight.close()
         hooks, self._hooks = self._hooks, ()
         failed: BaseException | None = None
         for hook in hooks:
@@ -229,7 +312,7 @@ class Training(TrainingState):
 
 
 def _check(strategy: Any, checkpoint: Any, hooks: Any) -> None:
-    if not isinstance(strategy, MirroredStrategy):
+    if not isinstance(strategy, (MirroredStrategy, ParameterServerStrategy)):
         raise TypeError(f"Training takes a strategy first; got {in_words(strategy)}")
     if checkpoint is not None and not isinstance(checkpoint, CheckpointManager):
         raise TypeError(

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from mirror.errors import in_words
+from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.values import PerReplica
 
 Value = float | Tensor
+AnyStrategy = MirroredStrategy | ParameterServerStrategy
 
 
-def as_value(strategy: MirroredStrategy, name: str, value: object) -> Value:
+def as_value(strategy: AnyStrategy, name: str, value: object) -> Value:
     """Returns a number, or a tensor of one element that nobody changes any more.
 
     Args:
@@ -23,7 +25,7 @@ def as_value(strategy: MirroredStrategy, name: str, value: object) -> Value:
     Raises:
         TypeError: it is none.
     """
-    if isinstance(value, PerReplica):
+    if isinstance(value, PerReplica) and isinstance(strategy, MirroredStrategy):
         value = strategy.reduce("mean", value)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         with torch.no_grad():
@@ -31,6 +33,12 @@ def as_value(strategy: MirroredStrategy, name: str, value: object) -> Value:
     if isinstance(value, numbers.Real):
         return float(value)
     raise TypeError(
-        f"log() takes numbers, tensors of one element, and values per replica; {name!r} is "
+        f"log() takes numbers, tensors of one element, {_kinds(strategy)}; {name!r} is "
         f"{in_words(value)}; log its mean, or several of its numbers under names of their own"
     )
+
+
+def _kinds(strategy: AnyStrategy) -> str:
+    if isinstance(strategy, ParameterServerStrategy):
+        return "and RemoteValues of these"
+    return "and values per replica"
