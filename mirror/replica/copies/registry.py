@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 class Registry:
@@ -53,3 +56,14 @@ class Registry:
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters, mirrored or the only replica's."""
         return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]
+
+    def put_in_order(self, keys: Sequence[int]) -> None:
+        """Moves the tensors with these ``id``s to the end, in this order."""
+        put_in_order(self._owned, keys)
+
+
+def put_in_order(known: dict[int, T], keys: Sequence[int]) -> None:
+    """Moves the entries of these keys to the end, in this order."""
+    for key in keys:
+        if key in known:
+            known[key] = known.pop(key)
