@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -35,7 +36,10 @@ class Registry:
         self.has_owned = True
         self.num_owned += 1
 
-        def disown(reference: object) -> None:
+        # Bound here: when the interpreter ends, the globals of modules may be None already.
+        def disown(reference: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+            if is_ending():  # nothing is left to be kept in order
+                return
             if owned.get(key) is reference:
                 del owned[key]
                 if on_gone is not None:
