@@ -121,7 +121,9 @@ class Group:
         self.plain = PlainVariables(replicas, registry, recorded)
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
-        first_values = FirstValues(replicas, registry, variables, buffers)
+        first_values = FirstValues(replicas, registry, variables, buffers, self.modules.mirrored)
+        if isinstance(gradients, AgreedGradients):
+            gradients.before_reducing = first_values.before_reducing
         parts = (
             self.modules.part(),
             *((first_values.part(),) if several else ()),

@@ -63,7 +63,8 @@ class Scope(ContextDecorator):
         return Scope(self._group)
 
     def __del__(self) -> None:
-        if not self._is_used:
+        # When the interpreter ends, the globals of modules may be None already.
+        if not self._is_used and warnings is not None:
             warnings.warn(
                 "strategy.scope() was called and never entered, so nothing is mirrored; write "
                 "`with strategy.scope():` and make the model inside",

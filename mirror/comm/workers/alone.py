@@ -41,6 +41,7 @@ class Alone:
             backward pass outside ``run`` counts for that.
         counted: the same of the runs, in grad mode, since gradients were reduced last.
         num_runs: how many outermost runs have ended: the same on all workers.
+        num_steps: how many steps of mirrored optimizers have begun: the same on all workers.
         agreed: after how many of them all workers' weights were added up last, and their sum.
         reference: the weights of all workers as they were agreed on last; ``None`` before.
         sums_replicas: whether ``all_reduce_replicas`` can be called.
@@ -55,7 +56,7 @@ class Alone:
         self.rank, self.size, self.counts = rank, len(counts), tuple(counts)
         self.first, self.num_replicas = sum(counts[:rank]), sum(counts)
         self.weight = float(counts[rank])
-        self.num_runs = 0
+        self.num_runs = self.num_steps = 0
         self.counted: list[float] = []
         self.agreed = (-1, 0.0)
         self.reference: float | None = None

@@ -179,16 +179,16 @@ class Buffer:
     def must_be_given(self) -> bool:
         """Whether the replicas have, before they run, not what they must have."""
         # Asked of every buffer before every run.
-        if self.handles:
+        if self.is_written_outside():
             return True
-        is_none = self._aggregation == "none"
-        truth = self.copies[0] if is_none else self.combined
-        if truth._version != self._combined_version:
-            return True
-        if not self._apart or is_none:
+        if not self._apart or self._aggregation == "none":
             return False
         module = self._module()
         return module is not None and not module.training  # evaluates
+
+    def is_written_outside(self) -> bool:
+        """Whether the value may have been written in the cross-replica context, and not given."""
+        return bool(self.handles) or self.truth._version != self._combined_version
 
     def give(self) -> None:
         """Gives the replicas the combined value; wants ``no_grad``."""

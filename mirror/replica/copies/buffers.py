@@ -13,7 +13,7 @@ from mirror.errors import StrategyError
 from mirror.execution.part import Part
 from mirror.execution.replicas import Replicas
 from mirror.replica.copies.buffer import Buffer, MirroredBuffer
-from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.registry import Registry, put_in_order
 
 _logger = logging.getLogger("mirror")
 
@@ -36,6 +36,10 @@ class Buffers:
             ran=self._note_run,
             bring_along=self._bring_along,
         )
+
+    def put_in_order(self, keys: Sequence[int]) -> None:
+        """Moves the buffers with these ``id``s to the end, in this order."""
+        put_in_order(self._by_id, keys)
 
     def mirror(self, buffer: Tensor, name: str, module: nn.Module) -> Buffer:
         """Turns a buffer into a mirrored one, in place.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from mirror.errors import StrategyError
 from mirror.replica.collectives.reduction import summed
 from mirror.replica.copies.hooks import (
     refuse_own_hook,
@@ -151,10 +152,21 @@ def _autograd_grad(
 
     Inside ``run`` the replica's own gradient; in the cross-replica context the sum over the
     copies, which is the whole gradient because the loss is the common one, and which hooks see.
+    Of several workers it is the mean over all of them, weighted as ``backward`` weighs.
+
+    Raises:
+        StrategyError: there are several workers, and the gradient is to have a graph.
     """
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     spread = _spread(inputs)
     is_batched = bool(options.get("is_grads_batched"))
+    if create_graph and any(map(_is_of_workers, inputs)):
+        raise StrategyError(
+            "torch.autograd.grad(..., create_graph=True) with respect to a parameter gives each "
+            "of several workers the gradient of its own part, as no graph leads to the others; "
+            "call it without create_graph, differentiate with respect to the model's inputs, or "
+            "use one process with all devices (MirroredStrategy)"
+        )
     flat = torch.autograd.grad(
         resolve(outputs),
         [copy for copies in spread for copy in copies],
@@ -166,21 +178,64 @@ def _autograd_grad(
     )
     remaining = iter(flat)
     totals: list[Tensor | None] = []
-    for captured, copies in zip(inputs, spread, strict=True):
+    for copies in spread:
         parts = [next(remaining) for _ in copies]
         used = [part.to(copies[0].device) for part in parts if part is not None]
-        total = summed(used, used[0].device) if used else None
+        totals.append(summed(used, used[0].device) if used else None)
+    _reduce_over_workers(inputs, totals)
+    for i, (captured, copies) in enumerate(zip(inputs, spread, strict=True)):
+        total = totals[i]
         if total is not None and isinstance(captured, MirroredParameter):
-            total = through_hooks(captured._mirrored.hooks, total, is_batched=is_batched)
-        totals.append(total)
-        if not used and materialize_grads:
-            totals[-1] = torch.zeros_like(copies[0])
-        elif not used and not allow_unused:
+            totals[i] = through_hooks(captured._mirrored.hooks, total, is_batched=is_batched)
+        elif total is None and materialize_grads:
+            totals[i] = torch.zeros_like(copies[0])
+        elif total is None and not allow_unused:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. "
                 "Set allow_unused=True if this is the desired behavior."
             )
     return tuple(totals)
+
+
+def _is_of_workers(captured: Any) -> bool:
+    """Whether an input is a parameter of several workers, in the cross-replica context."""
+    if not isinstance(captured, MirroredParameter):
+        return False
+    variable = captured._mirrored
+    return variable.here() is None and variable.replicas.workers.are_several
+
+
+def _reduce_over_workers(inputs: Sequence[Any], totals: list[Tensor | None]) -> None:
+    """Puts the gradients of all workers in place of this worker's, of mirrored parameters."""
+    asked = [i for i, captured in enumerate(inputs) if _is_of_workers(captured)]
+    for replicas in dict.fromkeys(inputs[i]._mirrored.replicas for i in asked):
+        mine = [i for i in asked if inputs[i]._mirrored.replicas is replicas]
+        own = {i: g.to_dense() if g.is_sparse else g for i in mine if (g := totals[i]) is not None}
+        there = [float(i in own) for i in mine]
+        # As a backward pass counts: see [Note: Shares of workers].
+        weight = replicas.workers.weight if replicas.weighted else 1.0
+        parcels = replicas.workers.exchange_tensors(
+            f"torch.autograd.grad of {len(mine)} parameters",
+            [inputs[i]._mirrored.name for i in mine],
+            list(own.values()),
+            [weight, *there],
+        )
+        whole = sum(parcel.numbers[0] for parcel in parcels) if replicas.weighted else 1.0
+        sums: dict[int, Tensor] = {}
+        for parcel in parcels:
+            theirs = iter(parcel.tensors)
+            for i, is_there in zip(mine, parcel.numbers[1:], strict=True):
+                if not is_there:
+                    continue
+                grad = next(theirs)
+                if parcel.numbers[0]:  # one without examples has no loss
+                    grad = grad * (parcel.numbers[0] / whole)
+                    sums[i] = sums[i] + grad if i in sums else grad
+                else:
+                    sums.setdefault(i, torch.zeros_like(grad))
+        for i in mine:
+            device = inputs[i]._mirrored.shown.device
+            totals[i] = sums[i].to(device) if i in sums else None
 
 
 @special(DATA.__get__)

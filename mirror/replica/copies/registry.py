@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 class Registry:
@@ -32,7 +36,10 @@ class Registry:
         self.has_owned = True
         self.num_owned += 1
 
-        def disown(reference: object) -> None:
+        # Bound here: when the interpreter ends, the globals of modules may be None already.
+        def disown(reference: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+            if is_ending():  # nothing is left to be kept in order
+                return
             if owned.get(key) is reference:
                 del owned[key]
                 if on_gone is not None:
@@ -53,3 +60,14 @@ class Registry:
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters, mirrored or the only replica's."""
         return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]
+
+    def put_in_order(self, keys: Sequence[int]) -> None:
+        """Moves the tensors with these ``id``s to the end, in this order."""
+        put_in_order(self._owned, keys)
+
+
+def put_in_order(known: dict[int, T], keys: Sequence[int]) -> None:
+    """Moves the entries of these keys to the end, in this order."""
+    for key in keys:
+        if key in known:
+            known[key] = known.pop(key)

@@ -22,7 +22,7 @@ from mirror.execution.replicas import Replicas
 from mirror.replica.copies.hooks import refuse_post_accumulate_hook
 from mirror.replica.copies.kinds import derived, refuse_operations
 from mirror.replica.copies.parameters import MirroredParameter
-from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.registry import Registry, put_in_order
 from mirror.replica.copies.variable import GradientAccess, Variable
 from mirror.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 
@@ -53,6 +53,10 @@ class Variables:
             settle=self._settle,
             recover=self._follow_first,
         )
+
+    def put_in_order(self, keys: Sequence[int]) -> None:
+        """Moves the parameters with these ``id``s to the end, in this order."""
+        put_in_order(self._by_id, keys)
 
     def mirror(self, parameter: nn.Parameter, name: str) -> Variable:
         """Turns a parameter into a mirrored one, in place: the object stays the same.

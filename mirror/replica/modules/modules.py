@@ -18,6 +18,8 @@ Of torch itself these are wrapped when the first module is mirrored: the module'
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,6 +100,16 @@ class Modules:
         self._recorded = recorded
         self._variables = variables
         self._buffers = buffers
+        self._mirrored: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+
+    def mirrored(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yields the mirrored modules in the order in which they came, and their first paths."""
+        for key, (reference, path) in list(self._mirrored.items()):
+            module = reference()
+            if module is None:
+                self._mirrored.pop(key, None)
+            else:
+                yield module, path
 
     def part(self) -> Part:
         """Returns what is told of runs. See [Note: Parts]."""
@@ -146,6 +158,7 @@ class Modules:
 
     def mirror_own(self, module: nn.Module, path: str) -> None:
         """Mirrors the variables that a module holds itself."""
+        path = self._first_path(module, path)
         attributes = module.__dict__
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
         for name, parameter in parameters.items():
@@ -167,6 +180,15 @@ class Modules:
         self._watch_dicts(module)
         self._recorded.look_again(module)
         self.route(module)
+
+    def _first_path(self, module: nn.Module, path: str) -> str:
+        """Returns where a module was found first: one replaces a parameter, others may not."""
+        known = self._mirrored.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        self._mirrored.pop(id(module), None)  # another one's, that is gone
+        self._mirrored[id(module)] = weakref.ref(module), path
+        return path
 
     def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
         """Gives a lazy module its parameters, once all replicas have come by, and mirrors it.

@@ -90,13 +90,14 @@ class Optimizers:
     # Gradients, and the values with them
 
     def reduce(self, run: Together | None = None) -> None:
-        """Reduces the gradients of a run; those of the cross-replica context without one."""
+        """Reduces the gradients, for a step: of a run, or of the cross-replica context."""
         if run is None:
             self._gradients.unreduced.flush()
         else:
             gradients = self._gradients.unreduced
             gradients.settle(gradients.shares_in(run))
             self._gradients.refuse_unlike(run)
+        self.replicas.workers.num_steps += 1
 
     def clear(self, parameters: Parameters) -> bool:
         """Drops the gradients of all these, if none is pending; returns whether it did."""

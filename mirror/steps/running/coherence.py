@@ -133,6 +133,8 @@ class Coherence:
         self, changes: Changes, grads: dict[Place, Tensor | None], active: tuple[int, ...]
     ) -> None:
         """Notes what a compiled step has changed, and the gradients that it leaves."""
+        if changes.optimizers:
+            self._replicas.workers.num_steps += 1
         for buffer in changes.buffers:
             buffer.wrote(active)
         if not self._replicas.mirrors:

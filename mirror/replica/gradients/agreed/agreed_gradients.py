@@ -12,7 +12,7 @@ asynchronous, so the hook that completes a bucket launches it, and whoever looks
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from mirror.compiler import opaque
 from mirror.execution.current import current, replica_of
+from mirror.execution.part import nothing
 from mirror.execution.replicas import Replicas, Together
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
@@ -53,6 +54,9 @@ class AgreedGradients(Gradients):
     Args:
         registry: knows all parameters of the strategy, in the order in which they came.
         As ``Gradients``.
+
+    Attributes:
+        before_reducing: called where all workers reduce. See [Note: First values].
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class AgreedGradients(Gradients):
             replicas, runner, reducer, self.watch, self._kept_back, self._flights, self._unfit
         )
         self._dropped = self._reduction.dropped
+        self.before_reducing: Callable[[], None] = nothing
 
     # What passes count for
 
@@ -212,6 +217,7 @@ class AgreedGradients(Gradients):
             StrategyError: they carry a graph.
         """
         assert isinstance(shares, Weights)
+        self.before_reducing()
         self._replicas.timeline.begin(CROSS, REDUCTION, "gradients of all workers")
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):

@@ -152,6 +152,6 @@ def refuse_graphs(columns: Sequence[Column]) -> None:
     if any(grad is not None and grad.requires_grad for column in columns for grad in column):
         raise StrategyError(
             "gradients of several workers carry no graph, but backward was called with "
-            "create_graph=True; take what you differentiate again by torch.autograd.grad(..., "
-            "create_graph=True), and call backward() without it"
+            "create_graph=True; call backward() without it: what may have a graph are gradients "
+            "of the model's inputs, by torch.autograd.grad(..., create_graph=True)"
         )
