@@ -16,9 +16,9 @@ few 0-d nodes on top of its graph tell: sums, differences and multiples of terms
 Terms that count with the same are joined exactly. Others, and what is none of these though it
 comes from the batch (a root of a mean, a sum over an unknown number), stay means over examples,
 with a warning, and so do comparisons of the examples with each other (``contrasts.py``) and what
-is made of reduced values (``meetings.py``). What nodes do not tell (compiled code, a function written in Python, no graph) is
-taken for a mean over examples; of compiled code that got labels below zero, which losses ignore,
-``inexact.py`` tells.
+is made of reduced values (``meetings.py``). What nodes do not tell (compiled code, a function
+written in Python, no graph) is taken for a mean over examples; of compiled code that got labels
+below zero, which losses ignore, ``inexact.py`` tells.
 """
 
 from __future__ import annotations
