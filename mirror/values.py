@@ -62,7 +62,7 @@ class PerReplica(Generic[T]):
 
     def __init__(self, values: Iterable[T], *, weights: Sequence[float] | None = None) -> None:
         self.values: tuple[T, ...] = tuple(values)
-        self.weights = None if weights is None else tuple(weights)
+        self.weights = weights if weights is None or isinstance(weights, tuple) else tuple(weights)
         self._is_output = False  # of a split call, which could not join the parts
         if self.weights is not None and len(self.weights) != len(self.values):
             raise StructureError(

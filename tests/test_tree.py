@@ -61,7 +61,7 @@ TESTED_BY = {
     "replica/gradients/watch.py": "replica/gradients/test_hooks.py",
     "replica/joining/changes.py": "replica/joining/test_arguments.py",
     "replica/joining/joiner.py": "replica/joining/test_arguments.py",
-    "replica/joining/scalar_terms.py": "replica/joining/test_scalar_outputs.py",
+    "replica/exactness/scalar_terms.py": "replica/exactness/test_scalar_outputs.py",
     "replica/modules/dicts.py": "replica/modules/test_modules.py",
     "replica/modules/own_values.py": "replica/modules/test_attributes.py",
     "replica/modules/recording.py": "replica/copies/test_recorded.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -25,6 +25,28 @@ from mirror.values import (
 )
 
 Copy = Callable[[Tensor, torch.device], Tensor]
+
+
+class GivenWeights(tuple[float, ...]):
+    """Weights of replicas that a program has set.
+
+    Attributes:
+        counts: the numbers of examples that they stand for; ``None`` if these are not known.
+    """
+
+    counts: tuple[float, ...] | None = None
+
+    @classmethod
+    def for_counts(cls, weights: Iterable[float], counts: Sequence[float] | None) -> GivenWeights:
+        """Returns weights, set for replicas with these numbers of examples."""
+        given = cls(weights)
+        given.counts = None if counts is None else tuple(counts)
+        return given
+
+
+def given_counts(weights: Sequence[float]) -> Sequence[float] | None:
+    """Returns the numbers of examples of weights that a program has set; ``None`` of others."""
+    return (weights.counts or weights) if isinstance(weights, GivenWeights) else None
 
 
 def split_sizes(
@@ -177,10 +199,11 @@ def place(
     """Brings a batch whose ``PerReplica`` leaves are on the host to the devices, with weights."""
     weights: Sequence[float] = sizes
     if weight_of is not None:
-        weights = [
+        given = [
             checked_weight(weight_of(select(parts, r)), r) if size else 0.0
             for r, size in enumerate(sizes)
         ]
+        weights = GivenWeights.for_counts(given, sizes)
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica):

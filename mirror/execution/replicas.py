@@ -175,9 +175,13 @@ class Together(Protocol):
 
     Attributes:
         is_split: whether it is that of a call that is split, written for the whole batch.
+        is_given: whether the program has set weights.
+        counts: the replicas' numbers of examples, if they have parts of a batch.
     """
 
     is_split: bool
+    is_given: bool
+    counts: Sequence[float] | None
 
     @property
     def replicas(self) -> Replicas:
@@ -219,7 +223,7 @@ class Together(Protocol):
     def weights(self) -> dict[int, float]:
         """Returns the weights of those that take part."""
 
-    def all_weights(self) -> list[float] | None:
+    def all_weights(self) -> Sequence[float] | None:
         """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
 
 

@@ -12,6 +12,7 @@ from mirror.compiler import let_go, take_hold
 from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.merge_point import Action, MergePoint, Payloads
 from mirror.concurrency.no_merges import NoMerges
+from mirror.data.split import GivenWeights
 from mirror.errors import StrategyError
 from mirror.execution.current import check_current, current, enter, here
 from mirror.execution.random_streams import RandomStreams
@@ -27,6 +28,8 @@ class Run:
         members: each of them, by its index.
         outer: the run in whose merge this one was started.
         results: what the function has returned, by replica.
+        counts: the replicas' numbers of examples, if they have parts of a batch.
+        is_given: whether the program has set weights.
         is_weighted: whether the replicas' weights are more than all equal.
         is_default: whether it is that of code without a strategy, where nothing is distributed.
         has_stepped: whether an optimizer has, in it or in one inside; told of outermost ones.
@@ -47,9 +50,11 @@ class Run:
         "active",
         "assigned",
         "checks",
+        "counts",
         "depth",
         "has_stepped",
         "is_default",
+        "is_given",
         "is_left",
         "is_split",
         "is_weighted",
@@ -82,6 +87,8 @@ class Run:
         self.active = active
         self.results: dict[int, Any] = {}
         self.is_weighted = weights is not None
+        self.is_given = type(weights) is GivenWeights
+        self.counts = weights.counts if type(weights) is GivenWeights else weights
         self.is_default = is_default
         self.is_left = self.is_split = self.has_stepped = False
         self.outer = outer
@@ -114,17 +121,18 @@ class Run:
             return float(len(self.active))
         return float(sum(self.weights().values()))
 
-    def all_weights(self) -> list[float] | None:
+    def all_weights(self) -> Sequence[float] | None:
         """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
         if not self.is_weighted:
             return None
         weights = self.weights()
-        return [weights.get(r, 0.0) for r in range(self.replicas.num_replicas)]
+        found = [weights.get(r, 0.0) for r in range(self.replicas.num_replicas)]
+        return GivenWeights.for_counts(found, self.counts) if self.is_given else found
 
     def set_weight(self, replica_id: int, weight: float) -> None:
         """Sets what a replica counts for from now on."""
         self.members[replica_id].weight = weight
-        self.is_weighted = True
+        self.is_weighted = self.is_given = True
 
     def is_or_has_within(self, running: Run | None) -> bool:
         """Whether what is running is this run, or one inside it: else it has been left."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,10 +16,12 @@ from mirror.execution.runner import Runner
 from mirror.replica.collectives.all_parts import of_all_workers, on_device
 from mirror.replica.collectives.nodes import not_differentiable
 from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed, weighted_mean
+from mirror.replica.exactness.local_losses import ReducedLosses
 from mirror.replica.gradients.seams import sewn_values
 from mirror.strategy.arguments import check_parts
 from mirror.values import PerReplica, leaves_of, map_structure
 
+_losses: WeakKeyDictionary[Replicas, ReducedLosses] = WeakKeyDictionary()
 _OVER_AXIS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
@@ -32,6 +36,12 @@ def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
     check_parts(replicas.num_replicas, leaves)
     if replicas.mirrors and name in ("sum", "prod"):
         _refuse_undistributed(name, leaves)
+    if name == "mean" and axis is None and torch.is_grad_enabled():
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica) and leaf.weights is not None:
+                caller = sys._getframe(2)  # of reduce
+                known = _losses.setdefault(replicas, ReducedLosses())
+                known.look(leaf, (caller.f_code, caller.f_lasti))
     value = sewn_values(runner, value)
 
     def reduced(leaf: Any) -> Tensor:

@@ -36,6 +36,7 @@ from mirror.execution.runner import runner_of
 from mirror.replica.copies.recorded import Recorded
 from mirror.replica.copies.registry import Registry
 from mirror.replica.copies.variable import ReplicaParameter
+from mirror.replica.exactness.local_losses import LocalLosses
 from mirror.replica.tensors import MirroredTensor
 
 _PASSES = 3  # of a replica from one place in the code that are looked at
@@ -51,12 +52,14 @@ class PlainVariables:
     Attributes:
         replicas: those of the strategy.
         leaves: what the replicas of a run have trained of them.
+        losses: what they have started backward passes from.
     """
 
     def __init__(self, replicas: Replicas, registry: Registry, recorded: Recorded) -> None:
         self.replicas = replicas
         self._registry, self._recorded = registry, recorded
         self._passes: dict[tuple[CodeType, int, int], int] = {}  # looked at; by place, replica
+        self.losses = LocalLosses()
         self.leaves: weakref.WeakKeyDictionary[Together, PlainLeaves] = weakref.WeakKeyDictionary()
         self._is_noted = self._has_told = self._has_leaves = False
         _by_replicas.put(replicas, self)
@@ -84,13 +87,13 @@ class PlainVariables:
         """Whether this strategy is none that has been forgotten."""
         return runner_of(self.replicas).is_closed or self._registry.has_owned
 
-    def looks_at(self, place: tuple[CodeType, int, int]) -> bool:
-        """Whether a pass from a place in the code is one of those to be looked at."""
+    def looks_at(self, place: tuple[CodeType, int, int]) -> int:
+        """Returns the number of a pass from a place in the code; 0 of one not to be looked at."""
         seen = self._passes.get(place, 0)
         if seen >= _PASSES or len(self._passes) >= _PLACES:
-            return False
+            return 0
         self._passes[place] = seen + 1
-        return True
+        return seen + 1
 
     def leaves_in(self, run: Together) -> PlainLeaves:
         """Returns what the replicas of a run have trained."""
@@ -160,16 +163,20 @@ class PlainLeaves:
 
 
 def note_pass(run: Together, replica_id: int, args: Sequence[Any]) -> None:
-    """Looks at what a backward pass of a replica will accumulate into.
+    """Looks at what a backward pass of a replica starts from, and will accumulate into.
 
     Raises:
         StrategyError: into a plain leaf that another replica trains, too.
     """
-    if len(run.active) < 2 or not run.replicas.weighted:
+    if len(run.active) < 2 and not run.replicas.workers.are_several:
         return
     plain = _plain_of(run.replicas)
     caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper
-    if not plain.looks_at((caller.f_code, caller.f_lasti, replica_id)):
+    nth = plain.looks_at((caller.f_code, caller.f_lasti, replica_id))
+    if not nth:
+        return
+    plain.losses.note(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
+    if not run.replicas.weighted:
         return
     leaves = [
         leaf

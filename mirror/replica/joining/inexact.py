@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from mirror.concurrency.stack import warn_user
+from mirror.replica.exactness.scalar_outputs import Undecided
 from mirror.replica.joining.arguments import Handed
-from mirror.replica.joining.scalar_outputs import Undecided
 
 _known: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
 _looked: WeakSet[nn.Module] = WeakSet()

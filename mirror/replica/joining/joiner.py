@@ -29,6 +29,13 @@ from torch import Tensor, nn
 
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduction import weighted_mean
+from mirror.replica.exactness.scalar_outputs import (
+    Undecided,
+    Weights,
+    is_compiled,
+    joined_value,
+    weights_of,
+)
 from mirror.replica.gradients.seams import sewn
 from mirror.replica.joining.arguments import Handed
 from mirror.replica.joining.contents import (
@@ -42,13 +49,6 @@ from mirror.replica.joining.contents import (
     shell_of,
 )
 from mirror.replica.joining.inexact import look_for_ignored, warn_once
-from mirror.replica.joining.scalar_outputs import (
-    Undecided,
-    Weights,
-    is_compiled,
-    joined_value,
-    weights_of,
-)
 from mirror.replica.joining.sequences import is_state
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_node
 

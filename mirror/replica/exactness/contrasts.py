@@ -6,7 +6,7 @@ weights make the whole batch's loss of that. What shows it is a product of two m
 them a parameter, whose rows and whose columns are as many as the part has examples, or a multiple.
 A matrix without a graph (of a frozen encoder) is one of the examples if their numbers differ, or
 if it is another on every replica: a table of constants has a size of its own.
-Differences of broadcast rows do not show it, nor parts of one example each.
+So do differences of rows that are broadcast to each other. Parts of one example each do not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mirror.replica.joining.scalar_terms import (
+from mirror.replica.exactness.scalar_terms import (
     OF_PARAMETERS,
     Term,
     is_of_parameters,
@@ -27,6 +27,7 @@ from mirror.replica.joining.scalar_terms import (
 from mirror.torch_private import arriving_shape
 
 _MOST_NODES = 64
+_BROADCASTING = frozenset("Add Mul Sub".split())
 _PRODUCTS = frozenset("Bmm Cdist EuclideanDist Mm".split())
 _SAVED = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Cdist": ("x1", "x2")}
 _PASSED = frozenset(
@@ -45,13 +46,18 @@ def compare_examples(terms: Sequence[Term], counts: Sequence[float]) -> bool:
     """
     if max(counts) <= 1:
         return False
-    found = [list(_products_below(term.node)) for term in terms]
+    found = [term.read(products_below) for term in terms]
     return any(
         _are_multiples([rows for rows, _, _ in products], counts)
         and _are_multiples([columns for _, columns, _ in products], counts)
         and (len(set(counts)) > 1 or _differ([constant for _, _, constant in products]))
         for products in zip(*found, strict=False)
     )
+
+
+def products_below(term: Term) -> list[tuple[int, int, Any]]:
+    """Returns the rows and columns of the products and distances below a term."""
+    return list(_products_below(term.node))
 
 
 def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
@@ -77,7 +83,24 @@ def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
                 constant = saved(node, _SAVED[name][without[0]]) if without else None
                 yield shape[-2], shape[-1], constant
         elif node is root or name in _PASSED:
+            if name in _BROADCASTING and _are_rows_and_columns(node):
+                rows, columns = arriving_shape(node, 0)[:2]
+                yield rows, columns, None
+                continue
             found += [following for following, _ in node.next_functions if following is not None]
+
+
+def _are_rows_and_columns(node: Any) -> bool:
+    """Whether the inputs of a node are broadcast to each other along their first dimensions."""
+    operands = node.next_functions
+    if len(operands) != 2 or any(following is None for following, _ in operands):
+        return False
+    if any(map(_is_parameter, operands)):
+        return False
+    first, second = shape_of(node, 0)[:2], shape_of(node, 1)[:2]
+    return len(first) == len(second) == 2 and (
+        (first[1] == second[0] == 1) or (first[0] == second[1] == 1)
+    )
 
 
 def _differ(constants: Sequence[Any]) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from mirror.replica.tensors import MirroredTensor
 from mirror.torch_private import ACCUMULATES, arriving_shape
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 _MOST_NODES = 1000
 _MOST_BELOW = 32  # nodes below a reduction
@@ -25,14 +26,14 @@ _ELEMENTWISE = frozenset(
 )
 _LINEAR = _PASSED | _RESHAPED | frozenset("Div MaskedFill Mul Where".split())
 _PRODUCTS = frozenset("Mm Bmm T Transpose Permute".split())
-OF_PARAMETERS = _ELEMENTWISE | _PRODUCTS | _RESHAPED | {ACCUMULATES}  # what may be made of them
+_OF_ALL = "Arrival"  # what a collective gives, the same on all replicas
+OF_PARAMETERS = _ELEMENTWISE | _PRODUCTS | _RESHAPED | {ACCUMULATES, _OF_ALL}  # made of them
 CHOICES = frozenset("Index MaskedSelect".split())
 _NONLINEAR = frozenset(
     "Abs Bmm Clamp ClampMax ClampMin Dot Exp Kthvalue LinalgVectorNorm Log Logsumexp Max Median "
-    "Min Nanmedian Norm Pow Relu Sqrt Std Var".split()
+    "Min Nanmedian Norm Pow Relu Sqrt Std StdMean Var VarMean".split()
 )
 _ORDERED = frozenset("Gather Sort Topk".split())  # of which one entry is not a sum's
-_ALONG = frozenset("Cumprod Cumsum Logcumsumexp Topk".split())  # what has a dim, without keepdim
 _ALSO_OF_PARAMETERS = _NONLINEAR | frozenset("Mean Select Slice Stack Sum".split())
 
 
@@ -49,12 +50,34 @@ class Term:
         shape: of what is reduced.
         node: which reduces it.
         factors: whether it is divided by a number or multiplied, and that.
+        facts: what has been read of its graph.
     """
 
     kind: str
     shape: Shape = ()
     node: Any = None
     factors: tuple[tuple[bool, Any], ...] = ()
+    facts: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    def read(self, fact: Callable[[Term], T]) -> T:
+        """Returns what a function reads of the graph, once: a pass backward frees its values."""
+        if fact not in self.facts:
+            self.facts[fact] = fact(self)
+        found: T = self.facts[fact]
+        return found
+
+    def without_graph(self) -> Term:
+        """Returns what is known of it, as numbers."""
+        factors = tuple((is_div, abs(float(value))) for is_div, value in self.factors)
+        return Term(self.kind, self.shape, None, factors, self.facts)
+
+
+def terms_or_untold(root: Any) -> list[Term]:
+    """Returns the terms of a value; one of kind "untold" if the nodes do not tell of any."""
+    try:
+        return list(terms_of(root))
+    except (Untold, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
+        return [Term("untold")]
 
 
 def terms_of(root: Any) -> Iterator[Term]:
@@ -81,7 +104,10 @@ def terms_of(root: Any) -> Iterator[Term]:
         elif name in ("Mul", "Div"):
             yield from _of_product(node, name == "Div", inputs, factors, found)
         else:
-            term = _of_reduction(node, name, inputs)
+            try:
+                term = _of_reduction(node, name, inputs)
+            except Untold:
+                term = Term("untold", node=node)  # others may tell
             within = _factors_within(inputs[0]) if term.kind in ("mean", "sum") else ()
             yield replace(term, factors=(*factors, *within))
 
@@ -139,7 +165,19 @@ def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
         return Term(f"what {name.lower()} makes of the part")
     elif name in ("Lerp", "Select") and name_of(inputs[0]) in _ORDERED:
         return Term("one of the part's values in their order")
+    elif name == _OF_ALL or (is_of_torch(node) and _is_same(node)):
+        return Term("same")
+    elif _is_function_of_numbers(node):
+        return Term(f"what {name.lower()} makes of numbers of the part")
     raise Untold
+
+
+def _is_function_of_numbers(node: Any) -> bool:
+    """Whether a node of torch's own makes a number of numbers, at least one from a graph."""
+    if not is_of_torch(node) or name_of(node) in _LINEAR:
+        return False
+    inputs = [i for i, (following, _) in enumerate(node.next_functions) if following is not None]
+    return bool(inputs) and all(math.prod(shape_of(node, i)) == 1 for i in inputs)
 
 
 def _is_same(node: Any) -> bool:
@@ -148,9 +186,14 @@ def _is_same(node: Any) -> bool:
 
 
 def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
-    """Whether what a node reduces is made of parameters, elementwise or by products."""
+    """Whether what a node reduces is made of parameters, elementwise or by products.
+
+    Or of what collectives give, which is the same on all replicas, too.
+    """
     if name_of(node) == ACCUMULATES:
         return _is_parameter(node.variable)
+    if name_of(node) == _OF_ALL:
+        return True
     found = [node]
     for seen in range(_MOST_BELOW):
         if not found:
@@ -160,6 +203,8 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
         if name == ACCUMULATES:
             if not _is_parameter(below.variable):
                 return False
+            continue
+        if name == _OF_ALL:
             continue
         if seen and name not in _ELEMENTWISE | _PRODUCTS | _RESHAPED | also:
             return False
@@ -198,51 +243,33 @@ def names_below(term: Term) -> set[str]:
     return {name_of(node) for node in _below(term)}
 
 
-def views_below(term: Term) -> Iterator[Shape]:
-    for node in _below(term):
-        if name_of(node) in _RESHAPED:
-            yield tuple(node._saved_self_sym_sizes)
+def views_below(term: Term) -> list[Shape]:
+    return [
+        tuple(node._saved_self_sym_sizes) for node in _below(term) if name_of(node) in _RESHAPED
+    ]
 
 
-def reduced_below(term: Term) -> str | None:
-    """Returns what has been reduced over the examples before.
-
-    "sum", "mean", or "mixed": the examples have come together in another way.
-    """
-    is_linear = True
-    for node in _below(term):
-        name, dims = name_of(node), getattr(node, "_saved_dim", None)
-        along = hasattr(node, "_saved_keepdim") or "Softmax" in name or name in _ALONG
-        if dims is not None and along:
-            num_dims = len(shape_of(node, 0))
-            listed = dims if isinstance(dims, tuple) else [dims]
-            if 0 in [_signed(dim) % num_dims for dim in listed]:
-                is_plain = is_linear and name in ("Mean", "Sum")
-                return name.lower() if is_plain else "mixed"
-        is_linear = is_linear and _is_linear(node, name)
-    return None
+def is_same(term: Term) -> bool:
+    """Whether a term is one of parameters alone, or of values of all replicas."""
+    return term.node is not None and is_of_parameters(term.node)
 
 
-def _is_linear(node: Any, name: str) -> bool:
-    if name in ("Add", "Sub"):
-        return True
-    if name not in ("Mul", "Div"):
-        return name in _LINEAR
-    inputs = [following for following, _ in node.next_functions]
-    if len(inputs) == 1:
-        return True
-    if None not in inputs or (name == "Div" and inputs[0] is None):
-        return False
-    other = saved(node, "self" if inputs[0] is None else "other")
-    return not isinstance(other, Tensor) or other.dim() == 0
+def is_loss(term: Term) -> bool:
+    """Whether a loss function of torch's reduces."""
+    return hasattr(term.node, "_saved_reduction")
 
 
-def _signed(dim: int) -> int:
-    return dim - 2**64 if dim >= 2**63 else dim
+def total_weight(term: Term) -> Any:
+    """Returns the weight of the targets that a cross entropy does not ignore."""
+    return saved(term.node, "total_weight")
 
 
-def mask_sums(term: Term) -> Iterator[float]:
-    """Yields the sums of what may be the mask of a sum."""
+def mask_sums(term: Term) -> list[float]:
+    """Returns the sums of what may be the mask of a sum."""
+    return list(_mask_sums(term))
+
+
+def _mask_sums(term: Term) -> Iterator[float]:
     for node in _below(term):
         name = name_of(node)
         for key in ("other", "self") if name == "Mul" else ():
@@ -270,6 +297,11 @@ def shape_of(node: Any, i: int) -> Shape:
     """Returns the shape of a node's i-th input that has a graph."""
     following, number = node.next_functions[i]
     return arriving_shape(following, number)
+
+
+def is_of_torch(node: Any) -> bool:
+    """Whether a node is none that is written in Python."""
+    return type(node).__name__[-1:].isdigit()
 
 
 def name_of(node: Any) -> str:

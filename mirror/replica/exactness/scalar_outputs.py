@@ -15,10 +15,10 @@ few 0-d nodes on top of its graph tell: sums, differences and multiples of terms
 
 Terms that count with the same are joined exactly. Others, and what is none of these though it
 comes from the batch (a root of a mean, a sum over an unknown number), stay means over examples,
-with a warning, and so do comparisons of the examples with each other (``contrasts.py``). What
-nodes do not tell (compiled code, a function written in Python, no graph) is
-taken for a mean over examples; of compiled code that got labels below zero, which losses ignore,
-``inexact.py`` tells.
+with a warning, and so do comparisons of the examples with each other (``contrasts.py``) and what
+is made of reduced values (``meetings.py``). What nodes do not tell (compiled code, a function
+written in Python, no graph) is taken for a mean over examples; of compiled code that got labels
+below zero, which losses ignore, ``inexact.py`` tells.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ import torch
 from torch import Tensor
 
 from mirror.replica.collectives.reduction import summed
-from mirror.replica.joining.contrasts import compare_examples
-from mirror.replica.joining.scalar_terms import (
+from mirror.replica.exactness.contrasts import compare_examples
+from mirror.replica.exactness.meetings import are_linear, meetings_below
+from mirror.replica.exactness.scalar_terms import (
     CHOICES,
     Term,
     Untold,
-    is_of_parameters,
+    is_loss,
+    is_same,
     mask_sums,
     names_below,
-    reduced_below,
-    saved,
-    terms_of,
+    terms_or_untold,
+    total_weight,
     views_below,
 )
 
@@ -50,6 +51,10 @@ Weights = Sequence[float | Tensor]
 
 class Undecided(Exception):
     """Values that no weights join into the whole batch's; says what they are."""
+
+
+class Mixed(Undecided):
+    """Values in which examples have come together in a way that is not linear."""
 
 
 def weights_of(parts: Sequence[Tensor], counts: Sequence[float], has_shares: bool) -> Weights:
@@ -65,19 +70,40 @@ def weights_of(parts: Sequence[Tensor], counts: Sequence[float], has_shares: boo
     means = [count / sum(counts) for count in counts]
     if len(parts) == 1 or not all(part.grad_fn is not None for part in parts):
         return means
-    try:
-        of_replicas = [list(terms_of(part.grad_fn)) for part in parts]
-        if len({tuple(term.kind for term in terms) for terms in of_replicas}) > 1:
-            raise Untold
-        columns = zip(*of_replicas, strict=True)
-        found = [_Column(column, counts, has_shares).decided() for column in columns]
-    except (Untold, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
+    of_replicas = [terms_or_untold(part.grad_fn) for part in parts]
+    kind, weights = weights_of_terms(of_replicas, counts, has_shares)
+    if kind == "weighted":
+        return _normal(weights, parts[0].device)
+    return weights if kind == "sum" else means
+
+
+def weights_of_terms(
+    of_replicas: Sequence[Sequence[Term]], counts: Sequence[float], has_shares: bool = False
+) -> tuple[str, list[Any]]:
+    """Returns what the replicas' values are, and what they are multiplied with.
+
+    A "sum", each with 1; a "mean" over the examples, or untold, or "weighted" by others numbers:
+    of these the weights are yet to be divided by their sum.
+
+    Raises:
+        Undecided: no weights make the value of the whole batch of these.
+    """
+    means = "mean", list(counts)
+    if len({tuple(term.kind for term in terms) for terms in of_replicas}) > 1:
         return means
+    found = []
+    for column in zip(*of_replicas, strict=True):
+        try:
+            found.append(_Column(column, counts, has_shares).decided())
+        except (Untold, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
+            found.append(("untold", []))
     kinds = {kind for kind, _ in found}
+    if "untold" in kinds:
+        return means
     if "sum" in kinds:
         if len(kinds) > 1:
             raise Undecided("a sum over the examples, and something else added to it")
-        return [1.0] * len(parts)
+        return "sum", [1.0] * len(of_replicas)
     known = [weights for kind, weights in found if kind == "weighted"]
     if not known:
         return means
@@ -85,7 +111,7 @@ def weights_of(parts: Sequence[Tensor], counts: Sequence[float], has_shares: boo
         known.append(list(counts))
     if len(known) > 1 and not all(_are_proportional(known[0], other) for other in known[1:]):
         raise Undecided("means over different numbers, of examples and of tokens perhaps")
-    return _normal(known[0], parts[0].device)
+    return "weighted", known[0]
 
 
 def is_compiled(parts: Sequence[Tensor]) -> bool:
@@ -118,34 +144,54 @@ class _Column:
         first = self._terms[0]
         if first.kind in ("same", "constant"):
             return first.kind, []
+        if first.kind == "untold":
+            self._inner()  # what is below may tell
+            raise Untold
         if first.kind not in ("mean", "sum", "cross entropy"):
-            raise Undecided(first.kind)
+            raise Mixed(first.kind)
         if compare_examples(self._terms, self._counts):
-            raise Undecided(
+            raise Mixed(
                 "made of comparisons of the examples with each other (a contrastive loss), of "
                 "which those of unlike parts are missing"
             )
+        inner = self._inner()
         if first.kind == "cross entropy":
             self._refuse_varying_factors()
-            return "weighted", [saved(term.node, "total_weight") for term in self._terms]
-        if is_of_parameters(first.node):
+            return "weighted", self._read(total_weight)
+        if first.read(is_same):
             return "same", []
-        below = {reduced_below(term) for term in self._terms}
-        if len(below) > 1:
-            raise Untold
-        inner = below.pop()
-        if inner == "mixed":
-            raise Undecided("a function of what has been reduced over the examples before")
-        if inner == "mean":
+        if inner == "Mean":
             return "mean", []
         if first.kind == "mean":
-            return self._of_mean(inner == "sum")
-        if inner == "sum" or self._has_batch():
+            return self._of_mean(inner == "Sum")
+        if inner == "Sum" or self._has_batch():
             return self._of_sum()
         sizes = [math.prod(term.shape) for term in self._terms]
         if len(set(sizes)) > 1 and not _are_proportional(sizes, self._counts):
             raise Undecided(f"sums over {', '.join(map(str, sizes))} numbers")
         return "mean", []
+
+    def _read(self, fact: Any) -> list[Any]:
+        return [term.read(fact) for term in self._terms]
+
+    def _inner(self) -> str | None:
+        """Returns how the examples have come together before: "Mean", "Sum", or not at all."""
+        found = self._read(meetings_below)
+        if len({tuple((m.how, m.rows is None) for m in meetings) for meetings in found}) > 1:
+            raise Untold
+        hows = set()
+        for meetings in zip(*found, strict=True):
+            if meetings[0].is_of_examples(meetings, self._counts):
+                if not are_linear(meetings):
+                    what = meetings[0].how.lower()
+                    raise Mixed(
+                        "a function of what has been reduced over the examples before, or of "
+                        f"their order ({what})"
+                    )
+                hows.add(meetings[0].how)
+        if len(hows) > 1:
+            raise Mixed("means and sums over the examples together")
+        return hows.pop() if hows else None
 
     def _of_mean(self, is_sum: bool) -> tuple[str, list[Any]]:
         if is_sum:
@@ -154,7 +200,7 @@ class _Column:
         sizes = [math.prod(term.shape) for term in self._terms]
         if _are_proportional(sizes, self._counts):
             return "mean", []
-        if all(names_below(term) & CHOICES for term in self._terms):
+        if all(term.read(names_below) & CHOICES for term in self._terms):
             return "weighted", sizes
         if len(set(sizes)) == 1:
             return "mean", []
@@ -179,11 +225,12 @@ class _Column:
         if sizes == list(self._counts):
             return True
         if not _are_proportional(sizes, self._counts) or sizes[0] % self._counts[0]:
-            return all(names_below(term) & CHOICES for term in self._terms)
-        is_loss = hasattr(self._terms[0].node, "_saved_reduction")
-        if len(set(self._counts)) > 1 or is_loss:
+            return all(term.read(names_below) & CHOICES for term in self._terms)
+        is_fused = self._terms[0].read(is_loss)
+        if len(set(self._counts)) > 1 or is_fused:
             return True
-        return any(self._counts[0] in node_sizes[:1] for node_sizes in views_below(self._terms[0]))
+        views = self._terms[0].read(views_below)
+        return any(self._counts[0] in sizes[:1] for sizes in views)
 
     def _of_sum(self) -> tuple[str, list[Any]]:
         divided = multiplied = False
@@ -217,7 +264,7 @@ class _Column:
             raise Undecided(
                 "a sum divided by a number that may be the part's of examples, or a constant"
             )
-        for of_replicas in zip(*map(mask_sums, self._terms), strict=False):
+        for of_replicas in zip(*self._read(mask_sums), strict=False):
             if _are_close(of_replicas, [1.0] * len(of_replicas)):
                 raise Undecided("a sum with weights whose sum is 1 in every part")
         return "sum", []
@@ -242,8 +289,7 @@ class _Column:
 
     def _masks(self, numbers: Sequence[float]) -> list[float] | None:
         """Returns the sums of the masks by which the sums are divided, if they are."""
-        candidates = [list(mask_sums(term)) for term in self._terms]
-        for of_replicas in zip(*candidates, strict=False):
+        for of_replicas in zip(*self._read(mask_sums), strict=False):
             pairs = zip(of_replicas, numbers, strict=True)
             # Of an empty mask the divisor may be another, so that it is not 0.
             if all(not mask or math.isclose(mask, n, rel_tol=1e-5) for mask, n in pairs):
