@@ -10,7 +10,7 @@ workers, what one asks for all do, at the same step: they tell each other at the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -123,7 +123,7 @@ class Training(TrainingState):
         check_count("batches", "epochs", epochs)
         self._check_open()
         self._end_step()  # of a loop before, that was left
-        num_batches = len(dataset) if isinstance(dataset, Sized) else None
+        num_batches = _num_batches(dataset)
         goes_on = 0 < self.first_step == self.step
         self.num_steps = num_batches and num_batches * epochs + (0 if goes_on else self.step)
         if goes_on:
@@ -241,3 +241,11 @@ def _check(strategy: Any, checkpoint: Any, hooks: Any) -> None:
             raise TypeError(
                 f"hooks are objects of mirror.train.Hook's subclasses; got {in_words(hook)}"
             )
+
+
+def _num_batches(dataset: object) -> int | None:
+    """Returns ``len(dataset)``; ``None`` where there is none, as for batches that never end."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
