@@ -165,6 +165,12 @@ DATASETS = {
     ),
     "arrays": lambda: from_arrays(np.arange(11), 3, shuffle=True, seed=3),
     "arrays by the global stream": lambda: from_arrays(np.arange(11), 3, shuffle=True),
+    "arrays, two epochs a pass": lambda: from_arrays(
+        np.arange(5), 3, shuffle=True, seed=3, repeat=2
+    ),
+    "arrays by the global stream, two epochs a pass": lambda: from_arrays(
+        np.arange(5), 3, shuffle=True, repeat=2
+    ),
     "an iterable-style loader": lambda: DataLoader(Numbers(), batch_size=3),
     "a re-iterable": Anew,
     "a list": lambda: list(torch.arange(11).split(3)),

@@ -78,6 +78,7 @@ MORE = {
         TensorDataset(torch.arange(7)), 3, collate_fn=longest
     ),
     "few arrays": lambda: from_arrays({"x": np.arange(7), "y": torch.ones(7, 2)}, 2),
+    "few arrays again and again": lambda: from_arrays(np.arange(7), 3, shuffle=True, repeat=2),
 }
 EVERY = DATASETS | MORE
 

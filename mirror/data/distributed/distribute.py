@@ -235,9 +235,9 @@ class DistributedDataset(Uncopied):
 
     def _own_steps(self, num_consumed: int = 0) -> int | None:
         """Returns how many steps this worker's batches still make, ``None`` if not sure."""
-        if not self._source.has_sure_length:
+        length, per_step = self._source.num_batches(), self._assembly.batches_per_step
+        if length is None or not self._source.has_sure_length:
             return None
-        length, per_step = len(cast(Sized, self._source.dataset)), self._assembly.batches_per_step
         return -(-length // per_step) - -(-num_consumed // per_step)
 
     def _end_iterations(self) -> None:

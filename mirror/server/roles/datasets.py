@@ -78,12 +78,22 @@ class WorkerIterator:
             )
         self._iterator: Iterator[Any] = iter(dataset)
         self._noted = noted
+        self._worker = context.input_pipeline_id
+        self._num_drawn = 0
 
     def __iter__(self) -> WorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            raise StopIteration(
+                f"the dataset of worker {self._worker} has no batch left after {self._num_drawn}; "
+                "give create_per_worker_dataset one that does not end, for instance "
+                "mirror.data.from_arrays(arrays, batch_size, repeat=True), or schedule fewer steps"
+            ) from None
+        self._num_drawn += 1
         self._noted(num_examples(batch) or 0)
         return batch
 

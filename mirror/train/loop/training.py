@@ -11,7 +11,7 @@ Over parameter servers a step may end later: [Note: Steps in flight] in ``in_fli
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import repeat
 from types import TracebackType
@@ -155,7 +155,7 @@ class Training(TrainingState):
                 f"each worker reads its own dataset, which has no passes here; got epochs={epochs}"
                 "; leave it out, and end the training by StopAtStep(last_step)"
             )
-        num_batches = len(dataset) if isinstance(dataset, Sized) else None
+        num_batches = _num_batches(dataset)
         goes_on = 0 < self.first_step == self.step
         self.num_steps = num_batches and num_batches * epochs + (0 if goes_on else self.step)
         if goes_on:
@@ -324,3 +324,11 @@ def _check(strategy: Any, checkpoint: Any, hooks: Any) -> None:
             raise TypeError(
                 f"hooks are objects of mirror.train.Hook's subclasses; got {in_words(hook)}"
             )
+
+
+def _num_batches(dataset: object) -> int | None:
+    """Returns ``len(dataset)``; ``None`` where there is none, as for batches that never end."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

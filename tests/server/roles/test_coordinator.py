@@ -151,7 +151,7 @@ def test_an_iterator_is_read_by_the_step_as_in_tensorflow(coordinator):
 def test_a_dataset_that_ends_or_fails_is_an_error_of_the_step(coordinator):
     short = coordinator.create_per_worker_dataset([])
     coordinator.schedule(lambda x: x, args=(short,))
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration, match=r"no batch left after 0; .*repeat=True"):
         coordinator.join()
     for make, error in ((lambda: 1 / 0, ZeroDivisionError), (lambda: 5, TypeError)):
         data = coordinator.create_per_worker_dataset(make)
@@ -160,6 +160,16 @@ def test_a_dataset_that_ends_or_fails_is_an_error_of_the_step(coordinator):
             coordinator.join()
     with pytest.raises(TypeError, match="takes a dataset, or a function"):
         coordinator.create_per_worker_dataset(5)
+
+
+def test_steps_draw_from_arrays_that_repeat_for_as_long_as_they_are_scheduled(coordinator):
+    def make(context):
+        seed = context.input_pipeline_id
+        return mirror.data.from_arrays(torch.arange(4), 3, shuffle=True, seed=seed, repeat=True)
+
+    data = coordinator.create_per_worker_dataset(make)
+    values = [coordinator.schedule(lambda batch: len(batch), args=(data,)) for _ in range(20)]
+    assert set(coordinator.fetch(values)) == {1, 3}
 
 
 def test_each_worker_gets_its_value(coordinator):

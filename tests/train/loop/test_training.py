@@ -107,6 +107,27 @@ def test_a_training_that_is_over_does_no_more(tmp_path):
     assert Program(tmp_path, num_batches=3).train([StopAtStep(5)], epochs=9).step == 6
 
 
+def test_batches_that_never_end_are_trained_on_up_to_a_step_and_go_on(tmp_path):
+    def program(directory):
+        made = Program(directory, with_dataset=False)
+        arrays = (torch.randn(10, 3), torch.arange(10) % 2)
+        loader = mirror.data.from_arrays(arrays, 4, shuffle=True, repeat=True)
+        made.dataset = made.strategy.distribute_dataset(loader)
+        made.manager = mirror.CheckpointManager(
+            mirror.Checkpoint(model=made.model, optimizer=made.optimizer, data=made.dataset),
+            directory,
+        )
+        return made
+
+    undisturbed = program(tmp_path / "one")
+    assert undisturbed.train([StopAtStep(8)]).num_steps is None
+    program(tmp_path / "two").train([StopAtStep(4)])
+    going_on = program(tmp_path / "two")
+    assert going_on.train([StopAtStep(8)]).first_step == 4
+    for p, q in zip(going_on.model.parameters(), undisturbed.model.parameters(), strict=True):
+        assert p.equal(q)
+
+
 def test_a_dataset_outside_the_checkpoint_begins_anew_and_that_is_said(tmp_path):
     Program(tmp_path, num_batches=3, with_dataset=False).train([StopAtStep(2)])
     with pytest.warns(UserWarning, match="goes on after step 2, and its dataset begins anew"):
