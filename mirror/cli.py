@@ -1,4 +1,4 @@
-"""The command line: ``mirror doctor``, ``demo``, ``init``, ``plan``, ``bench``, ``checkpoint``.
+"""The command line: ``mirror doctor``, ``demo``, ``plan``, ``bench``, ``checkpoint``.
 
 A command is a function that adds its parser, and one that runs it and imports what it needs.
 """
@@ -75,7 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command", required=True)
     _add_doctor(commands)
     _add_demo(commands)
-    _add_init(commands)
     _add_plan(commands)
     _add_bench(commands)
     _add_checkpoint(commands)
@@ -227,32 +226,6 @@ def _demo(args: argparse.Namespace) -> int:
             data=args.data,
         )
     )
-    return 0
-
-
-def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "init",
-        help="put a training script under a strategy",
-        description="Shows, as a diff, the two lines that have a plain training script train on "
-        "all devices; with --write it adds them. A script that lines cannot convert is refused, "
-        "with what to do instead. docs/init.md has an example.",
-    )
-    parser.add_argument("script", type=Path)
-    parser.add_argument("--write", action="store_true", help="change the file")
-    parser.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
-    parser.set_defaults(command=_init)
-
-
-def _init(args: argparse.Namespace) -> int:
-    from mirror.train.conversion.conversion import convert
-
-    conversion = convert(args.script, args.devices)
-    print(conversion.diff(), end="")
-    for note in conversion.notes:
-        print(f"mirror: note: {note}", file=sys.stderr)
-    if args.write:
-        conversion.write()
     return 0
 
 

@@ -124,8 +124,6 @@ TESTED_BY = {
     "tpu/programs/programs.py": "tpu/programs/test_program.py",
     "tpu/programs/reach.py": "tpu/programs/test_program.py",
     "tpu/programs/watching.py": "tpu/programs/test_call.py",
-    "train/conversion/refusals.py": "train/conversion/test_refused.py",
-    "train/conversion/script.py": "train/conversion/test_conversion.py",
     "train/checkpoint/contents.py": "faults/test_damage.py",
     "train/archive/durable.py": "faults/test_disk.py",
     "train/checkpoint/host_copies.py": "train/checkpoint/test_beside.py",

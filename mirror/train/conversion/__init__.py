@@ -1,1 +1,0 @@
-"""Plain training scripts, put under a strategy by two lines: docs/init.md."""
