@@ -343,5 +343,5 @@ default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._ge
 put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
 
 
-def has_step_hooks(optimizer: Any) -> bool:
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def step_hooks(optimizer: Any) -> tuple[int, ...]:  # the ids of their handles
+    return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)

@@ -246,12 +246,12 @@ def test_who_else_holds_a_gradient_is_counted():
 
 def test_hooks_of_optimizers_are_seen():
     optimizer = torch.optim.SGD([torch.ones(1)])
-    assert not torch_private.has_step_hooks(optimizer)
+    assert not torch_private.step_hooks(optimizer)
     handle = optimizer.register_step_pre_hook(lambda *args: None)
-    assert torch_private.has_step_hooks(optimizer)
+    assert torch_private.step_hooks(optimizer)
     handle.remove()
     optimizer.register_step_post_hook(lambda *args: None)
-    assert torch_private.has_step_hooks(optimizer)
+    assert torch_private.step_hooks(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")

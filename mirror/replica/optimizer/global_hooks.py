@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from mirror.torch_private import has_step_hooks
+from mirror.torch_private import step_hooks
 
 StepHook = Callable[..., Any]
 
@@ -73,4 +73,4 @@ global_hooks = GlobalHooks()
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks of the user's would see one replica's step only."""
-    return has_step_hooks(optimizer) or global_hooks.has_others
+    return bool(step_hooks(optimizer)) or global_hooks.has_others

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from mirror.concurrency.no_merges import NoMerges
 from mirror.errors import CompileError
@@ -105,6 +106,7 @@ class Tracer:
         self.modules: dict[int, nn.Module] = {}
         self.leases = Leases(stand_ins, refusal, constant=constant_rates)
         self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
+        self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
         self.gradients: TracedGradients | None = None
         self.draws = Draws(stand_ins.only(Kind.SEED), refusal)
         self.failed_in_optimizer = False
@@ -137,8 +139,10 @@ class Tracer:
             ):
                 stack.callback(hook.remove)
             stack.callback(self.leases.end)
+            stack.callback(self._remove_hooks)
             stack.callback(self._note_stepping)
             stack.enter_context(Operations(self.draws))
+            stack.enter_context(functions.everywhere(self._is_followed))
             stack.enter_context(functions)
             try:
                 enter(self._replicas.strategy, replica)
@@ -215,20 +219,42 @@ class Tracer:
     def _note_stepping(self) -> None:
         self.failed_in_optimizer = self.leases.is_stepping
 
+    def _is_followed(self) -> bool:
+        """Whether this thread follows the step."""
+        return current.replica is not None and current.replica.tracing is self
+
     # What torch tells
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
         self.gradients.settle()
         if self.leases.begin(optimizer):
+            # The user's hooks have the gradients themselves: these come next to the step.
+            first = optimizer.register_step_pre_hook(self._lend_grads)
+            last = optimizer.register_step_post_hook(self._take_grads_back)
+            hooks: Any = last.hooks_dict_ref()
+            hooks.move_to_end(last.id, last=False)
+            self._next_to_steps[id(optimizer)] = first, last
+
+    def _lend_grads(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert self.gradients is not None
+        if id(optimizer) not in self._lent_grads:
             places = map(self._stand_ins.place_of, self.leases.rewritten(optimizer))
             found = [place for place in places if place is not None]
             self._lent_grads[id(optimizer)] = self.gradients.lend_copies(found)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _take_grads_back(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.gradients is not None
-        self.leases.give_back(optimizer)
         self.gradients.take_copies_back(self._lent_grads.pop(id(optimizer), {}))
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._remove_hooks(optimizer)
+        self.leases.give_back(optimizer)
+
+    def _remove_hooks(self, *optimizers: Optimizer) -> None:
+        for key in map(id, optimizers) if optimizers else list(self._next_to_steps):
+            for handle in self._next_to_steps.pop(key, ()):
+                handle.remove()
 
     def _note_module(self, module: nn.Module, args: Any) -> None:
         self.modules.setdefault(id(module), module)

@@ -8,11 +8,13 @@ line. Random numbers are drawn by seeds that are inputs: [Note: Seeds].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from mirror.errors import CompileError
@@ -26,7 +28,7 @@ from mirror.steps.torch_internals import (
     is_fake,
     schema_of,
 )
-from mirror.torch_private import current_autograd_node
+from mirror.torch_private import PASS, current_autograd_node
 
 aten = torch.ops.aten
 
@@ -183,6 +185,41 @@ class Functions(TorchFunctionMode):
                 self._write(args[0], args[1] if len(args) > 1 else None)
                 return None
         return func(*args, **kwargs)
+
+    @contextmanager
+    def everywhere(self, is_traced: Callable[[], bool]) -> Iterator[None]:
+        """Within it, custom functions and backward passes have the stand-ins, too.
+
+        ``Function.apply`` asks no mode for torch's functions; and none is on while ``backward``
+        runs, which one has seen, so that activations computed again would find the parameters.
+        An only replica's modules have these themselves, and no copies.
+        """
+        kind: Any = Function
+        passes: Any = torch.autograd
+        apply, run_pass = vars(kind)["apply"], getattr(passes, PASS, None)
+
+        def apply_replaced(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            if is_traced():
+                args = tuple(map(self._replaced, args))
+                kwargs = {name: self._replaced(value) for name, value in kwargs.items()}
+            return apply.__get__(None, cls)(*args, **kwargs)
+
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            assert run_pass is not None
+            if not is_traced():
+                return run_pass(*args, **kwargs)
+            with self:
+                return run_pass(*args, **kwargs)
+
+        kind.apply = classmethod(apply_replaced)
+        if run_pass is not None:
+            setattr(passes, PASS, run_watched)
+        try:
+            yield
+        finally:
+            kind.apply = apply
+            if run_pass is not None:
+                setattr(passes, PASS, run_pass)
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, Tensor):

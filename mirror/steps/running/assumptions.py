@@ -33,7 +33,7 @@ from mirror.steps.comparable import PLAIN, Same, comparable
 from mirror.steps.following.leases import Lease
 from mirror.steps.places import Place
 from mirror.steps.torch_internals import MODULE_HOOKS
-from mirror.torch_private import hooks_of
+from mirror.torch_private import hooks_of, step_hooks
 
 
 class Watched:
@@ -188,13 +188,13 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
     def look_at_tensors() -> list[Any]:
         return [Same(kept.get(name)) for kept, name in held]
 
-    def count_hooks() -> list[Any]:
-        return [*map(len, hooks)]
+    def look_at_hooks() -> list[Any]:
+        return [*map(tuple, hooks)]  # ids of handles: one in another's place is another
 
     return [
         Watched(values, look),
         Watched(owners, look_at_children),
-        Watched(["the number of hooks of modules"], count_hooks),
+        Watched(["the hooks of modules"] * len(hooks), look_at_hooks),
         *([Watched([f"tensor {n!r}" for _, n in held], look_at_tensors)] if held else []),
     ]
 
@@ -223,7 +223,7 @@ def _of_optimizer(lease: Lease) -> Watched:
     kind = type(optimizer).__name__
 
     def look() -> list[Any]:
-        found: list[Any] = []
+        found: list[Any] = [step_hooks(optimizer)]
         for group in optimizer.param_groups:
             found.append([*map(id, group["params"])])
             found.append(
@@ -235,7 +235,8 @@ def _of_optimizer(lease: Lease) -> Watched:
             )
         return found
 
-    return Watched([f"a parameter group of {kind}", f"an option of {kind}"] * 8, look)
+    names = [f"a parameter group of {kind}", f"an option of {kind}"]
+    return Watched([f"the hooks of {kind}", *names * 8], look)
 
 
 def _of_rates(optimizer: Optimizer) -> Watched:

@@ -112,3 +112,62 @@ def test_groups_that_are_not_all_cleared_gather_gradients():
         return torch.optim.SGD(list(parameters)[:1], 0.1, momentum=0.9)
 
     Beside(2, make_model=linear, make_optimizer=some, make_step=usual_step).train(batches([8] * 4))
+
+
+def halve(optimizer, args, kwargs):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.mul_(0.5)
+
+
+def negate(optimizer, args, kwargs):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.neg_()
+
+
+HOOKS = {
+    "before": lambda optimizer: optimizer.register_step_pre_hook(halve),
+    "after": lambda optimizer: optimizer.register_step_post_hook(halve),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("when", HOOKS)
+@pytest.mark.parametrize("first", [1, 3])
+def test_hooks_of_optimizers_change_the_gradients_themselves(num_replicas, when, first):
+    """Registered before the trace, or after it; taken away; another one put in its place."""
+    beside = Beside(num_replicas, make_optimizer=lambda p: torch.optim.SGD(p, 0.1, 0.9))
+    optimizers = beside.plain_optimizer, beside.optimizer
+    handles, calls = [], []
+
+    def between(beside):
+        theirs = dict(beside.plain.named_parameters())
+        for name, parameter in beside.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, theirs[name].grad)
+        calls.append(None)
+        if len(calls) == first:
+            handles.extend(map(HOOKS[when], optimizers))
+        elif len(calls) == first + 2:  # as many as before
+            for handle, optimizer in zip(handles, optimizers, strict=True):
+                handle.remove()
+                optimizer.register_step_pre_hook(negate)
+
+    beside.train(batches([6] * 8), between)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_hook_of_a_module_in_the_place_of_another_is_traced(num_replicas):
+    beside = Beside(num_replicas)
+    handles, calls = [], []
+
+    def between(beside):
+        calls.append(None)
+        factor = {2: 0.5, 4: 2.0}.get(len(calls))
+        if factor is not None:
+            for handle in handles:
+                handle.remove()
+            handles[:] = [
+                model[-1].register_forward_hook(lambda module, args, out: out * factor)
+                for model in (beside.plain, beside.model)
+            ]
+
+    beside.train(batches([6] * 7), between)

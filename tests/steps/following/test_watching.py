@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mirror
 from tests.steps.training import Beside, batches, usual_step
@@ -76,3 +78,72 @@ def test_what_a_trace_would_freeze_is_refused_with_its_line(what):
     for parameter, value in zip(beside.model.parameters(), before, strict=True):
         assert torch.equal(parameter.detach(), value)
     F.relu(beside.model(second[0].values[0]))  # all is as before
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class WithFunction(nn.Module):
+    """Gives a parameter to a custom function, as an attribute or from ``parameters()``."""
+
+    def __init__(self, *, listed):
+        super().__init__()
+        self.weight, self.listed = nn.Parameter(torch.randn(6, 3)), listed
+
+    def forward(self, x):
+        weight = next(self.parameters()) if self.listed else self.weight
+        return Product.apply(x, weight)
+
+
+class Recomputed(nn.Module):
+    """Activations that the backward pass computes again."""
+
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.first, self.body = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.body, self.first(x), use_reentrant=self.use_reentrant)
+
+
+WITH_USERS_CODE = {
+    "function": lambda: WithFunction(listed=False),
+    "function, listed": lambda: WithFunction(listed=True),
+    "checkpoint": lambda: Recomputed(use_reentrant=False),
+    "reentrant checkpoint": lambda: Recomputed(use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("name", WITH_USERS_CODE)
+def test_custom_functions_and_backward_passes_see_what_stands_for_parameters(name, num_replicas):
+    beside = Beside(num_replicas, WITH_USERS_CODE[name])
+    beside.train(batches([6] * 4))
+    assert beside.compiled.num_traces == 1
+
+
+def cleared_after(model, optimizer):
+    def step(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_custom_functions_parameter_is_updated_where_gradients_are_cleared_last(num_replicas):
+    make = WITH_USERS_CODE["function"]
+    Beside(num_replicas, make, make_step=cleared_after).train(batches([6] * 4))
