@@ -61,8 +61,15 @@ class Arguments:
 
     def is_odd(self) -> bool:
         """Whether any replica has a single example, or none."""
+        return self._has_fewer_than(2)
+
+    def has_empty(self) -> bool:
+        """Whether any replica has no example."""
+        return self._has_fewer_than(1)
+
+    def _has_fewer_than(self, num_examples: int) -> bool:
         return any(
-            len(entry) == 4 and len(entry[0]) and entry[0][0] < 2 and own
+            len(entry) == 4 and len(entry[0]) and entry[0][0] < num_examples and own
             for signature in self.signatures
             for entry, own in zip(signature, self.own, strict=True)
         )

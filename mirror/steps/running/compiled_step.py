@@ -183,7 +183,11 @@ class CompiledStep:
 
         To a trace, a size of one is another program. A batch that is the last of its epoch is not
         worth one; where such batches come one after the other, and all parts are alike, it is.
+        Nor is a batch without examples, which a worker has where there are too few for all: torch
+        divides by the number of examples while it traces a mean.
         """
+        if arguments.has_empty():
+            return True
         are_mixed = len(set(arguments.signatures)) > 1
         if are_mixed and (self._fixes_sizes or arguments.is_odd()):
             return True

@@ -11,7 +11,7 @@ import mirror
 from mirror.errors import DivergenceError
 from tests.replica.gradients.agreed.test_replica_sums import OfCpus
 from tests.several import strategy_of
-from tests.steps.training import batches, mlp, usual_step
+from tests.steps.training import batches, mlp, squared_step, usual_step
 
 EVEN = [12, 12, 12, 12]
 RAGGED = [12, 12, 12, 10, 12, 7, 12]
@@ -27,10 +27,6 @@ def with_norm():
 
 def with_large():
     return nn.Sequential(nn.Linear(6, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 3))
-
-
-def with_complex():
-    return Complex()
 
 
 class Complex(nn.Module):
@@ -67,8 +63,10 @@ def accumulating_step(model, optimizer):
     return step
 
 
-MODELS = {model.__name__: model for model in (mlp, with_norm, with_large, with_complex)}
-STEPS = {step.__name__: step for step in (usual_step, clipped_step, accumulating_step)}
+MODELS = {model.__name__: model for model in (mlp, with_norm, with_large, Complex)}
+STEPS = {
+    step.__name__: step for step in (usual_step, clipped_step, accumulating_step, squared_step)
+}
 
 
 def trained(counts, sizes, model="mlp", step="usual_step", mode="trace", begin=None, **options):
@@ -107,7 +105,7 @@ def test_a_compiled_step_of_workers_is_that_of_one_device(crew, counts, sizes):
     check(crew, counts, sizes)
 
 
-@pytest.mark.parametrize("model", ["with_norm", "with_large", "with_complex"])
+@pytest.mark.parametrize("model", ["with_norm", "with_large", "Complex"])
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1)])
 def test_buffers_large_and_complex_gradients_are_those_of_one_device(crew, counts, model):
     check(crew, counts, EVEN, model=model)
@@ -119,6 +117,14 @@ def test_a_step_meets_the_other_workers_wherever_it_meets_replicas(crew, step):
     for _, own, traces in crew(2).run(trained, (1, 2), RAGGED, step=step):
         assert traces == 1
         torch.testing.assert_close(own, losses, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_worker_without_examples_traces_nothing(crew, counts):
+    kinds = {"sizes": [12, 1, 12, 12], "step": "squared_step"}
+    _, whole, _ = trained((1,), mode=None, **kinds)
+    for _, own, _ in crew(len(counts)).run(trained, counts, **kinds):
+        torch.testing.assert_close(own, whole, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
