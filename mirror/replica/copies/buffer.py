@@ -178,8 +178,9 @@ class Buffer:
 
     def must_be_given(self) -> bool:
         """Whether the replicas have, before they run, not what they must have."""
-        # Asked of every buffer before every run.
-        if self.is_written_outside():
+        # Asked of every buffer before every run: without a call.
+        truth = self.copies[0] if self._aggregation == "none" else self.combined
+        if self.handles or truth._version != self._combined_version:
             return True
         if not self._apart or self._aggregation == "none":
             return False
@@ -242,7 +243,6 @@ class Buffer:
 
     @property
     def truth(self) -> Tensor:
-        """What the replicas are given: the combined value, if there is one."""
         return self.copies[0] if self._aggregation == "none" else self.combined
 
     def _versions(self) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from mirror.replica.exactness.scalar_terms import (
     is_same,
     mask_sums,
     names_below,
+    reaches_parameters,
     terms_or_untold,
     total_weight,
     views_below,
@@ -86,7 +87,7 @@ class LocalLosses:
         what = judge(
             of_replicas, counts, None if shares is None else [shares[r] for r in run.active]
         )
-        if what is not None and place not in self._told:
+        if what is not None and place not in self._told and _train(outputs):
             self._told.add(place)
             warn_user(
                 f"the loss of this backward pass inside run is {what}: the replicas' gradients "
@@ -121,7 +122,7 @@ class ReducedLosses:
         shares = {r: weights[r] / total for r in losses}
         of_replicas = [_read(loss) for loss in losses.values()]
         what = judge(of_replicas, counted, None if is_given else list(shares.values()))
-        if what is not None:
+        if what is not None and _train(list(losses.values())):
             self._looks[place] = _LOOKS
             warn_user(
                 f'the losses in reduce("mean", losses) are each {what}: they '
@@ -200,6 +201,11 @@ def _are_scalar(outputs: Sequence[Any]) -> bool:
         isinstance(output, Tensor) and output.grad_fn is not None and output.numel() == 1
         for output in outputs
     )
+
+
+def _train(outputs: Sequence[Tensor]) -> bool:
+    """Returns whether a pass from these reaches parameters; all else is the program's own."""
+    return any(reaches_parameters(output.grad_fn) for output in outputs)
 
 
 def _do(shares: Mapping[int, float]) -> str:

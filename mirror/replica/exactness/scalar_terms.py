@@ -18,7 +18,9 @@ T = TypeVar("T")
 
 _MOST_NODES = 1000
 _MOST_BELOW = 32  # nodes below a reduction
+_MOST_OF_PARAMETERS = 4096  # a penalty may be of all parameters of a model
 _PASSED = frozenset("Alias Clone Neg Permute T ToCopy Transpose".split())
+_JOINED = frozenset("Cat Permute Select Slice Split Stack T Transpose Unbind".split())
 _RESHAPED = frozenset("View UnsafeView Squeeze Unsqueeze ReshapeAlias Expand".split())
 _ELEMENTWISE = frozenset(
     "Abs Add Clamp ClampMax ClampMin Clone Div Exp Log MaskedFill Mul Neg Pow Relu Rsub Sigmoid "
@@ -195,7 +197,7 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
     if name_of(node) == _OF_ALL:
         return True
     found = [node]
-    for seen in range(_MOST_BELOW):
+    for seen in range(_MOST_OF_PARAMETERS):
         if not found:
             return True
         below = found.pop()
@@ -206,7 +208,7 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
             continue
         if name == _OF_ALL:
             continue
-        if seen and name not in _ELEMENTWISE | _PRODUCTS | _RESHAPED | also:
+        if seen and name not in _ELEMENTWISE | _PRODUCTS | _RESHAPED | _JOINED | also:
             return False
         inputs = [(i, following) for i, (following, _) in enumerate(below.next_functions)]
         for i, following in inputs:
@@ -223,6 +225,20 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
 
 def _is_parameter(leaf: Tensor) -> bool:
     return isinstance(leaf, (ReplicaParameter, MirroredTensor))
+
+
+def reaches_parameters(node: Any) -> bool:
+    """Returns whether a graph has a gradient for a mirrored parameter."""
+    found, seen = [node], {node}
+    while found:
+        below = found.pop()
+        if name_of(below) == ACCUMULATES and _is_parameter(below.variable):
+            return True
+        for following, _ in below.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                found.append(following)
+    return False
 
 
 def _below(term: Term) -> Iterator[Any]:

@@ -70,7 +70,14 @@ def orthogonal(m):
     return (m.linear.weight @ m.linear.weight.T - torch.eye(CLASSES)).square().sum()
 
 
+def scaled(m, h):
+    # Of as many numbers as parts have examples, and of more than a few nodes.
+    rows = [p.flatten()[:1] for p in m.parameters() for _ in range(20)]
+    return [torch.cat(rows[:n]).sum() for n in (2, 3, 4, 6, 12)]
+
+
 EXACT = {
+    "times sums of parameters": lambda m, h: (h * sum(scaled(m, h))).mean(),
     "mse": lambda m, h: F.mse_loss(h, torch.zeros_like(h)),
     "l1": lambda m, h: F.l1_loss(h, h.detach() + 1),
     "huber": lambda m, h: F.huber_loss(h, torch.zeros_like(h)),

@@ -22,7 +22,7 @@ def normalized(counts, kind, sizes):
 
         def fn(x, r):
             y = layer(x)
-            (y * weights[0] * (r + 1) + y.square() * weights[1]).sum().backward()
+            (y * weights[0] * (r + 1) + y.square() * weights[1]).mean().backward()
             with torch.no_grad():
                 again = layer.eval()(torch.ones(2, 3) * (r + 1))
             layer.train()

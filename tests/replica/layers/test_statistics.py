@@ -76,7 +76,7 @@ def test_replicas_keep_equal_bits(make_strategy):
     (batch,) = strategy.distribute_dataset([x])
 
     def step(x):
-        model(x).square().sum().backward()
+        model(x).square().mean().backward()
         return [b.clone() for b in (model.running_mean, model.running_var, model.weight.grad)]
 
     first, *others = strategy.local_results(strategy.run(step, args=(batch,)))
