@@ -27,6 +27,10 @@ from mirror.values import (
 Copy = Callable[[Tensor, torch.device], Tensor]
 
 
+class ExampleCounts(tuple[float, ...]):
+    """Weights of replicas that are their numbers of examples, of a batch that was split."""
+
+
 class GivenWeights(tuple[float, ...]):
     """Weights of replicas that a program has set.
 
@@ -44,9 +48,11 @@ class GivenWeights(tuple[float, ...]):
         return given
 
 
-def given_counts(weights: Sequence[float]) -> Sequence[float] | None:
-    """Returns the numbers of examples of weights that a program has set; ``None`` of others."""
-    return (weights.counts or weights) if isinstance(weights, GivenWeights) else None
+def counts_of(weights: Sequence[float]) -> Sequence[float] | None:
+    """Returns the numbers of examples that weights stand for; ``None`` if these are not known."""
+    if isinstance(weights, GivenWeights):
+        return weights.counts
+    return weights if isinstance(weights, ExampleCounts) else None
 
 
 def split_sizes(
@@ -197,7 +203,7 @@ def place(
     copy: Copy,
 ) -> Any:
     """Brings a batch whose ``PerReplica`` leaves are on the host to the devices, with weights."""
-    weights: Sequence[float] = sizes
+    weights: Sequence[float] = ExampleCounts(sizes)
     if weight_of is not None:
         given = [
             checked_weight(weight_of(select(parts, r)), r) if size else 0.0

@@ -12,7 +12,7 @@ from mirror.compiler import let_go, take_hold
 from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.merge_point import Action, MergePoint, Payloads
 from mirror.concurrency.no_merges import NoMerges
-from mirror.data.split import GivenWeights
+from mirror.data.split import ExampleCounts, GivenWeights, counts_of
 from mirror.errors import StrategyError
 from mirror.execution.current import check_current, current, enter, here
 from mirror.execution.random_streams import RandomStreams
@@ -88,7 +88,7 @@ class Run:
         self.results: dict[int, Any] = {}
         self.is_weighted = weights is not None
         self.is_given = type(weights) is GivenWeights
-        self.counts = weights.counts if type(weights) is GivenWeights else weights
+        self.counts = None if weights is None else counts_of(weights)
         self.is_default = is_default
         self.is_left = self.is_split = self.has_stepped = False
         self.outer = outer
@@ -127,7 +127,9 @@ class Run:
             return None
         weights = self.weights()
         found = [weights.get(r, 0.0) for r in range(self.replicas.num_replicas)]
-        return GivenWeights.for_counts(found, self.counts) if self.is_given else found
+        if self.is_given:
+            return GivenWeights.for_counts(found, self.counts)
+        return found if self.counts is None else ExampleCounts(found)
 
     def set_weight(self, replica_id: int, weight: float) -> None:
         """Sets what a replica counts for from now on."""

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from mirror.concurrency.stack import warn_user
-from mirror.data.split import given_counts
+from mirror.data.split import GivenWeights, counts_of
 from mirror.execution.replicas import Together
 from mirror.replica.exactness.contrasts import products_below
 from mirror.replica.exactness.meetings import meetings_below
@@ -113,9 +113,11 @@ class ReducedLosses:
         if any(hasattr(loss, _LOOKED) for loss in losses.values()):
             return
         assert value.weights is not None
-        counts, weights = given_counts(value.weights), value.weights
-        is_given = counts is not None
-        counted = [(weights if counts is None else counts)[r] for r in losses]
+        counts, weights = counts_of(value.weights), value.weights
+        if counts is None:
+            return
+        is_given = isinstance(weights, GivenWeights)
+        counted = [counts[r] for r in losses]
         total = sum(weights[r] for r in losses)
         if not all(counted) or not total:
             return
