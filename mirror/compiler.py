@@ -44,7 +44,7 @@ except ImportError:  # another torch than the ones this was written for
 else:
     _IS_KNOWN = True
 
-Hold = Any  # None, False (run what is compiled already), or what the interpreter calls
+DynamoCallback = Any  # None, False (run what is compiled already), or what the interpreter calls
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _WHY = (
@@ -57,7 +57,7 @@ _UNLIMITED = nullcontext()
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
-def opaque(function: FunctionT) -> FunctionT:
+def disable_dynamo(function: FunctionT) -> FunctionT:
     """Marks what the compiler does not follow: its graph breaks there, all below runs as it is."""
     _mark(function)
     if _IS_KNOWN:
@@ -65,31 +65,31 @@ def opaque(function: FunctionT) -> FunctionT:
     return function
 
 
-def letting_go(function: FunctionT) -> FunctionT:
-    """Marks what the compiler does not follow and which calls ``let_go`` itself."""
+def disable_and_suspend(function: FunctionT) -> FunctionT:
+    """Marks what the compiler does not follow and which calls ``suspend_dynamo`` itself."""
     _mark(function)
-    return not_compiled(function)
+    return skip_frame(function)
 
 
-def not_compiled(function: FunctionT) -> FunctionT:
+def skip_frame(function: FunctionT) -> FunctionT:
     """Has no code made of ``function`` itself; what it calls, and who calls it, may have."""
     if _IS_KNOWN:
         _set_actions(function, _FrameAction.SKIP, _FrameAction.DEFAULT)
     return function
 
 
-def let_go() -> Hold:
-    """Takes the compiler's hold off the calling thread and returns it, for ``take_hold``."""
+def suspend_dynamo() -> DynamoCallback:
+    """Takes the compiler's hold off the calling thread and returns it, for ``resume_dynamo``."""
     return set_eval_frame(None) if _IS_KNOWN else None
 
 
-def take_hold(hold: Hold) -> None:
+def resume_dynamo(hold: DynamoCallback) -> None:
     """Puts the compiler's hold on the calling thread."""
     if _IS_KNOWN:
         set_eval_frame(hold)
 
 
-def call_held(hold: Hold, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def call_under_dynamo(hold: DynamoCallback, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Calls ``module`` on a replica's thread under the hold of the thread that split the call."""
     if not hold:
         return module(*args, **kwargs)

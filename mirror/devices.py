@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mirror.errors import DeviceError, in_words
+from mirror.errors import DeviceError, short_repr
 
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
@@ -48,7 +48,7 @@ def resolve(
         wanted = ()
     elif isinstance(devices, torch.nn.Module):
         raise DeviceError(
-            f"devices are where the replicas are; got {in_words(devices)}, a model; leave devices "
+            f"devices are where the replicas are; got {short_repr(devices)}, a model; leave devices "
             "out for all GPUs, and pass the model to strategy.mirror(model)"
         )
     elif _is_index(devices):
@@ -255,7 +255,7 @@ def _parse_one(device: object, num_cuda: int) -> tuple[str, torch.device]:
         name = f"cuda:{device}"
     match = _NAME.fullmatch(name)
     if match is None:
-        got = in_words(device if name == "" and device is not None else str(device))
+        got = short_repr(device if name == "" and device is not None else str(device))
         raise DeviceError(
             f"a device is 'cpu' or one like 'cuda:0'; got {got}; visible are "
             f"{_visible(num_cuda)}; leave devices out for all GPUs, or {_SIMULATE}"

@@ -1,6 +1,6 @@
 """The exceptions mirror raises; each message says the rule, what came, and what to do.
 
-``in_words`` puts what came in words: short, and never the data in it.
+``short_repr`` puts what came in words: short, and never the data in it.
 
 MirrorError
     DeviceError(ValueError)               a device does not exist, or devices do not go together
@@ -203,7 +203,7 @@ class RecordError(MirrorError, ValueError):
     offset: int | None = None
 
     @classmethod
-    def at(cls, path: str, record: int, offset: int, what: str) -> RecordError:
+    def at_record(cls, path: str, record: int, offset: int, what: str) -> RecordError:
         """Returns the error that says ``what`` is wrong with which record."""
         # Not arguments of the constructor: a DataLoader rebuilds errors from the text alone.
         error = cls(f"{path}, record {record} at byte {offset}: {what}")
@@ -211,7 +211,7 @@ class RecordError(MirrorError, ValueError):
         return error
 
 
-def in_words(value: object) -> str:
+def short_repr(value: object) -> str:
     """Returns what a value is: itself where that is short, else its kind and size.
 
     ::

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
+def replace_atomically(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
     """Gives a new file, which takes the place of ``path`` if the block ends without an error.
 
     Until then it lies beside it under a name that nobody can guess, and that no link lies in wait

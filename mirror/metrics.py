@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.signposts import names_of
 from mirror.values import PerReplica, map_structure
 
@@ -50,7 +50,7 @@ def _merge(metrics: Any) -> nn.Module:
     if not parts or not all(_is_metric(part) for part in parts):
         raise TypeError(
             "merge takes a PerReplica of torchmetrics, made by "
-            f"strategy.distribute_values_from_function, got {in_words(metrics)}"
+            f"strategy.distribute_values_from_function, got {short_repr(metrics)}"
         )
     seen = [part for part in parts if any(map(_is_updated, part.modules()))] or parts[:1]
     merged: nn.Module = copy.deepcopy(seen[0])
@@ -73,7 +73,7 @@ def _merge_states(target: Any, sources: list[Any]) -> None:
 def _reduced(states: list[Any], reduction: Any, name: str, device: torch.device) -> Any:
     """Combines one state, as torchmetrics does with what it gathers from processes."""
     if isinstance(states[0], list):
-        return [_moved(entry, device) for state in states for entry in state]
+        return [_move(entry, device) for state in states for entry in state]
     tensors = [state.to(device) for state in states]
     kind = getattr(reduction, "__name__", "")
     if len(tensors) == 1:
@@ -107,7 +107,7 @@ def _device(metric: nn.Module) -> torch.device:
     return device
 
 
-def _moved(entry: Any, device: torch.device) -> Any:
+def _move(entry: Any, device: torch.device) -> Any:
     return entry.to(device) if isinstance(entry, Tensor) else entry
 
 

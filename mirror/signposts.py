@@ -33,7 +33,7 @@ _KEYWORDS = {"ClusterResolver": "cluster_resolver", "ClusterSpec": "cluster", "d
 
 
 @dataclass(frozen=True)
-class Signpost:
+class Hint:
     """What is said of one name.
 
     Attributes:
@@ -45,7 +45,7 @@ class Signpost:
     way: str
 
 
-def signposted(cls: ClassT) -> ClassT:
+def with_hints(cls: ClassT) -> ClassT:
     """Decorates a class whose users may look for the names under its own in the table."""
 
     def __getattr__(self: object, name: str) -> NoReturn:
@@ -58,27 +58,27 @@ def signposted(cls: ClassT) -> ClassT:
 def missing(thing: object, name: str) -> AttributeError:
     """Returns the error of an attribute that an object lacks, with the signpost, if there is one.
 
-    For a class with a ``__getattr__`` of its own; others are decorated by ``signposted``.
+    For a class with a ``__getattr__`` of its own; others are decorated by ``with_hints``.
     """
     kind = type(thing)
     sign = find((base.__name__ for base in kind.__mro__), name)
     if sign is None:
         text = f"{kind.__name__!r} object has no attribute {name!r}"
         return AttributeError(text, name=name, obj=thing)
-    return AttributeError(f"a {kind.__name__} has no {_said(name, sign)}")
+    return AttributeError(f"a {kind.__name__} has no {_format(name, sign)}")
 
 
-def signposted_call(cls: ClassT) -> ClassT:
-    """Decorates a class as ``signposted``, and looks at what it is made with.
+def call_with_hints(cls: ClassT) -> ClassT:
+    """Decorates a class as ``with_hints``, and looks at what it is made with.
 
     A keyword of the table, and a positional argument that is for a keyword, are a TypeError.
     """
     signposted_init(cls)
-    return signposted(cls)
+    return with_hints(cls)
 
 
 def signposted_init(cls: ClassT) -> ClassT:
-    """Decorates a class that has a ``__getattr__`` of its own as ``signposted_call``."""
+    """Decorates a class that has a ``__getattr__`` of its own as ``call_with_hints``."""
     place = cls.__name__
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = frozenset(inspect.signature(init).parameters)
@@ -131,7 +131,7 @@ def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleT
         sign = find([module], name)
         if sign is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module} has no {_said(name, sign)}"
+        text = f"{module} has no {_format(name, sign)}"
         # `from mirror import name` would put an error without the text in place of this one.
         frame = sys._getframe(1)
         if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:
@@ -141,7 +141,7 @@ def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleT
     return __getattr__
 
 
-def find(places: Iterable[str], name: str) -> Signpost | None:
+def find(places: Iterable[str], name: str) -> Hint | None:
     """Returns what the first of these places says of a name; ``None``: no library has it."""
     if name.startswith("_"):
         return None
@@ -150,13 +150,13 @@ def find(places: Iterable[str], name: str) -> Signpost | None:
 
 
 @cache
-def table() -> Mapping[str, Mapping[str, Signpost]]:
+def table() -> Mapping[str, Mapping[str, Hint]]:
     """Returns all signposts: by place, see ``signposts.txt``, and by name."""
     sections = {title: dict(entries) for title, entries in entries_of(_FILE.read_text("ascii"))}
     phrases = sections.pop("phrases")
     return {
         title: {
-            name: Signpost(head.partition(": ")[0], way.format_map(phrases))
+            name: Hint(head.partition(": ")[0], way.format_map(phrases))
             for head, way in entries.items()
             for name in head.partition(": ")[2].split()
         }
@@ -179,7 +179,7 @@ def _check_keywords(
         if name not in known:
             sign = find(places, name)
             if sign is not None:
-                raise TypeError(f"{place}() takes no {_said(name, sign)}")
+                raise TypeError(f"{place}() takes no {_format(name, sign)}")
 
 
 def _misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
@@ -191,5 +191,5 @@ def _misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
                 break
 
 
-def _said(name: str, sign: Signpost) -> str:
+def _format(name: str, sign: Hint) -> str:
     return f"{name!r} ({sign.library}); {sign.way}"

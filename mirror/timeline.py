@@ -24,7 +24,7 @@ from time import perf_counter
 from typing import Any
 
 from mirror.errors import StrategyError
-from mirror.files import replacing
+from mirror.files import replace_atomically
 
 FORWARD = "forward"  # what a replica's function does besides the rest
 BACKWARD = "backward"
@@ -42,7 +42,7 @@ KINDS = (
     *(PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING),
 )
 
-CROSS, BESIDE = -2, -1  # lanes, besides those of the replicas
+CROSS, OVERLAPPED = -2, -1  # lanes, besides those of the replicas
 _STEPS_KEPT = 1000
 
 
@@ -111,7 +111,7 @@ class Timeline:
             _latest.reference = weakref.ref(self)
 
     def begin(self, lane: int, kind: str, name: str = "") -> None:
-        """Opens a span on a lane: a replica's id, ``CROSS`` or ``BESIDE``."""
+        """Opens a span on a lane: a replica's id, ``CROSS`` or ``OVERLAPPED``."""
         self._open[lane].append(_Span(kind, name, perf_counter()))
 
     def end(self, lane: int, kind: str) -> None:
@@ -217,7 +217,7 @@ class Timeline:
             "otherData": {"hidden_share_of_communication": hidden},
             "traceEvents": threads + events,
         }
-        with replacing(self._target) as file:
+        with replace_atomically(self._target) as file:
             file.write(json.dumps(trace).encode())
         return trace
 
@@ -237,7 +237,7 @@ class Timeline:
 
     def _hidden_share(self, events: list[dict[str, Any]]) -> float | None:
         """Returns the share of the reductions' time for which nobody waited."""
-        beside_lane = BESIDE % len(self.names)
+        beside_lane = OVERLAPPED % len(self.names)
         reductions = [event for event in events if event["cat"] == REDUCTION]
         beside = sum(event["dur"] for event in reductions if event["tid"] == beside_lane)
         waited = sum(event["dur"] for event in events if event["cat"] == EXPOSED)
@@ -258,7 +258,7 @@ def _writable(path: str | os.PathLike[str]) -> Path:
     try:
         if target.exists() and not target.is_file():
             raise OSError(errno.EISDIR, "it is no regular file")
-        with suppress(_EnoughError), replacing(target):
+        with suppress(_EnoughError), replace_atomically(target):
             raise _EnoughError
     except OSError as error:
         rule = "a trace needs the path of a file in a directory that exists and can be written to"

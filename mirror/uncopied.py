@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, NoReturn
 
 
-class Uncopied:
+class NoCopy:
     """Refuses ``copy.copy``, ``copy.deepcopy`` and ``pickle``, and says what to do instead.
 
     Threads, devices and streams cannot be copied, and half a copy would share them.

@@ -276,7 +276,7 @@ def select(tree: Any, replica_id: int) -> Any:
     )
 
 
-def joined(values: Iterable[Any]) -> Any:
+def join_values(values: Iterable[Any]) -> Any:
     """Returns one PerReplica for each leaf of the replicas' values.
 
     Raises:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from mirror import files
-from mirror.files import replacing
+from mirror.files import replace_atomically
 
 
 @contextmanager
@@ -19,14 +19,14 @@ def umask(mask):
 
 
 def content(path):
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(b"new")
 
 
 def test_a_file_is_the_old_one_until_the_end_then_the_new_one(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_bytes() == b"old"
@@ -39,7 +39,7 @@ def test_a_file_is_the_old_one_until_the_end_then_the_new_one(tmp_path):
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path, error):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with pytest.raises(error), replacing(path) as file:
+    with pytest.raises(error), replace_atomically(path) as file:
         file.write(b"new")
         raise error
     assert path.read_bytes() == b"old"
@@ -57,7 +57,7 @@ def test_a_directory_that_is_missing_or_a_target_that_is_one_is_an_error(tmp_pat
 
 @pytest.mark.parametrize(("mode", "mask", "got"), [(0o666, 0o022, 0o644), (0o640, 0o077, 0o600)])
 def test_the_mode_is_the_one_asked_for_less_the_umask(tmp_path, mode, mask, got):
-    with umask(mask), replacing(tmp_path / "a", mode) as file:
+    with umask(mask), replace_atomically(tmp_path / "a", mode) as file:
         file.write(b"")
     assert (tmp_path / "a").stat().st_mode & 0o777 == got
 

@@ -9,7 +9,7 @@ from mirror import timeline as module
 from mirror.strategy.report import report_of
 from mirror.timeline import (
     BACKWARD,
-    BESIDE,
+    OVERLAPPED,
     CROSS,
     EXPOSED,
     FORWARD,
@@ -77,7 +77,7 @@ def test_a_report_has_medians_shares_and_what_limits_the_step(clock):
         for lane in (0, 1):
             spend(clock, timeline, lane, FORWARD, 2, [(BACKWARD, 4)])
         spend(clock, timeline, CROSS, REDUCTION, 1)
-        spend(clock, timeline, BESIDE, REDUCTION, 0)
+        spend(clock, timeline, OVERLAPPED, REDUCTION, 0)
         spend(clock, timeline, 1, OPTIMIZER, 3)
         clock.now += 5
         timeline.end_step()
@@ -119,7 +119,7 @@ def test_advice_follows_what_takes_most(clock, kind, word):
 def test_what_is_reduced_beside_the_backward_pass_is_hidden_but_for_the_wait(clock):
     timeline = Timeline(["replica 0"])
     timeline.begin(0, BACKWARD)
-    spend(clock, timeline, BESIDE, REDUCTION, 6)
+    spend(clock, timeline, OVERLAPPED, REDUCTION, 6)
     timeline.end(0, BACKWARD)
     spend(clock, timeline, CROSS, EXPOSED, 2)
     spend(clock, timeline, CROSS, REDUCTION, 2)

@@ -15,7 +15,7 @@ from mirror import cli, compiler, torch_private
 from mirror.concurrency import pace
 from mirror.errors import StrategyError
 from mirror.replica.copies.parameters import MirroredParameter
-from mirror.replica.gradients.passes import watch_passes_of
+from mirror.replica.gradients.passes import register_listener
 from mirror.torch_private import private_names
 
 ROOT = Path(__file__).parents[1]
@@ -225,7 +225,7 @@ def test_backward_passes_are_noticed(make_strategy, monkeypatch):
     assert len(threads) > 1
     assert threading.get_ident() not in threads
     assert strategy.report().backward > 0
-    assert watch_passes_of(model)
+    assert register_listener(model)
 
 
 def test_a_parameter_made_of_another_is_noticed(make_strategy):

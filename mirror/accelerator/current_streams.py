@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 
-class CallersStreams:
+class CallerStreams:
     """The streams of some GPUs that are current where this is made."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -45,7 +45,7 @@ class CallersStreams:
             yield
 
 
-class ReplicasStreams:
+class ReplicaStreams:
     """The streams on which replicas have enqueued what they bring to where they meet.
 
     Args:
@@ -57,7 +57,7 @@ class ReplicasStreams:
         self._noted: dict[torch.device, dict[Any, None]] = {}
         self._have_noted: set[tuple[int, torch.device]] = set()
 
-    def note(self, replica_id: int, device: torch.device | None = None) -> None:
+    def record(self, replica_id: int, device: torch.device | None = None) -> None:
         """Notes the streams of a replica, whose thread this is, or that on one of its devices."""
         for gpu in self._rows[replica_id] if device is None else (device,):
             stream = torch.cuda.current_stream(gpu)
@@ -90,7 +90,7 @@ class ReplicasStreams:
         self._noted, self._have_noted = {}, set()
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
+    def make_caller_wait(self) -> Iterator[None]:
         """Makes them current in this thread; of several on one GPU one, ordered with the others.
 
         What is enqueued inside comes after what was enqueued on all of them, and before what will

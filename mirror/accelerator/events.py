@@ -56,7 +56,7 @@ def record_event(device: torch.device) -> Event:
     return _CudaEvent(event)
 
 
-def spoil_no_capture() -> None:
+def query_without_breaking_capture() -> None:
     """Has the calling thread's questions be no error of a CUDA graph that others capture.
 
     For threads that only watch: what they ask about was never captured.
@@ -76,7 +76,7 @@ def stream_address(device: torch.device) -> int:
     return torch.cuda.current_stream(device.index).cuda_stream  # by its number it is quicker
 
 
-def has_nothing_left(device: torch.device, stream: int) -> bool:
+def is_stream_idle(device: torch.device, stream: int) -> bool:
     """Whether a stream, by its address, is known to have done all its work; never waits.
 
     Nothing is known of the CPU. Not for streams that may be captured: the question ends that.

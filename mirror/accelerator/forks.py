@@ -11,25 +11,25 @@ import weakref
 from typing import Protocol
 
 
-class Renewed(Protocol):
+class ReinitAfterFork(Protocol):
     """Who has threads, or locks."""
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Makes them anew, or forgets them."""
 
 
-_renewed: weakref.WeakSet[Renewed] = weakref.WeakSet()
+_renewed: weakref.WeakSet[ReinitAfterFork] = weakref.WeakSet()
 
 
-def renew_in_forks(owner: Renewed) -> None:
+def reinit_after_fork(owner: ReinitAfterFork) -> None:
     """Has an owner renewed in every forked process, if it still lives."""
     _renewed.add(owner)
 
 
-def _renew() -> None:
+def _after_fork() -> None:
     for owner in tuple(_renewed):
-        owner.renew()
+        owner.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -19,7 +19,7 @@ import torch
 T = TypeVar("T")
 
 
-class Graph(Protocol):
+class DeviceGraph(Protocol):
     """Work of one device that can be done again."""
 
     def capture(self, work: Callable[[], T]) -> T:

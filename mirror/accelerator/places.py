@@ -31,7 +31,7 @@ from mirror.devices import is_simulated
 from mirror.errors import DeviceError
 
 
-class Places:
+class DeviceMesh:
     """Where replicas are.
 
     Args:
@@ -43,27 +43,27 @@ class Places:
     """
 
     def __init__(self, rows: Sequence[Sequence[torch.device]]) -> None:
-        self.rows = tuple(map(tuple, rows))
-        self.devices = tuple(dict.fromkeys(device for row in self.rows for device in row))
-        self.are_several = len(self.rows[0]) > 1 and not is_simulated(self.devices)
-        columns: tuple[tuple[torch.device, ...], ...] = tuple(zip(*self.rows, strict=True))
-        self.columns = columns if self.are_several else columns[:1]
-        of_several = self.columns if self.are_several else ()
+        self.replicas = tuple(map(tuple, rows))
+        self.devices = tuple(dict.fromkeys(device for row in self.replicas for device in row))
+        self.is_model_parallel = len(self.replicas[0]) > 1 and not is_simulated(self.devices)
+        columns: tuple[tuple[torch.device, ...], ...] = tuple(zip(*self.replicas, strict=True))
+        self.positions = columns if self.is_model_parallel else columns[:1]
+        of_several = self.positions if self.is_model_parallel else ()
         self._columns = {device: column for column in of_several for device in column}
-        self._replica_ids = {d: r for r, row in enumerate(self.rows) for d in row}
+        self._replica_ids = {d: r for r, row in enumerate(self.replicas) for d in row}
 
     def __str__(self) -> str:
-        rows = [", ".join(map(str, row)) for row in self.rows]
-        return ", ".join(rows if len(self.rows[0]) == 1 else [f"[{row}]" for row in rows])
+        rows = [", ".join(map(str, row)) for row in self.replicas]
+        return ", ".join(rows if len(self.replicas[0]) == 1 else [f"[{row}]" for row in rows])
 
-    def at(self, device: torch.device) -> tuple[torch.device, ...]:
+    def replica_at(self, device: torch.device) -> tuple[torch.device, ...]:
         """Returns the replicas' devices at the position of a device of one of them.
 
         Those at position 0 for any other.
         """
-        return self._columns.get(device, self.columns[0])
+        return self._columns.get(device, self.positions[0])
 
-    def beside(self, device: torch.device, one: torch.device) -> torch.device:
+    def translate(self, device: torch.device, one: torch.device) -> torch.device:
         """Returns what a device means to the replica that has another one.
 
         The device itself, if it is no replica's.
@@ -71,15 +71,15 @@ class Places:
         column = self._columns.get(device)
         return device if column is None else column[self._replica_ids[one]]
 
-    def home_of(self, device: torch.device, name: str) -> torch.device:
+    def position_of(self, device: torch.device, name: str) -> torch.device:
         """Returns where the first replica's copy of a variable is.
 
         Raises:
             DeviceError: the variable is on a GPU that is not the first replica's.
         """
-        home = self.at(device)[0]
-        if self.are_several and device.type == "cuda" and device != home:
-            places = ", ".join(map(str, self.rows[0]))
+        home = self.replica_at(device)[0]
+        if self.is_model_parallel and device.type == "cuda" and device != home:
+            places = ", ".join(map(str, self.replicas[0]))
             raise DeviceError(
                 f"a model whose layers are placed is made on the devices of the first replica, "
                 f"{places}, and the others get copies at the same positions of theirs; {name!r} "
@@ -89,4 +89,4 @@ class Places:
 
     def names(self, replica_id: int) -> dict[torch.device, torch.device]:
         """Returns what the first replica's devices mean to another one."""
-        return dict(zip(self.rows[0], self.rows[replica_id], strict=True))
+        return dict(zip(self.replicas[0], self.replicas[replica_id], strict=True))

@@ -15,15 +15,15 @@ from mirror.errors import CompileError
 _MOVES = ("to", "cuda")  # take a device as their first argument, also by its number
 
 
-class _Thread(threading.local):
+class _RemapState(threading.local):
     is_off = False
 
 
-_thread = _Thread()
+_thread = _RemapState()
 
 
 @contextmanager
-def as_named() -> Iterator[None]:
+def without_remap() -> Iterator[None]:
     """Has devices mean what they are, in this thread: in what works on all replicas' tensors."""
     before = _thread.is_off
     try:
@@ -33,7 +33,7 @@ def as_named() -> Iterator[None]:
         _thread.is_off = before
 
 
-class Renaming(TorchFunctionMode):
+class DeviceRemap(TorchFunctionMode):
     """Has the torch functions of a thread use other devices than they are told. [Note: Places].
 
     It sees ``torch.device``, names and numbers, in ``x.to(device)``, ``x.cuda(1)`` and wherever

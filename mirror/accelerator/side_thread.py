@@ -1,4 +1,4 @@
-"""SideThread: a thread that does work in order, and of whose end those who wait are told."""
+"""SerialExecutor: a thread that does work in order, and of whose end those who wait are told."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Job:
         self.done.acquire()
 
 
-class SideThread:
+class SerialExecutor:
     """One thread, made when first needed; it ends with this object.
 
     Whatever an exception strikes in it, or in who waits, nobody waits for ever: an executor of

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from mirror.accelerator.side_thread import SideThread
+from mirror.accelerator.side_thread import SerialExecutor
 from mirror.devices import is_simulated
 
 
-class Side:
+class SideStream:
     """Where work goes that is done beside what the devices do: streams, or a thread.
 
     Args:
@@ -23,7 +23,7 @@ class Side:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(dict.fromkeys(devices))
         self._streams: list[torch.cuda.Stream] = []
-        self._thread = SideThread()
+        self._thread = SerialExecutor()
         self._is_closed = False
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:

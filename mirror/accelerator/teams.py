@@ -30,5 +30,5 @@ def _ender() -> Callable[[], object] | None:
     return None
 
 
-end_team = _ender()
+release_thread_pool = _ender()
 """Ends the team of the calling thread, if it has one; ``None`` where OpenMP cannot."""

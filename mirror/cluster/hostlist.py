@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import chain, product
 from math import prod
 
-from mirror.errors import ClusterError, in_words
+from mirror.errors import ClusterError, short_repr
 
 MAX_HOSTS = 2**16
 """More than any cluster has; a range of more is damaged, and would fill the memory."""
@@ -35,7 +35,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     hosts: list[str] = []
     for part in _parts(hostlist) if hostlist else ():
         if not _HOST.fullmatch(part):
-            raise _no_hostlist(hostlist, f"{in_words(part)} is no host")
+            raise _no_hostlist(hostlist, f"{short_repr(part)} is no host")
         choices = [
             [literal] if literal else _numbers(hostlist, ranges)
             for ranges, literal in _PIECE.findall(part)
@@ -59,7 +59,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
         if not (count > 0 and 0 < times <= MAX_HOSTS - len(counts)):
             raise ClusterError(
                 f"numbers of tasks per node are written like '2(x3),1'; got "
-                f"{in_words(tasks_per_node)}, where {in_words(part)} is wrong"
+                f"{short_repr(tasks_per_node)}, where {short_repr(part)} is wrong"
             )
         counts += [count] * times
     return counts
@@ -87,7 +87,7 @@ def _numbers(hostlist: str, ranges: str) -> list[str]:
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not 0 <= last - first < MAX_HOSTS:
-            raise _no_hostlist(hostlist, f"{in_words(part)} is no range of numbers")
+            raise _no_hostlist(hostlist, f"{short_repr(part)} is no range of numbers")
         width = len(match[1]) if match else 0
         found.append([str(number).zfill(width) for number in range(first, last + 1)])
     return list(chain.from_iterable(found))
@@ -95,5 +95,5 @@ def _numbers(hostlist: str, ranges: str) -> list[str]:
 
 def _no_hostlist(hostlist: str, reason: str) -> ClusterError:
     return ClusterError(
-        f"a list of hosts is written like 'n[01-03,7],m5'; got {in_words(hostlist)}: {reason}"
+        f"a list of hosts is written like 'n[01-03,7],m5'; got {short_repr(hostlist)}: {reason}"
     )

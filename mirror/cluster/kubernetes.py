@@ -27,8 +27,8 @@ from typing import Any
 from mirror.cluster.rendezvous import LOCALHOST, Rendezvous
 from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import MAX_PORT, Variables
-from mirror.errors import ClusterError, in_words
+from mirror.cluster.variables import MAX_PORT, EnvironmentVariables
+from mirror.errors import ClusterError, short_repr
 
 LISTED_PORT = 8470
 TOLD_PORT = 29500
@@ -83,7 +83,7 @@ class KubernetesResolver(ClusterResolver):
         self._client = override_client
         self._num_workers = num_workers
         self._subdomain = subdomain
-        self._variables = Variables(environ)
+        self._variables = EnvironmentVariables(environ)
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the workers; with a client, the pods as they are now.
@@ -93,7 +93,7 @@ class KubernetesResolver(ClusterResolver):
         """
         if self._client is not None:
             return ClusterSpec({job: self._listed(job) for job in self._selectors})
-        found = self._told()
+        found = self._check_environment()
         hosts = [found.master_address] + [""] * (found.world_size - 1)
         own_job = self._place()[2]
         first, _, subdomain = found.master_address.partition(".")
@@ -115,7 +115,7 @@ class KubernetesResolver(ClusterResolver):
     def task_id(self) -> int | None:
         """This worker's rank; ``None`` until it is set, where pods are listed."""
         is_told = self._task_id is None and self._client is None
-        return self._told().rank if is_told else self._task_id
+        return self._check_environment().rank if is_told else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -124,9 +124,13 @@ class KubernetesResolver(ClusterResolver):
     def rendezvous(self) -> Rendezvous:
         """Returns what the environment tells, or what follows from the pods that are listed."""
         is_set = self._task_type is not None or self._task_id is not None
-        return super().rendezvous() if is_set or self._client is not None else self._told()
+        return (
+            super().rendezvous()
+            if is_set or self._client is not None
+            else self._check_environment()
+        )
 
-    def _told(self) -> Rendezvous:
+    def _check_environment(self) -> Rendezvous:
         told = self._variables
         rank, size, own_job = self._place()
         if rank >= size:
@@ -212,7 +216,7 @@ def _one_job(own_job: str | None, master: str) -> None:
     siblings = _SIBLING.fullmatch(first[1]), _SIBLING.fullmatch(own_job)
     if all(siblings) and len({match[1] for match in siblings if match}) == 1:
         raise ClusterError(
-            f"JOB_COMPLETION_INDEX counts the pods of {in_words(own_job)}, but rank 0 is of "
-            f"{in_words(first[1])}, another Job of the same JobSet; set RANK in the manifest, "
+            f"JOB_COMPLETION_INDEX counts the pods of {short_repr(own_job)}, but rank 0 is of "
+            f"{short_repr(first[1])}, another Job of the same JobSet; set RANK in the manifest, "
             "from the label jobset.sigs.k8s.io/job-index and the pods of each Job"
         )

@@ -9,21 +9,21 @@ from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.slurm import SlurmResolver
 from mirror.cluster.tf_config import TFConfigResolver
 from mirror.cluster.torchrun import TorchrunResolver
-from mirror.cluster.variables import Variables
+from mirror.cluster.variables import EnvironmentVariables
 
 
-def _torchrun(told: Variables) -> bool:
+def _torchrun(told: EnvironmentVariables) -> bool:
     is_pod = told.first("PET_NODE_RANK") is not None and told.first("LOCAL_RANK") is None
     return told.first("RANK") is not None and not is_pod
 
 
-def _kubernetes(told: Variables) -> bool:
+def _kubernetes(told: EnvironmentVariables) -> bool:
     return told.first("PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None
 
 
 # In the order in which they count. torchrun is often started by one of the others, for which its
 # processes have the variables, too; Jobs of Kubernetes have an index whoever uses it.
-_LAUNCHERS: dict[str, Callable[[Variables], bool]] = {
+_LAUNCHERS: dict[str, Callable[[EnvironmentVariables], bool]] = {
     "torchrun": _torchrun,
     "TF_CONFIG": lambda told: "TF_CONFIG" in told.environ,
     "Slurm": lambda told: told.first("SLURM_PROCID") is not None,
@@ -34,7 +34,7 @@ _LAUNCHERS: dict[str, Callable[[Variables], bool]] = {
 
 def launchers(environ: Mapping[str, str] | None = None) -> list[str]:
     """Returns the names of those whose variables are set, the one that counts first."""
-    told = Variables(environ)
+    told = EnvironmentVariables(environ)
     found = [name for name, is_there in _LAUNCHERS.items() if is_there(told)]
     return [name for name in found if name == found[0] or "," not in name]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mirror.cluster.spec import ClusterSpec
 from mirror.cluster.variables import MAX_PORT, MAX_PROCESSES, integer
-from mirror.errors import ClusterError, in_words
+from mirror.errors import ClusterError, short_repr
 
 LOCALHOST = "127.0.0.1"
 JOBS = ("chief", "worker", "evaluator", "ps")
@@ -59,7 +59,7 @@ class Rendezvous:
         if not _HOST.fullmatch(self.master_address):
             raise ClusterError(
                 f"the address of rank 0 is a host's name or number; got "
-                f"{in_words(self.master_address)}"
+                f"{short_repr(self.master_address)}"
             )
         least = 0 if self.world_size == 1 else 1
         if not least <= self.master_port <= MAX_PORT:
@@ -122,7 +122,7 @@ def rendezvous_of(spec: ClusterSpec, task_type: str | None, task_id: int | None)
         job, index = tasks[0]
         raise ClusterError(
             f"task {index} of job {job!r} has rank 0, where all others meet: its address is "
-            f"'host:port'; got {in_words(workers[0][1])}"
+            f"'host:port'; got {short_repr(workers[0][1])}"
         )
     here = hosts[rank]
     return Rendezvous(
@@ -145,11 +145,11 @@ def split_address(address: str) -> tuple[str, int | None]:
     host = "" if match is None else match[1] or match[2]
     if match is None or not _HOST.fullmatch(host):
         raise ClusterError(
-            f"an address is 'host:port', or '[number]:port' for IPv6; got {in_words(address)}"
+            f"an address is 'host:port', or '[number]:port' for IPv6; got {short_repr(address)}"
         )
     if match[3] is None:
         return host, None
-    return host, integer(match[3], f"the port of {in_words(address)}", most=MAX_PORT)
+    return host, integer(match[3], f"the port of {short_repr(address)}", most=MAX_PORT)
 
 
 def _workers(spec: ClusterSpec) -> list[tuple[tuple[str, int], str]]:
@@ -170,7 +170,7 @@ def _workers(spec: ClusterSpec) -> list[tuple[tuple[str, int], str]]:
         if indices != list(range(len(indices))):
             raise ClusterError(
                 f"the tasks of job {job!r} are numbered from 0 without gaps where they train "
-                f"together; got {in_words(indices)}; name all of them"
+                f"together; got {short_repr(indices)}; name all of them"
             )
         workers += [((job, index), spec.task_address(job, index)) for index in indices]
     return workers

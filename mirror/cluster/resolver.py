@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mirror.cluster.rendezvous import Rendezvous, rendezvous_of
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import MAX_PORT, Variables
+from mirror.cluster.variables import MAX_PORT, EnvironmentVariables
 from mirror.devices import num_cuda_devices
 from mirror.errors import ClusterError
 
@@ -125,7 +125,7 @@ class ClusterResolver(ABC):
         """
         environ = os.environ if environ is None else environ
         found = self.rendezvous()
-        port = Variables(environ).integer("MASTER_PORT", most=MAX_PORT)
+        port = EnvironmentVariables(environ).integer("MASTER_PORT", most=MAX_PORT)
         found = replace(
             found,
             master_address=environ.get("MASTER_ADDR") or found.master_address,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mirror.cluster.resolver import ClusterResolver, with_layer
 from mirror.cluster.spec import ClusterSpec
-from mirror.errors import ClusterTypeError, in_words
+from mirror.errors import ClusterTypeError, short_repr
 
 
 class SimpleResolver(ClusterResolver):
@@ -29,9 +29,11 @@ class SimpleResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         if not isinstance(cluster_spec, ClusterSpec):
-            raise ClusterTypeError(f"cluster_spec is a ClusterSpec; got {in_words(cluster_spec)}")
+            raise ClusterTypeError(
+                f"cluster_spec is a ClusterSpec; got {short_repr(cluster_spec)}"
+            )
         if not isinstance(master, str):
-            raise ClusterTypeError(f"master is a string; got {in_words(master)}")
+            raise ClusterTypeError(f"master is a string; got {short_repr(master)}")
         self._cluster_spec = cluster_spec
         self._master = master
         self._task_type = task_type
@@ -87,7 +89,7 @@ class UnionResolver(ClusterResolver):
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
                 raise ClusterTypeError(
-                    f"a UnionResolver is made of ClusterResolvers; got {in_words(resolver)}"
+                    f"a UnionResolver is made of ClusterResolvers; got {short_repr(resolver)}"
                 )
         self._resolvers = resolvers
         self._rpc_layer = rpc_layer
@@ -175,7 +177,7 @@ def _together(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, st
         twice = sorted(merged.keys() & indexed.keys())
         if twice:
             raise KeyError(
-                f"several resolvers have tasks {in_words(twice)} of job {job!r}, some by index; "
+                f"several resolvers have tasks {short_repr(twice)} of job {job!r}, some by index; "
                 "an index is one task's"
             )
         merged.update(indexed)

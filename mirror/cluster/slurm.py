@@ -9,9 +9,9 @@ from typing import ClassVar
 from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.slurm_step import num_tasks, port_of, read_step
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import MAX_PORT, Variables, integer
+from mirror.cluster.variables import MAX_PORT, EnvironmentVariables, integer
 from mirror.devices import count_cuda_devices
-from mirror.errors import ClusterError, in_words
+from mirror.errors import ClusterError, short_repr
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -55,12 +55,12 @@ class SlurmResolver(ClusterResolver):
         environ: MutableMapping[str, str] | None = None,
     ) -> None:
         self._environ = os.environ if environ is None else environ
-        told = Variables(self._environ)
+        told = EnvironmentVariables(self._environ)
         self._step = read_step(told, tasks_per_node)
         self._jobs = _jobs(jobs, num_tasks(told), self._step.num_tasks)
         for name, gpus in (("node", gpus_per_node), ("task", gpus_per_task)):
             if gpus is not None and gpus < 0:
-                raise ClusterError(f"gpus_per_{name} is a number of GPUs; got {in_words(gpus)}")
+                raise ClusterError(f"gpus_per_{name} is a number of GPUs; got {short_repr(gpus)}")
         self._port_base = port_of(told) if port_base is None else port_base
         last = self._port_base + max(self._step.counts) - 1
         if not 0 < self._port_base <= last <= MAX_PORT:
@@ -83,7 +83,7 @@ class SlurmResolver(ClusterResolver):
     @property
     def task_type(self) -> str | None:
         """The job that SLURM_PROCID falls into."""
-        return self._found[0] if self._task_type is None else self._task_type
+        return self._read_step[0] if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -92,7 +92,7 @@ class SlurmResolver(ClusterResolver):
     @property
     def task_id(self) -> int | None:
         """This process's index in that job."""
-        return self._found[1] if self._task_id is None else self._task_id
+        return self._read_step[1] if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -109,12 +109,12 @@ class SlurmResolver(ClusterResolver):
         return {"GPU": self._gpus_per_task}
 
     @property
-    def _found(self) -> tuple[str, int]:
+    def _read_step(self) -> tuple[str, int]:
         rank = self._step.rank
         return next((j, rank - b) for j, (b, e) in self._jobs.items() if b <= rank < e)
 
     def _share(
-        self, told: Variables, gpus_per_node: int | None, gpus_per_task: int | None
+        self, told: EnvironmentVariables, gpus_per_node: int | None, gpus_per_task: int | None
     ) -> tuple[str | None, int]:
         """Which GPUs this task is to see, ``None`` for those that it sees; and how many."""
         text = self._environ.get(_VISIBLE)
@@ -144,7 +144,7 @@ class SlurmResolver(ClusterResolver):
         return ",".join(visible[begin : begin + gpus_per_task]), gpus_per_task
 
 
-def _gpus_per_task(told: Variables) -> int | None:
+def _gpus_per_task(told: EnvironmentVariables) -> int | None:
     text = told.text("SLURM_GPUS_PER_TASK")  # "2" or "a100:2"
     return None if text is None else integer(text.rpartition(":")[2], "SLURM_GPUS_PER_TASK")
 
@@ -156,7 +156,7 @@ def _jobs(
     counts = {"worker": placed if said is None else said} if jobs is None else jobs
     wrong = [job for job, count in counts.items() if not isinstance(count, int) or count < 0]
     if wrong:
-        raise ClusterError(f"jobs say how many tasks each job has; got {in_words(dict(counts))}")
+        raise ClusterError(f"jobs say how many tasks each job has; got {short_repr(dict(counts))}")
     if sum(counts.values()) != placed:
         raise ClusterError(
             f"{' + '.join(f'{count} {job}' for job, count in sorted(counts.items()))} are "

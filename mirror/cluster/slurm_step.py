@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mirror.cluster.hostlist import expand_hostlist, expand_tasks_per_node
-from mirror.cluster.variables import Variables
-from mirror.errors import ClusterError, in_words
+from mirror.cluster.variables import EnvironmentVariables
+from mirror.errors import ClusterError, short_repr
 
 _NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
@@ -47,7 +47,9 @@ class SlurmStep:
         return len(self.places)
 
 
-def read_step(told: Variables, tasks_per_node: int | Mapping[str, int] | None) -> SlurmStep:
+def read_step(
+    told: EnvironmentVariables, tasks_per_node: int | Mapping[str, int] | None
+) -> SlurmStep:
     """Returns the step that the variables tell of.
 
     Args:
@@ -66,10 +68,10 @@ def read_step(told: Variables, tasks_per_node: int | Mapping[str, int] | None) -
     if wrong or not counts:
         raise ClusterError(
             "every node of a step has at least one task; got tasks_per_node="
-            f"{in_words(tasks_per_node)}"
+            f"{short_repr(tasks_per_node)}"
         )
     if len(set(nodes)) < len(nodes):
-        raise ClusterError(f"{told.first(*_NODES)} names a node twice: {in_words(nodes)}")
+        raise ClusterError(f"{told.first(*_NODES)} names a node twice: {short_repr(nodes)}")
     if len(nodes) != len(counts):
         raise ClusterError(
             f"{told.first(*_NODES)} is of {len(nodes)} nodes, {told.first(*_PER_NODE)} of "
@@ -83,12 +85,12 @@ def read_step(told: Variables, tasks_per_node: int | Mapping[str, int] | None) -
     return step
 
 
-def num_tasks(told: Variables) -> int | None:
+def num_tasks(told: EnvironmentVariables) -> int | None:
     """Returns how many tasks Slurm says the step has."""
     return told.integer(*_NUM_TASKS, least=1)
 
 
-def port_of(told: Variables) -> int:
+def port_of(told: EnvironmentVariables) -> int:
     """Returns a port that all tasks of this step have, and few others: that of its ids.
 
     Without a job's id it is TensorFlow's for Slurm.
@@ -98,7 +100,7 @@ def port_of(told: Variables) -> int:
     return DEFAULT_PORT if job is None else _FIRST_PORT + (job + _STRIDE * step) % _NUM_PORTS
 
 
-def _counts(told: Variables, num_nodes: int, tasks_per_node: int | None) -> list[int]:
+def _counts(told: EnvironmentVariables, num_nodes: int, tasks_per_node: int | None) -> list[int]:
     if tasks_per_node is not None:
         return [tasks_per_node] * num_nodes
     text = told.text(*_PER_NODE)
@@ -113,7 +115,7 @@ def _counts(told: Variables, num_nodes: int, tasks_per_node: int | None) -> list
     return [total // num_nodes] * num_nodes
 
 
-def _chunk(told: Variables) -> int | None:
+def _chunk(told: EnvironmentVariables) -> int | None:
     """How many tasks in a row are on one node; ``None`` for all that are there."""
     name, _, size = (told.text("SLURM_DISTRIBUTION") or "").lower().partition("=")
     if name == "arbitrary":
@@ -124,7 +126,7 @@ def _chunk(told: Variables) -> int | None:
     if name.startswith("cyclic"):
         return 1
     if name == "plane":
-        planes = Variables({"SLURM_DISTRIBUTION": size} if size else told.environ)
+        planes = EnvironmentVariables({"SLURM_DISTRIBUTION": size} if size else told.environ)
         return planes.integer("SLURM_DISTRIBUTION" if size else "SLURM_DIST_PLANESIZE", least=1)
     return None
 
@@ -139,7 +141,7 @@ def _placed(counts: Sequence[int], chunk: int | None) -> list[tuple[int, int]]:
     return places
 
 
-def _compare(told: Variables, step: SlurmStep) -> None:
+def _compare(told: EnvironmentVariables, step: SlurmStep) -> None:
     """Raises ClusterError where Slurm says otherwise of this process's place."""
     node, local = step.places[step.rank]
     way = told.text("SLURM_DISTRIBUTION") or "block"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from mirror.errors import ClusterError, ClusterTypeError, in_words
+from mirror.errors import ClusterError, ClusterTypeError, short_repr
 
 MAX_TASKS = 2**20
 """No job has an index beyond: what says so is damaged, and would be as long a list."""
@@ -43,7 +43,7 @@ class ClusterSpec:
         else:
             raise ClusterTypeError(
                 "a cluster is a dict from names of jobs to lists of addresses, or a ClusterSpec; "
-                f"got {in_words(cluster)}"
+                f"got {short_repr(cluster)}"
             )
 
     @property
@@ -64,7 +64,7 @@ class ClusterSpec:
         tasks = self._tasks_of(job_name)
         if task_index not in tasks:
             raise ClusterError(
-                f"job {job_name!r} has no task {in_words(task_index)}; it has {_listed(tasks)}"
+                f"job {job_name!r} has no task {short_repr(task_index)}; it has {_listed(tasks)}"
             )
         return tasks[task_index]
 
@@ -96,13 +96,13 @@ class ClusterSpec:
     def _tasks_of(self, job: str) -> dict[int, str]:
         if not isinstance(job, str) or job not in self._jobs:
             known = ", ".join(map(repr, self._jobs)) or "no job at all"
-            raise ClusterError(f"the cluster has no job {in_words(job)}; it has {known}")
+            raise ClusterError(f"the cluster has no job {short_repr(job)}; it has {known}")
         return self._jobs[job]
 
 
 def _name(job: object) -> str:
     if not isinstance(job, str):
-        raise ClusterTypeError(f"a job's name is a string; got {in_words(job)}")
+        raise ClusterTypeError(f"a job's name is a string; got {short_repr(job)}")
     return job
 
 
@@ -115,7 +115,7 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
     else:
         raise ClusterTypeError(
             f"the tasks of job {job!r} are a list of addresses, or a dict from index to address; "
-            f"got {in_words(tasks)}"
+            f"got {short_repr(tasks)}"
         )
     found: dict[int, str] = {}
     for key, address in named:
@@ -123,7 +123,7 @@ def _tasks(job: str, tasks: object) -> dict[int, str]:
         if not isinstance(address, str):
             raise ClusterTypeError(
                 f"the address of task {index} of job {job!r} is a string, 'host:port'; got "
-                f"{in_words(address)}"
+                f"{short_repr(address)}"
             )
         if index in found:
             raise ClusterError(f"job {job!r} has task {index} twice")
@@ -136,12 +136,12 @@ def _index(job: str, key: object) -> int:
         key = int(key)  # JSON has no other keys
     if isinstance(key, bool) or not isinstance(key, (int, str)):
         raise ClusterTypeError(
-            f"the tasks of job {job!r} are known by integers; got {in_words(key)}"
+            f"the tasks of job {job!r} are known by integers; got {short_repr(key)}"
         )
     if isinstance(key, str) or not 0 <= key < MAX_TASKS:
         raise ClusterError(
             f"the tasks of job {job!r} are known by integers from 0 to {MAX_TASKS - 1}; got "
-            f"{in_words(key)}"
+            f"{short_repr(key)}"
         )
     return key
 

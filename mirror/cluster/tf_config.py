@@ -10,8 +10,8 @@ from typing import Any
 
 from mirror.cluster.resolver import ClusterResolver, with_layer
 from mirror.cluster.spec import MAX_TASKS, ClusterSpec
-from mirror.cluster.variables import Variables
-from mirror.errors import ClusterError, ClusterTypeError, in_words
+from mirror.cluster.variables import EnvironmentVariables
+from mirror.errors import ClusterError, ClusterTypeError, short_repr
 
 _NAME = "TF_CONFIG"
 _DIGITS = re.compile("[0-9]{1,20}")
@@ -41,7 +41,7 @@ class TFConfigResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._variables = Variables(environ)
+        self._variables = EnvironmentVariables(environ)
         self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
@@ -60,7 +60,7 @@ class TFConfigResolver(ClusterResolver):
         twice = [address for address, count in addresses.items() if count > 1]
         if twice:
             raise ClusterError(
-                f"{_NAME}, cluster: every task has an address of its own; got {in_words(twice)} "
+                f"{_NAME}, cluster: every task has an address of its own; got {short_repr(twice)} "
                 "more than once"
             )
         return spec
@@ -154,10 +154,10 @@ class TFConfigResolver(ClusterResolver):
             raise
         except (ValueError, RecursionError) as error:
             raise ClusterError(
-                f"{_NAME} is a JSON object; got {in_words(text)}: {error}"
+                f"{_NAME} is a JSON object; got {short_repr(text)}: {error}"
             ) from error
         if not isinstance(config, dict):
-            raise ClusterTypeError(f"{_NAME} is a JSON object; got {in_words(config)}")
+            raise ClusterTypeError(f"{_NAME} is a JSON object; got {short_repr(config)}")
         return config
 
 
@@ -166,7 +166,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = [key for key, count in counts.items() if count > 1]
-        raise ClusterError(f"{_NAME} has {in_words(twice)} more than once in one object")
+        raise ClusterError(f"{_NAME} has {short_repr(twice)} more than once in one object")
     return found
 
 
@@ -183,9 +183,9 @@ def _index(found: object) -> int:
     if isinstance(found, bool) or not isinstance(found, (int, float, str)):
         raise _wrong("task, index", what, found)
     if not isinstance(found, int) or not 0 <= found < MAX_TASKS:
-        raise ClusterError(f"{_NAME}, task, index: this is {what}; got {in_words(found)}")
+        raise ClusterError(f"{_NAME}, task, index: this is {what}; got {short_repr(found)}")
     return found
 
 
 def _wrong(place: str, what: str, found: object) -> ClusterTypeError:
-    return ClusterTypeError(f"{_NAME}, {place}: this is {what}; got {in_words(found)}")
+    return ClusterTypeError(f"{_NAME}, {place}: this is {what}; got {short_repr(found)}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from mirror.cluster.rendezvous import Rendezvous, alone
 from mirror.cluster.resolver import ClusterResolver
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import MAX_PORT, Variables
+from mirror.cluster.variables import MAX_PORT, EnvironmentVariables
 from mirror.errors import ClusterError
 
 _WHY = "torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: start every worker with it"
@@ -24,13 +24,13 @@ class TorchrunResolver(ClusterResolver):
     """
 
     def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
-        self._variables = Variables(environ)
+        self._variables = EnvironmentVariables(environ)
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the workers, of which the first has its address; none where it is alone."""
         if not self._is_there:
             return ClusterSpec({})
-        found = self._told()
+        found = self._check_environment()
         first = f"{found.master_address}:{found.master_port}"
         return ClusterSpec({"worker": [first, *[""] * (found.world_size - 1)]})
 
@@ -47,7 +47,7 @@ class TorchrunResolver(ClusterResolver):
     def task_id(self) -> int | None:
         """RANK, or ``None`` where this process is alone."""
         is_told = self._task_id is None and self._is_there
-        return self._told().rank if is_told else self._task_id
+        return self._check_environment().rank if is_told else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -56,9 +56,9 @@ class TorchrunResolver(ClusterResolver):
     def rendezvous(self) -> Rendezvous:
         """Returns what the variables say; ClusterError for those that are missing or wrong."""
         is_set = self._task_type is not None or self._task_id is not None
-        return super().rendezvous() if is_set else self._told()
+        return super().rendezvous() if is_set else self._check_environment()
 
-    def _told(self) -> Rendezvous:
+    def _check_environment(self) -> Rendezvous:
         if not self._is_there:
             return alone()
         told = self._variables

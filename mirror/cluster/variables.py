@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from mirror.errors import ClusterError, in_words
+from mirror.errors import ClusterError, short_repr
 
 MAX_PROCESSES = 2**20
 MAX_PORT = 65535
@@ -14,7 +14,7 @@ MAX_PORT = 65535
 _NUMBER = re.compile("[0-9]{1,20}")
 
 
-class Variables:
+class EnvironmentVariables:
     """The environment of this process, or one that is given, read with errors that name names.
 
     A variable that is empty counts as one that is not set: shells and manifests make such ones.
@@ -73,5 +73,5 @@ def integer(text: str, name: str, *, least: int = 0, most: int = MAX_PROCESSES) 
     digits = text.strip()
     number = int(digits) if _NUMBER.fullmatch(digits) else -1
     if not least <= number <= most:
-        raise ClusterError(f"{name} is a number from {least} to {most}; got {in_words(text)}")
+        raise ClusterError(f"{name} is a number from {least} to {most}; got {short_repr(text)}")
     return number

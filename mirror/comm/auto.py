@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mirror.comm.base import Communicator
-from mirror.comm.choose import known
+from mirror.comm.choose import check_name
 from mirror.comm.topology import Matrix, link_matrix, peer_matrix, topology_of
 from mirror.devices import are_distinct, is_simulated
 from mirror.errors import BackendError
@@ -100,7 +100,7 @@ def pick(
     passed_over: list[str] = []
     *better, last = preferences(facts)
     for choice in better:
-        kind = known(choice.name)
+        kind = check_name(choice.name)
         if deterministic and kind is not None and not kind.deterministic:
             reason: str | None = "its sums are in an order of its own"
         else:

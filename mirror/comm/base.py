@@ -16,20 +16,20 @@ from mirror.comm.checks import (
     HALF_DTYPES,
     OPS,
     WIDE_DTYPES,
-    are_alike,
+    have_same_layout,
     are_contiguous,
     check_disjoint,
     check_dtype,
     has_own_elements,
-    refuse_tensors,
-    refuse_unlike,
+    raise_for_tensors,
+    raise_for_mismatch,
     share_memory,
 )
 from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
-from mirror.comm.turns import in_turn
+from mirror.comm.turns import serialized
 from mirror.devices import resolve
-from mirror.errors import BackendError, ShapeError, in_words
-from mirror.uncopied import Uncopied
+from mirror.errors import BackendError, ShapeError, short_repr
+from mirror.uncopied import NoCopy
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "DTYPES", "HALF_DTYPES", "OPS", "Communicator", "in_place"]
 
@@ -49,7 +49,7 @@ _COLLECTIVES = (
 )
 
 
-class Communicator(Uncopied, ABC):
+class Communicator(NoCopy, ABC):
     """Collectives over ``N`` replicas; derive from it to plug in a backend of your own.
 
     In every collective ``tensors[i]`` belongs to replica ``i`` and lies on ``devices[i]``. All
@@ -107,7 +107,7 @@ class Communicator(Uncopied, ABC):
             method = getattr(cls, name)
             is_ours = method is getattr(Communicator, name)
             if not is_ours:  # ours are made of the subclass's
-                setattr(cls, name, in_turn(method))
+                setattr(cls, name, serialized(method))
 
     def __init__(self, devices: Sequence[torch.device | str]) -> None:
         """Serves one replica per entry of ``devices``.
@@ -264,8 +264,8 @@ class Communicator(Uncopied, ABC):
     ) -> None:
         """Raises what the collectives promise to raise, before any device is touched."""
         self._check_call(tensors, op, root)
-        if not (are_alike(tensors, self.devices) and are_contiguous(tensors)):
-            refuse_tensors(tensors, self.devices)
+        if not (have_same_layout(tensors, self.devices) and are_contiguous(tensors)):
+            raise_for_tensors(tensors, self.devices)
         check_dtype(tensors[0], scale)
         check_disjoint(tensors)
 
@@ -288,8 +288,8 @@ class Communicator(Uncopied, ABC):
                     "same tensors of every replica in the same order"
                 )
         for i, row in enumerate(zip(*columns, strict=True)):
-            if not are_alike(row, self.devices):
-                refuse_unlike(row, self.devices, i)
+            if not have_same_layout(row, self.devices):
+                raise_for_mismatch(row, self.devices, i)
             if not (are_contiguous(row) or all(map(has_own_elements, row))):
                 raise ShapeError(
                     "no two elements of a collective may share memory; those of one of the "
@@ -314,7 +314,7 @@ class Communicator(Uncopied, ABC):
                 "another one with mirror.comm.create(name, devices)"
             )
         if not isinstance(op, str) or op not in OPS:
-            raise ValueError(f"op must be one of {', '.join(OPS)}; got {in_words(op)}")
+            raise ValueError(f"op must be one of {', '.join(OPS)}; got {short_repr(op)}")
         num_replicas = len(self.devices)
         if isinstance(tensors, Tensor):
             raise TypeError("a collective needs a sequence of tensors, one per replica; got one")

@@ -26,9 +26,9 @@ HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 WIDE_DTYPES = frozenset({torch.float32, torch.float64})  # what may travel in another dtype
 
 
-def refuse_tensors(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> NoReturn:
+def raise_for_tensors(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> NoReturn:
     """Raises what is wrong with tensors that are not alike and contiguous."""
-    if are_alike(tensors, devices):
+    if have_same_layout(tensors, devices):
         replica_id, tensor = next(
             (i, tensor) for i, tensor in enumerate(tensors) if not tensor.is_contiguous()
         )
@@ -37,10 +37,10 @@ def refuse_tensors(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -
             f"{tuple(tensor.shape)} and strides {tensor.stride()}; call .contiguous() on "
             "it first, or use all_reduce_lists, which takes any strides"
         )
-    refuse_unlike(tensors, devices)
+    raise_for_mismatch(tensors, devices)
 
 
-def refuse_unlike(
+def raise_for_mismatch(
     tensors: Sequence[Tensor], devices: Sequence[torch.device], index: int | None = None
 ) -> NoReturn:
     """Raises what is wrong with tensors that are not alike, at ``index`` of their lists."""
@@ -108,7 +108,7 @@ def check_disjoint(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def are_alike(tensors: Sequence[object], devices: Sequence[torch.device]) -> bool:
+def have_same_layout(tensors: Sequence[object], devices: Sequence[torch.device]) -> bool:
     """Whether all are dense tensors of one shape and dtype, each in its place.
 
     This runs for every tensor of every collective, so it only says yes or no: some 0.4 us for

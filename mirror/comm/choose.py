@@ -82,7 +82,7 @@ def attempt(name: str, devices: tuple[torch.device, ...], **options: object) -> 
     On GPUs one that needs a trial is tried itself, unless one like it has been in this process;
     before it is made another process may have to try one.
     """
-    kind = known(name)
+    kind = check_name(name)
     if kind is None:
         return _UNKNOWN
     reason = kind.unavailable_reason(devices) or self_test.objection(kind, devices)
@@ -99,7 +99,7 @@ def attempt(name: str, devices: tuple[torch.device, ...], **options: object) -> 
     return made
 
 
-def known(name: str) -> type[Communicator] | None:
+def check_name(name: str) -> type[Communicator] | None:
     """Returns the class registered under a name."""
     return _registered.get(name)
 
@@ -118,7 +118,7 @@ def unavailable_reason(name: str, devices: Sequence[torch.device | str]) -> str 
         DeviceError: something is no name of a device.
     """
     resolved = parse(devices)
-    kind = known(name)
+    kind = check_name(name)
     if kind is None:
         return _UNKNOWN
     reason = kind.unavailable_reason(resolved)

@@ -17,7 +17,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def reduced(tensors: Sequence[Tensor], op: str, scale: float = 1.0) -> Tensor:
+def reduce_in_order(tensors: Sequence[Tensor], op: str, scale: float = 1.0) -> Tensor:
     """Returns ``scale * op(tensors)`` on the first tensor's device, added up in replica order.
 
     Half types are accumulated in float32, and rounded once.

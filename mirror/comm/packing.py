@@ -56,13 +56,15 @@ def in_memory_order(columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Te
     if False not in [tensor.is_contiguous() for tensor in chain(*columns)]:
         return columns
     rows = [
-        [tensor.as_strided((tensor.numel(),), (1,)) for tensor in row] if lie_alike(row) else row
+        [tensor.as_strided((tensor.numel(),), (1,)) for tensor in row]
+        if have_same_strides(row)
+        else row
         for row in zip(*columns, strict=True)
     ]
     return list(zip(*rows, strict=True))
 
 
-def lie_alike(tensors: Sequence[Tensor]) -> bool:
+def have_same_strides(tensors: Sequence[Tensor]) -> bool:
     """Whether element by element in memory is element by element of the tensors."""
     if False not in [tensor.is_contiguous() for tensor in tensors]:
         return True
@@ -131,14 +133,14 @@ def move_into_flats(
             staying += places
             continue
         for mine, column, parts in zip(buffers, columns, travelling, strict=True):
-            buffer, views = _moved([column[i] for i in places], [parts[i] for i in places])
+            buffer, views = _move([column[i] for i in places], [parts[i] for i in places])
             mine.append(buffer)
             for i, view in zip(places, views, strict=True):
                 column[i] = view
     return buffers, staying
 
 
-def _moved(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _move(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Returns a new flat tensor, and views of it in place of the tensors.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.comm.base import DTYPES, OPS, Communicator
-from mirror.comm.trials import disproof
+from mirror.comm.trials import unsafe_reason
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import BackendError
 
@@ -101,7 +101,7 @@ def failure(kind: type[Communicator], devices: Sequence[torch.device]) -> str | 
             finally:
                 communicator.close()
         except Exception as error:  # of CuPy, a compiler or a driver: all are reasons
-            _found[place] = _found.get(place) or _told(error, place[1])
+            _found[place] = _found.get(place) or _describe(error, place[1])
     return _found[place]
 
 
@@ -112,7 +112,7 @@ def objection(kind: type[Communicator], devices: Sequence[torch.device]) -> str 
     """
     place = kind, tuple(devices)
     if place not in _found:
-        reason = disproof(kind, devices)
+        reason = unsafe_reason(kind, devices)
         if reason is None:
             return None
         _found[place] = f"{_FAILED}: {reason}"
@@ -132,11 +132,11 @@ def trial(communicator: Communicator) -> str | None:
                 examine(communicator, TRIED)
             _found[place] = None
         except Exception as error:
-            _found[place] = _told(error, communicator.devices)
+            _found[place] = _describe(error, communicator.devices)
     return _found[place]
 
 
-def _told(error: Exception, devices: Sequence[torch.device]) -> str:
+def _describe(error: Exception, devices: Sequence[torch.device]) -> str:
     """Returns how a trial failed, and what it has left behind: some errors of CUDA stay."""
     told = f"{_FAILED}: {type(error).__name__}: {error}"
     try:

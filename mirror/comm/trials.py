@@ -32,7 +32,7 @@ import torch
 from mirror.accelerator.machine import facts_of_machine
 from mirror.comm.base import Communicator
 from mirror.comm.topology import link_matrix, peer_matrix
-from mirror.comm.verdicts import FOLDER_VARIABLE, Verdict, recall, remember
+from mirror.comm.verdicts import FOLDER_VARIABLE, Verdict, load, store
 
 PROBE = ("-m", "mirror.comm.probe")
 """What the child runs; its arguments: a token, the backend's class, and the devices."""
@@ -51,11 +51,11 @@ _logger = logging.getLogger("mirror")
 _found: dict[tuple[type[Communicator], tuple[torch.device, ...]], str | None] = {}
 
 
-class Untried(Exception):
+class ProbeUnavailable(Exception):
     """No other process can try it, and why."""
 
 
-def disproof(
+def unsafe_reason(
     kind: type[Communicator], devices: Sequence[torch.device], *, anew: bool = False
 ) -> str | None:
     """Returns why a backend must not be tried in this process; ``None`` if it may be.
@@ -75,7 +75,7 @@ def disproof(
 
 def _reason(kind: type[Communicator], devices: tuple[torch.device, ...], anew: bool) -> str | None:
     facts = _facts(kind, devices)
-    verdict = None if anew else recall(facts)
+    verdict = None if anew else load(facts)
     if verdict is not None:
         if verdict.reason is None:
             return None
@@ -84,8 +84,8 @@ def _reason(kind: type[Communicator], devices: tuple[torch.device, ...], anew: b
             f"{FOLDER_VARIABLE}= forgets it)"
         )
     try:
-        reason = ask(kind, devices)
-    except Untried as untried:
+        reason = run_probe(kind, devices)
+    except ProbeUnavailable as untried:
         _logger.warning(
             "the self-test of backend %r runs in this process, where GPUs that cannot reach each "
             "other's memory may hang it; a process of its own cannot try it: %s",
@@ -93,20 +93,22 @@ def _reason(kind: type[Communicator], devices: tuple[torch.device, ...], anew: b
             untried,
         )
         return None
-    remember(facts, Verdict(reason))
+    store(facts, Verdict(reason))
     return reason
 
 
-def ask(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
+def run_probe(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None:
     """Has another process try a backend; returns how that failed, ``None`` if it did not.
 
     Raises:
         Untried: it could not even begin.
     """
     if getattr(sys, "frozen", False) or not sys.executable:
-        raise Untried("this program is no Python that can be started again")
+        raise ProbeUnavailable("this program is no Python that can be started again")
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-        raise Untried(f"no other process can import {kind.__qualname__} of {kind.__module__}")
+        raise ProbeUnavailable(
+            f"no other process can import {kind.__qualname__} of {kind.__module__}"
+        )
     token = secrets.token_hex(8)
     name = f"{kind.__module__}:{kind.__qualname__}"
     command = [sys.executable, *PROBE, token, name, *map(str, devices)]
@@ -120,7 +122,7 @@ def ask(kind: type[Communicator], devices: Sequence[torch.device]) -> str | None
             finally:
                 _end(child)
     except OSError as error:
-        raise Untried(f"{sys.executable} does not start: {error}") from None
+        raise ProbeUnavailable(f"{sys.executable} does not start: {error}") from None
 
 
 def _answer(
@@ -137,13 +139,13 @@ def _answer(
                 found = said["found"]
                 return None if found is None else str(found)
             if "untried" in said:
-                raise Untried(str(said["untried"]))
+                raise ProbeUnavailable(str(said["untried"]))
             if list(_SECONDS).index(said["state"]) > list(_SECONDS).index(state):
                 state, deadline = said["state"], monotonic() + _SECONDS[said["state"]]
         if code is not None:
             how = _ending(code, errors)
             if code >= 0 and state == "being started":
-                raise Untried(f"the process {how}")  # no GPU has been touched
+                raise ProbeUnavailable(f"the process {how}")  # no GPU has been touched
             return f"a process that tried it {how}"
         if monotonic() > deadline:
             return (

@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from mirror.accelerator.forks import renew_in_forks
+from mirror.accelerator.forks import reinit_after_fork
 
 # How long an exception waits for collectives under way: longer than what has no reason to stand.
 PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 
 
-class Turn:
+class CollectiveLock:
     """The turn of one communicator, which one thread has at a time.
 
     Any thread may take it, also again while it has it: a collective may be made of others.
@@ -44,9 +44,9 @@ class Turn:
         self._is_taken = False
         # Where each GPU's last collective was enqueued, and what happens when it is done.
         self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-        renew_in_forks(self)
+        reinit_after_fork(self)
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Takes nobody for its owner, in a forked process."""
         self._lock, self._is_taken = threading.RLock(), False
 
@@ -84,24 +84,24 @@ class Turn:
         self._last[gpu] = stream, event
 
 
-def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+def serialized(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of a communicator that takes the communicator's turn."""
     if getattr(method, "_takes_turn", False):
         return method
 
     @wraps(method)
     def taking_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return turn_of(self).call(partial(method, self, *args, **kwargs), self.devices)
+        return lock_of(self).call(partial(method, self, *args, **kwargs), self.devices)
 
     taking_turn._takes_turn = True  # type: ignore[attr-defined]
     return taking_turn
 
 
-def turn_of(communicator: object) -> Turn:
+def lock_of(communicator: object) -> CollectiveLock:
     """Returns a communicator's turn, whether or not its class calls our constructor."""
     known = communicator.__dict__.get("_turn")
     # One of two threads that come first at once makes it: this is a single step of the dict.
-    turn: Turn = known or communicator.__dict__.setdefault("_turn", Turn())
+    turn: CollectiveLock = known or communicator.__dict__.setdefault("_turn", CollectiveLock())
     return turn
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import time
 
-from mirror.files import replacing
+from mirror.files import replace_atomically
 
 FOLDER_VARIABLE = "MIRROR_CACHE_DIR"
 """The environment's name for the folder; empty for none, so that nothing is remembered."""
@@ -33,7 +33,7 @@ class Verdict:
     reason: str | None
 
 
-def recall(facts: Mapping[str, object]) -> Verdict | None:
+def load(facts: Mapping[str, object]) -> Verdict | None:
     """Returns the verdict on these very facts; ``None`` if there is none that counts.
 
     A failure counts for a day. What is damaged, or cannot be read, is as if it was not there.
@@ -51,7 +51,7 @@ def recall(facts: Mapping[str, object]) -> Verdict | None:
     return None
 
 
-def remember(facts: Mapping[str, object], verdict: Verdict) -> None:
+def store(facts: Mapping[str, object], verdict: Verdict) -> None:
     """Keeps a verdict, in place of an earlier one, where there is a folder that takes it."""
     file = _file(facts)
     if file is None:
@@ -60,7 +60,7 @@ def remember(facts: Mapping[str, object], verdict: Verdict) -> None:
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Whoever else looks, or writes the same, never meets half a file.
-        with replacing(file, 0o600) as new:
+        with replace_atomically(file, 0o600) as new:
             new.write(text.encode())
     except OSError as error:
         _logger.debug("what was found out is not kept: %s", error)

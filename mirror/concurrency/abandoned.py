@@ -7,14 +7,14 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, Protocol
 
-from mirror.concurrency.merge_point import Released
-from mirror.concurrency.stack import callees_of, raise_in
+from mirror.concurrency.merge_point import RunCancelled
+from mirror.concurrency.stack import active_calls_of, throw_into_thread
 
 # An exception sent to a thread may be lost: to a finalizer that it interrupts, or a callback.
 AGAIN_SECONDS = 0.5
 
 
-class Abandoned(Protocol):
+class Cancellable(Protocol):
     """The replicas' threads, of a run that an exception has struck."""
 
     def fail(self, failure: BaseException) -> None:
@@ -24,8 +24,8 @@ class Abandoned(Protocol):
         """Returns the replicas' threads that live, or those of replicas that have the turn."""
 
 
-def end_threads(
-    run: Abandoned, failure: BaseException, seconds: float, *, inner: Callable[..., Any]
+def cancel_and_join(
+    run: Cancellable, failure: BaseException, seconds: float, *, inner: Callable[..., Any]
 ) -> bool:
     """Fails a run, and those that its replicas have started, and waits until all threads ended.
 
@@ -45,13 +45,13 @@ def end_threads(
     while True:
         if monotonic() >= again:
             for one in runs:  # grows
-                one.fail(failure if one is run else Released())
+                one.fail(failure if one is run else RunCancelled())
                 threads.update(one.threads(which_run=False))
                 for thread in one.threads(which_run=not sent):
                     if thread is not threading.current_thread():
                         # It may wait for a run that it has started, and hears nothing before that.
-                        runs += (r for r in callees_of(thread, inner) if r not in runs)
-                        raise_in(thread, Released)
+                        runs += (r for r in active_calls_of(thread, inner) if r not in runs)
+                        throw_into_thread(thread, RunCancelled)
             sent, again = True, again + AGAIN_SECONDS
         alive = [t for t in threads if t.is_alive() and t is not threading.current_thread()]
         if not alive:

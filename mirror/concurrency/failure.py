@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mirror.concurrency.merge_point import Released
-from mirror.concurrency.stack import note_replica
+from mirror.concurrency.merge_point import RunCancelled
+from mirror.concurrency.stack import annotate_error
 from mirror.errors import DivergenceError
 
 
@@ -22,7 +22,7 @@ class Failure:
     error: BaseException | None = None
     replica_id: int | None = None
 
-    def note(self, error: BaseException, replica_id: int | None) -> None:
+    def record(self, error: BaseException, replica_id: int | None) -> None:
         """Notes what a replica's task has raised, or the wait for it."""
         if self.error is None:
             self.error, self.replica_id = error, replica_id
@@ -30,7 +30,7 @@ class Failure:
     def blame(self, cause: BaseException | None, replica_id: int) -> None:
         """An exception whose handling met a divergence caused it, and goes before it."""
         is_unblamed = isinstance(self.error, DivergenceError) and self.replica_id is None
-        if is_unblamed and cause is not None and not isinstance(cause, Released):
+        if is_unblamed and cause is not None and not isinstance(cause, RunCancelled):
             self.error, self.replica_id = cause, replica_id
 
     def throw(self, names: Sequence[str]) -> NoReturn:
@@ -38,7 +38,7 @@ class Failure:
         error, self.error = self.error, None
         assert error is not None
         if self.replica_id is not None:
-            note_replica(error, names[self.replica_id])
+            annotate_error(error, names[self.replica_id])
         try:
             raise error
         finally:

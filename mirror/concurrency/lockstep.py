@@ -41,13 +41,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from mirror.concurrency.abandoned import end_threads
-from mirror.concurrency.lookout import Lookout
-from mirror.concurrency.merge_point import Act, MergePoint, Raised, Released
+from mirror.concurrency.abandoned import cancel_and_join
+from mirror.concurrency.lookout import StallDetector
+from mirror.concurrency.merge_point import Act, MergePoint, MergeError, RunCancelled
 from mirror.concurrency.stack import call_noted
 from mirror.concurrency.standstill import timeout
-from mirror.concurrency.threads import Threads
-from mirror.concurrency.turns import Tasks, Turns
+from mirror.concurrency.threads import ReplicaThreads
+from mirror.concurrency.turns import Tasks, RunQueue
 from mirror.errors import CollectiveTimeoutError, StrategyError
 
 # How long an interrupted run waits for its threads before it leaves them to themselves, and one
@@ -55,7 +55,7 @@ from mirror.errors import CollectiveTimeoutError, StrategyError
 DRAIN_SECONDS, LATE_SECONDS = 5.0, 0.2
 
 
-class Lockstep(Turns):
+class Lockstep(RunQueue):
     """The threads of one group of replicas; runs one set of tasks at a time.
 
     Args:
@@ -70,7 +70,7 @@ class Lockstep(Turns):
     def __init__(
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
-        super().__init__(names, Threads(names, self._work), schedule=schedule)
+        super().__init__(names, ReplicaThreads(names, self._work), schedule=schedule)
         self.break_off: Callable[[], object] = bool  # ends the waits of devices, by whoever set it
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
         self.is_busy = self._is_forked = False
@@ -106,9 +106,9 @@ class Lockstep(Turns):
                     self._give_turns()
                 self._await()
             if self._is_struck:
-                self._abandon(self._failure.error)
+                self._cancel(self._failure.error)
         except BaseException as interrupt:  # struck our own code
-            self._abandon(interrupt)
+            self._cancel(interrupt)
             self._begin_run({})
             raise
         failure, results = self._failure, self._results
@@ -132,12 +132,12 @@ class Lockstep(Turns):
                 self._meet(replica_id, met)
         except BaseException as error:  # an interrupt: this replica will not take its turn
             self._is_struck, self.usable = True, False
-            self._failure.note(error, replica_id)
+            self._failure.record(error, replica_id)
             raise
         if self._is_over():
-            raise Released
+            raise RunCancelled
         outcome = self._results.pop(replica_id)
-        if isinstance(outcome, Raised):
+        if isinstance(outcome, MergeError):
             raise outcome.error
         return outcome
 
@@ -165,9 +165,9 @@ class Lockstep(Turns):
                 "this process was forked inside run, and the other replicas are not in it: let "
                 "it do what takes no strategy, as the workers of a DataLoader do"
             )
-        return Released()
+        return RunCancelled()
 
-    def forsake(self) -> None:
+    def abandon_threads(self) -> None:
         """Forgets, in a forked process, the threads, which are in the other one."""
         self.usable, self._is_forked, self._threads.dismissed = False, True, True
 
@@ -209,20 +209,20 @@ class Lockstep(Turns):
                     return
                 self._skip_the_unstarted()
                 self._stop(replica_id, None)
-        except Released:  # sent by _abandon, it may arrive anywhere
+        except RunCancelled:  # sent by _abandon, it may arrive anywhere
             return
         except BaseException as error:  # this thread ends, whoever's turn it is
             self._is_struck, self.usable = True, False
-            self._failure.note(error, replica_id)
+            self._failure.record(error, replica_id)
             self._wake_all()
 
     def _perform(self, replica_id: int) -> None:
         try:
             self._results[replica_id] = self._tasks[replica_id]()
-        except Released as released:
+        except RunCancelled as released:
             self._failure.blame(released.__context__, replica_id)
         except BaseException as error:
-            self._failure.note(error, replica_id)
+            self._failure.record(error, replica_id)
 
     def _skip_the_unstarted(self) -> None:
         """Ends, in a run that has failed, those who have not begun."""
@@ -234,19 +234,19 @@ class Lockstep(Turns):
 
     def _await(self) -> None:
         """Waits until all replicas have ended; starts the next ones, watches the clock."""
-        lookout = Lookout(self._limit, is_staggered=self._staggers)
+        lookout = StallDetector(self._limit, is_staggered=self._staggers)
         while not self._finished.wait(lookout.pause_seconds):
             running = tuple(self._running)
             begun = self._threads.begun(running)
             is_moving = self._acting or len(begun) < len(running)
             where = () if is_moving else lookout.where(begun)
-            num_due = lookout.look(self._moves, where, len(self._runnable))
+            num_due = lookout.poll(self._moves, where, len(self._runnable))
             if num_due:
                 with self._mutex:
                     self._start_more(num_due)
             if lookout.is_overdue:
                 self._is_struck = True
-                self._failure.note(timeout(self._limit, self._tell_where()), None)
+                self._failure.record(timeout(self._limit, self._tell_where()), None)
                 return
 
     def _start_more(self, num_replicas: int) -> None:
@@ -254,13 +254,13 @@ class Lockstep(Turns):
             if self._runnable and self._running and self._failure.error is None:
                 self._threads.wake(self._next(), near=False)
 
-    def _abandon(self, failure: BaseException | None) -> None:
+    def _cancel(self, failure: BaseException | None) -> None:
         """Ends a run that was struck, and its threads, once and for all; idempotent."""
         assert failure is not None
         is_late = isinstance(failure, CollectiveTimeoutError)
         try:
             seconds = LATE_SECONDS if is_late else DRAIN_SECONDS
-            if not end_threads(self, failure, seconds, inner=Lockstep.run):
+            if not cancel_and_join(self, failure, seconds, inner=Lockstep.run):
                 self.break_off()  # they may stand in wait for their devices
         finally:
             self._finished.move_back()

@@ -28,7 +28,7 @@ FIRST_SECONDS = 0.00001
 LAST_SECONDS = 0.0003
 
 
-class Lookout:
+class StallDetector:
     """What the caller of a run has seen of its replicas.
 
     Args:
@@ -52,7 +52,7 @@ class Lookout:
         """Returns what changes while any of these threads moves, beside turns."""
         return positions(running) if self._is_staggered else (None,)
 
-    def look(self, num_turns: int, where: Sequence[object], num_next: int) -> int:
+    def poll(self, num_turns: int, where: Sequence[object], num_next: int) -> int:
         """Takes note of a look; returns how many replicas should be given their turn.
 
         Args:

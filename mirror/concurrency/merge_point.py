@@ -36,13 +36,13 @@ class MergePoint:
 
 
 @dataclass(slots=True)
-class Raised:
+class MergeError:
     """The result of a merge whose action raised."""
 
     error: BaseException
 
 
-class Released(BaseException):
+class RunCancelled(BaseException):
     """Unwinds a replica whose run has failed elsewhere; never reaches the user."""
 
 
@@ -57,4 +57,4 @@ def act_at(points: Mapping[int, MergePoint], met: Sequence[int], act: Act) -> Pa
     try:
         return act(points[met[0]].action, payloads)
     except BaseException as error:
-        return dict.fromkeys(payloads, Raised(error))
+        return dict.fromkeys(payloads, MergeError(error))

@@ -1,16 +1,16 @@
-"""NoMerges: stands for the lockstep where one thread computes for all replicas."""
+"""NullLockstep: stands for the lockstep where one thread computes for all replicas."""
 
 from __future__ import annotations
 
 from mirror.concurrency.merge_point import MergePoint
-from mirror.concurrency.pace import Pace
+from mirror.concurrency.pace import TurnTimer
 from mirror.errors import StrategyError
 
 
-class NoMerges:
+class NullLockstep:
     """The lockstep of what a backward pass outside ``run`` recomputes of one replica's part."""
 
-    takes_turns, is_eager, pace = True, False, Pace()
+    takes_turns, is_eager, pace = True, False, TurnTimer()
 
     def let_next_begin(self, replica_id: int) -> None:
         """Does nothing: there is no next one."""

@@ -14,7 +14,7 @@ LONG_SECONDS = 0.002
 LOOKS = 4  # the shortest of so many turns counts: the first ones of a program are long
 
 
-class Pace:
+class TurnTimer:
     """How long the first replica of a run that stops has kept its turn.
 
     Turns get longer where replicas run at once, so one decision does not undo itself.

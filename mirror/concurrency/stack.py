@@ -70,7 +70,7 @@ def stacks() -> str:
     return "".join(told).rstrip()
 
 
-def callees_of(thread: threading.Thread, method: Callable[..., object]) -> list[Any]:
+def active_calls_of(thread: threading.Thread, method: Callable[..., object]) -> list[Any]:
     """Returns the objects whose ``method`` another thread is in, innermost first."""
     return calls(thread.ident or -1, method)
 
@@ -85,7 +85,7 @@ def calls(ident: int, method: Callable[..., object]) -> list[Any]:
     return callees
 
 
-def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+def throw_into_thread(thread: threading.Thread, error: type[BaseException]) -> None:
     """Raises an exception in another thread, before the next Python instruction it executes.
 
     Not in one that is starting a third: until that one runs, CPython 3.11 and before take it for
@@ -93,9 +93,9 @@ def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """
     deadline = monotonic() + _STARTING_SECONDS
     while thread.ident is not None and monotonic() < deadline:
-        if not callees_of(thread, threading.Thread.start):
+        if not active_calls_of(thread, threading.Thread.start):
             _send(thread.ident, ctypes.py_object(error))
-            if not callees_of(thread, threading.Thread.start):
+            if not active_calls_of(thread, threading.Thread.start):
                 return
             _send(thread.ident, None)
         sleep(0.0005)
@@ -150,7 +150,7 @@ _REMEDIES = (
 )
 
 
-def note_replica(error: BaseException, name: str) -> None:
+def annotate_error(error: BaseException, name: str) -> None:
     """Notes on an error which replica has raised it, and what to do about it if that is known."""
     add_note(error, f"in {name}")
     text = str(error)
@@ -164,7 +164,7 @@ def call_noted(task: Callable[[], Any], replica: str) -> Any:
     try:
         return task()
     except BaseException as error:
-        note_replica(error, replica)
+        annotate_error(error, replica)
         raise
 
 

@@ -10,7 +10,7 @@ from mirror.concurrency.stack import stacks, user_line
 from mirror.errors import CollectiveTimeoutError, DivergenceError
 
 
-def stand(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> str:
+def describe(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> str:
     """Returns where a replica stands, in words.
 
     Args:
@@ -25,7 +25,7 @@ def stand(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> s
     return "waits for its turn" if is_next else "has returned"
 
 
-def where_all_stand(
+def describe_all(
     names: Mapping[int, str],
     waiting: Mapping[int, MergePoint],
     frames: Mapping[int, FrameType | None],
@@ -40,12 +40,12 @@ def where_all_stand(
         runnable: those that will begin, or go on.
     """
     return "\n".join(
-        f"  {name}: {stand(waiting.get(r), frames.get(r), r in runnable)}"
+        f"  {name}: {describe(waiting.get(r), frames.get(r), r in runnable)}"
         for r, name in sorted(names.items())
     )
 
 
-def are_unlike(points: Iterable[MergePoint]) -> bool:
+def mismatch(points: Iterable[MergePoint]) -> bool:
     """Whether replicas that stand at these points do not stand at one."""
     first, *others = points
     for point in others:

@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import TypeVar
 
 from mirror.concurrency.stack import calls
-from mirror.concurrency.wake import Gate
+from mirror.concurrency.wake import Baton
 from mirror.errors import StrategyError
 
 T = TypeVar("T")
 
 
-class Threads:
+class ReplicaThreads:
     """One thread per replica, made when first needed; one replica may use the caller's.
 
     Args:
@@ -32,7 +32,7 @@ class Threads:
         self.here: int | None = None
         self.dismissed = False
         self._names, self._work = names, work
-        self._turns, self._turn_here = [Gate() for _ in names], Gate()
+        self._turns, self._turn_here = [Baton() for _ in names], Baton()
         self._threads: dict[int, threading.Thread] = {}
 
     def wake(self, replica_id: int, *, near: bool) -> None:
@@ -44,7 +44,7 @@ class Threads:
         if replica_id not in self._threads and replica_id != self.here:
             self._start(replica_id)
         gate = self._turn_here if replica_id == self.here else self._turns[replica_id]
-        gate.open(near=near)
+        gate.post(near=near)
 
     def wait_for_run(self, replica_id: int) -> bool:
         """Waits, in a replica's own thread, for its first turn in a run.
@@ -62,7 +62,7 @@ class Threads:
         gate = self._turn_here if replica_id == self.here else self._turns[replica_id]
         return gate.wait() and not self.dismissed
 
-    def of(self, replica_id: int) -> threading.Thread:
+    def threads_of(self, replica_id: int) -> threading.Thread:
         """Returns the thread that a replica is in."""
         return self.caller if replica_id == self.here else self._threads[replica_id]
 
@@ -88,7 +88,7 @@ class Threads:
         self.dismissed = True
         for gate in (self._turn_here, *(self._turns[r] for r in tuple(self._threads))):
             with suppress(RuntimeError):  # the gate is open already
-                gate.open(near=False)
+                gate.post(near=False)
 
     def move_back(self) -> None:
         """Gives the caller's thread its affinity back, if an interrupt has prevented that."""
@@ -101,7 +101,7 @@ class Threads:
         thread.start()
 
 
-class Claim:
+class ExclusiveRun:
     """The right of one thread to run the replicas of a strategy."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Claim:
             # One step, whoever comes at the same moment. A claim of its own an interrupt has left.
             claimed = claims.setdefault("run", thread)
             if claimed != thread:
-                if self in calls(claimed, Claim.call):
+                if self in calls(claimed, ExclusiveRun.call):
                     raise StrategyError(
                         "run was called while another thread's run of the same strategy is going "
                         "on; call it when that has returned, or give each thread a strategy of "

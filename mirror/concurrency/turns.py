@@ -10,19 +10,19 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from mirror.accelerator.teams import end_team
+from mirror.accelerator.teams import release_thread_pool
 from mirror.concurrency.failure import Failure
 from mirror.concurrency.merge_point import Act, MergePoint, act_at, just_act
-from mirror.concurrency.pace import Pace
+from mirror.concurrency.pace import TurnTimer
 from mirror.concurrency.stack import frame_of
-from mirror.concurrency.standstill import are_unlike, divergence, where_all_stand
-from mirror.concurrency.threads import Threads
-from mirror.concurrency.wake import Gate
+from mirror.concurrency.standstill import mismatch, divergence, describe_all
+from mirror.concurrency.threads import ReplicaThreads
+from mirror.concurrency.wake import Baton
 
 Tasks = dict[int, Callable[[], Any]]
 
 
-class Turns:
+class RunQueue:
     """Who has the turn in one run of replicas. See [Note: Turns] in ``lockstep.py``.
 
     A replica is in exactly one of ``_runnable``, ``_running``, ``_waiting``, or has ended.
@@ -36,12 +36,12 @@ class Turns:
         usable: whether there may be another run: not once this was closed, or struck.
     """
 
-    def __init__(self, names: tuple[str, ...], threads: Threads, *, schedule: str) -> None:
+    def __init__(self, names: tuple[str, ...], threads: ReplicaThreads, *, schedule: str) -> None:
         self.names, self._threads, self._schedule = names, threads, schedule
         # Whether an exception has come to our own code, after which nobody knows whose turn it is.
         self.usable, self._is_struck = True, False
         self.ends_teams = False
-        self.pace, self._mutex, self._finished = Pace(), threading.Lock(), Gate()
+        self.pace, self._mutex, self._finished = TurnTimer(), threading.Lock(), Baton()
         self._begin_run({})
 
     def _begin_run(
@@ -132,8 +132,8 @@ class Turns:
         loose = [r for r in sorted(waiting) if waiting[r].is_loose]
         if loose:
             first = waiting[loose[0]]
-            return tuple(r for r in loose if not are_unlike((first, waiting[r])))
-        if len(waiting) < len(self._order) or are_unlike(waiting.values()):
+            return tuple(r for r in loose if not mismatch((first, waiting[r])))
+        if len(waiting) < len(self._order) or mismatch(waiting.values()):
             self._failure.error = divergence(self._tell_where())
             return ()
         return tuple(sorted(waiting))
@@ -148,7 +148,7 @@ class Turns:
             return self._give_turns(last)
         if self.ends_teams and last != self._threads.here:  # else the caller has this thread
             self._end_team()
-        self._finished.open(near=self.takes_turns)
+        self._finished.post(near=self.takes_turns)
         return False
 
     def _merge(self, met: tuple[int, ...]) -> None:
@@ -164,16 +164,16 @@ class Turns:
             self._acting = False
 
     def _end_team(self) -> None:
-        if self.takes_turns and end_team is not None:
-            end_team()
+        if self.takes_turns and release_thread_pool is not None:
+            release_thread_pool()
 
     def _wake_all(self) -> None:
         """Has everybody who waits, the caller included, find that the run is over."""
         self.dismiss()
         with suppress(RuntimeError):  # it is open
-            self._finished.open(near=False)
+            self._finished.post(near=False)
 
     def _tell_where(self) -> str:
-        frames = self._frames | {r: frame_of(self._threads.of(r)) for r in self._running}
+        frames = self._frames | {r: frame_of(self._threads.threads_of(r)) for r in self._running}
         names = {r: self.names[r] for r in self._tasks}
-        return where_all_stand(names, self._waiting, frames, self._runnable)
+        return describe_all(names, self._waiting, frames, self._runnable)

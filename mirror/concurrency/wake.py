@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-class Gate:
+class Baton:
     """Where one thread waits until another one lets it go on."""
 
     __slots__ = ("_lock", "_moved", "_moving", "_sleeper")
@@ -45,7 +45,7 @@ class Gate:
             if self._moved is not None:
                 self.move_back()
 
-    def open(self, *, near: bool) -> None:
+    def post(self, *, near: bool) -> None:
         """Lets one thread through.
 
         Args:

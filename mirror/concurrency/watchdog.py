@@ -13,8 +13,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from mirror.accelerator.forks import renew_in_forks
-from mirror.concurrency.stack import callees_of, stacks
+from mirror.accelerator.forks import reinit_after_fork
+from mirror.concurrency.stack import active_calls_of, stacks
 from mirror.errors import CollectiveTimeoutError
 
 # How long a call that is broken off may take to end before that is an error of its own.
@@ -25,7 +25,7 @@ IDLE_SECONDS = 1.0
 _logger = logging.getLogger("mirror")
 
 
-class Call:
+class WatchedCall:
     """One call, from when it is made until it has returned.
 
     Args:
@@ -70,23 +70,23 @@ class Call:
 
     def is_going_on(self) -> bool:
         """Whether its thread is still in it: an interrupt may have kept it from being ended."""
-        return self in callees_of(self._thread, Call.make)
+        return self in active_calls_of(self._thread, WatchedCall.make)
 
 
 class _Watchdog:
     def __init__(self) -> None:
-        self.renew()
-        renew_in_forks(self)
+        self.after_fork()
+        reinit_after_fork(self)
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Begins anew, as in a forked process, where the thread is not."""
-        self._calls: dict[Call, None] = {}  # changed by single steps of the dict
+        self._calls: dict[WatchedCall, None] = {}  # changed by single steps of the dict
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._wakes_at = 0.0
         self._num_begun = 0
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: WatchedCall) -> None:
         self._calls[call] = None
         self._num_begun += 1
         if self._thread is None or call.deadline < self._wakes_at:
@@ -98,13 +98,13 @@ class _Watchdog:
                     thread.start()  # before it is noted: an interrupt may come in between
                     self._thread = thread
 
-    def end(self, call: Call) -> None:
+    def end(self, call: WatchedCall) -> None:
         self._calls.pop(call, None)
 
     def _watch(self) -> None:
         num_seen = -1
         while True:
-            self._look()
+            self._poll()
             with self._lock:
                 if num_seen == self._num_begun:
                     self._thread = None
@@ -117,13 +117,13 @@ class _Watchdog:
                 self._wakes_at = min(self._wakes_at, *deadlines, math.inf)
                 self._lock.wait(max(0.0, self._wakes_at - monotonic()))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         # Of its own, so that the frame that waits keeps no call alive.
         for call in tuple(self._calls):
             if call.deadline <= monotonic():
-                self._bark(call)
+                self._expire(call)
 
-    def _bark(self, call: Call) -> None:
+    def _expire(self, call: WatchedCall) -> None:
         if not call.is_going_on():
             self.end(call)
         elif call.late is None:

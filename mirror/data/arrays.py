@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from mirror.data.options import is_int
 from mirror.data.split import batch_size as num_examples_of
 from mirror.data.split import is_batched
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.values import map_structure
 
 Index = slice | Tensor
@@ -53,17 +53,17 @@ def from_arrays(
             nor an int >= 1.
     """
     if not is_int(batch_size) or batch_size < 1:
-        raise ValueError(f"batch_size must be an int >= 1, got {in_words(batch_size)}")
+        raise ValueError(f"batch_size must be an int >= 1, got {short_repr(batch_size)}")
     if not isinstance(shuffle, bool):
         raise ValueError(
-            f"shuffle must be a bool, got {in_words(shuffle)}; a seed is passed as seed="
+            f"shuffle must be a bool, got {short_repr(shuffle)}; a seed is passed as seed="
         )
     if seed is not None and not (is_int(seed) and -(2**63) <= seed < 2**64):
-        raise ValueError(f"seed must be an int of 64 bits or None, got {in_words(seed)}")
+        raise ValueError(f"seed must be an int of 64 bits or None, got {short_repr(seed)}")
     if not (repeat is None or isinstance(repeat, bool) or (is_int(repeat) and repeat >= 1)):
         raise ValueError(
             "repeat must be a number of epochs, an int >= 1, or True for batches that never end, "
-            f"or None for one epoch; got {in_words(repeat)}"
+            f"or None for one epoch; got {short_repr(repeat)}"
         )
     num_epochs = None if repeat is True else int(repeat or 1)
     num_examples = num_examples_of(arrays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.data.options import InputOptions
 
 # Steps over which speeds are measured before the shares may change.
@@ -42,7 +42,7 @@ class Balance:
         """The replicas' shares of a batch; they sum to 1."""
         return self._shares
 
-    def note(self, sizes: Sequence[int]) -> None:
+    def record(self, sizes: Sequence[int]) -> None:
         """Notes that the step on a batch of parts of these sizes begins, so the last has ended."""
         if self._steps == STEPS:
             self._adapt()
@@ -69,7 +69,7 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedBalance:
     """Shares that stay.
 
     Attributes:
@@ -81,12 +81,12 @@ class Fixed:
 
 def balance_of(
     options: InputOptions,
-    workers: Alone,
+    workers: LocalWorkerGroup,
     num_local: int,
     *,
     joins: bool,
     measure: Callable[[], Callable[[], Sequence[float]]] | None,
-) -> Balance | Fixed:
+) -> Balance | FixedBalance:
     """Returns what gives the shares: of all workers' replicas, or, measured, of the local ones.
 
     Raises:
@@ -94,7 +94,7 @@ def balance_of(
     """
     weights = options.weights
     if weights is None:
-        return Fixed()
+        return FixedBalance()
     if joins:
         raise ValueError(
             "weights split global batches; with distribute_dataset_from_function the batches are "
@@ -103,7 +103,7 @@ def balance_of(
     if isinstance(weights, str):
         if measure is None:
             raise ValueError("weights='auto' needs a strategy that measures its replicas")
-        if workers.are_several and options.sharding != "off":
+        if workers.is_multi_process and options.sharding != "off":
             raise ValueError(
                 "weights='auto' follows what this worker measures, and all workers must split a "
                 "batch alike; give one number per replica of all workers, or batches of each "
@@ -115,4 +115,4 @@ def balance_of(
             f"weights must be one per replica, {workers.num_replicas} of them; got "
             f"{len(weights)}: {weights}"
         )
-    return Fixed(weights)
+    return FixedBalance(weights)

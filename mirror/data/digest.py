@@ -12,7 +12,7 @@ from torch import Tensor
 _MAX_BYTES = 2**16  # of a leaf
 
 
-def digest_of(value: object) -> bytes:
+def batch_hash(value: object) -> bytes:
     """Returns a hash of nested values; of a large leaf its beginning counts."""
     digest = hashlib.blake2b(digest_size=8)
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mirror.errors import in_words
-from mirror.signposts import signposted_call
+from mirror.errors import short_repr
+from mirror.signposts import call_with_hints
 
 OptionsT = TypeVar("OptionsT")
 SHARDINGS = ("auto", "data", "file", "off")
 
 
-@signposted_call
+@call_with_hints
 @dataclass(frozen=True)
 class InputOptions:
     """Options of a distributed dataset.
@@ -50,10 +50,12 @@ class InputOptions:
     def __post_init__(self) -> None:
         if not is_int(self.prefetch) or self.prefetch < 0:
             raise ValueError(
-                f"prefetch must be a number of batches, an int >= 0, got {in_words(self.prefetch)}"
+                f"prefetch must be a number of batches, an int >= 0, got {short_repr(self.prefetch)}"
             )
         if not isinstance(self.drop_remainder, bool):
-            raise ValueError(f"drop_remainder must be a bool, got {in_words(self.drop_remainder)}")
+            raise ValueError(
+                f"drop_remainder must be a bool, got {short_repr(self.drop_remainder)}"
+            )
         if self.weights is not None and not (
             isinstance(self.weights, str) and self.weights == "auto"
         ):
@@ -61,11 +63,11 @@ class InputOptions:
         if self.weight_of is not None and not callable(self.weight_of):
             raise ValueError(
                 "weight_of must be a function of a replica's part of the batch, got "
-                f"{in_words(self.weight_of)}"
+                f"{short_repr(self.weight_of)}"
             )
         if not isinstance(self.sharding, str) or self.sharding not in SHARDINGS:
             names = ", ".join(map(repr, SHARDINGS))
-            raise ValueError(f"sharding must be one of {names}; got {in_words(self.sharding)}")
+            raise ValueError(f"sharding must be one of {names}; got {short_repr(self.sharding)}")
 
     def policy(self, *, joins: bool) -> str:
         """Returns the sharding of a dataset, or of one made by a function on every worker.
@@ -106,7 +108,7 @@ class InputContext:
         """
         if not is_int(global_batch_size) or global_batch_size < 1:
             raise ValueError(
-                f"global_batch_size must be an int >= 1, got {in_words(global_batch_size)}"
+                f"global_batch_size must be an int >= 1, got {short_repr(global_batch_size)}"
             )
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
@@ -127,7 +129,7 @@ def or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
         return kind()
     if not isinstance(options, kind):
         raise TypeError(
-            f"options must be a mirror.{kind.__name__} or None, got {in_words(options)}; options "
+            f"options must be a mirror.{kind.__name__} or None, got {short_repr(options)}; options "
             f"in a dict are passed as mirror.{kind.__name__}(**options)"
         )
     return options
@@ -146,7 +148,7 @@ def _checked_weights(weights: Sequence[float] | str) -> tuple[float, ...]:
         checked = ()
     valid = all(math.isfinite(weight) and weight >= 0 for weight in checked)
     if isinstance(weights, str) or not valid or not any(checked):
-        raise ValueError(f"{rule}; got {in_words(weights)}")
+        raise ValueError(f"{rule}; got {short_repr(weights)}")
     return checked
 
 

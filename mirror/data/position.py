@@ -15,7 +15,7 @@ VERSION = 1
 
 
 @dataclass
-class Position:
+class PassPosition:
     """Where a pass stands for its consumer, whatever has been read ahead.
 
     Attributes:
@@ -32,7 +32,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedPosition:
     """A position with what belongs to it in a ``state_dict``.
 
     Attributes:
@@ -45,7 +45,7 @@ class Saved:
     kind: str
     num_batches: int | None
     has_begun: bool
-    position: Position
+    position: PassPosition
     streams: dict[str, Any]
 
     def as_state(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Saved:
         }
 
     @classmethod
-    def from_state(cls, state: object, kind: str, num_batches: int | None) -> Saved:
+    def from_state(cls, state: object, kind: str, num_batches: int | None) -> SavedPosition:
         """Returns what a state says, for a dataset of this kind and length.
 
         Raises:
@@ -73,7 +73,7 @@ class Saved:
         _check(state, kind, num_batches)
         state = copy.deepcopy(state)
         assert isinstance(state, Mapping)
-        position = Position(
+        position = PassPosition(
             dict(state["order"]), state["num_consumed"], state["first_size"], state["own_state"]
         )
         return cls(kind, num_batches, state["has_begun"], position, dict(state["streams"]))

@@ -16,11 +16,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from mirror.comm.workers.alone import Alone
-from mirror.data.balance import Balance, Fixed
+from mirror.comm.workers.alone import LocalWorkerGroup
+from mirror.data.balance import Balance, FixedBalance
 from mirror.data.samplers import samplers_of
 from mirror.data.split import split_sizes
-from mirror.errors import BatchError, in_words
+from mirror.errors import BatchError, short_repr
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Window:
     first: int
     count: int
     num_replicas: int
-    balance: Balance | Fixed
+    balance: Balance | FixedBalance
 
     def sizes(self, num_examples: int) -> tuple[int, ...]:
         """Returns how many examples of a batch each replica gets, of all that there are."""
@@ -66,7 +66,11 @@ class Sharding:
 
 
 def sharding_of(
-    dataset: Iterable[Any], policy: str, workers: Alone, num_local: int, balance: Balance | Fixed
+    dataset: Iterable[Any],
+    policy: str,
+    workers: LocalWorkerGroup,
+    num_local: int,
+    balance: Balance | FixedBalance,
 ) -> Sharding:
     """Returns what this worker reads of a dataset of global batches.
 
@@ -86,9 +90,9 @@ def sharding_of(
         BatchError: the dataset cannot be read so.
     """
     whole = Window(0, num_local, num_local, balance)
-    if not workers.are_several:
+    if not workers.is_multi_process:
         return Sharding(dataset, whole, is_own=False)
-    first = workers.first
+    first = workers.replica_offset
     if policy in ("auto", "data"):
         if _is_shard(dataset, policy, workers):
             policy = "off"
@@ -100,8 +104,8 @@ def sharding_of(
         _is_shard(dataset, policy, workers)
         everyone = Window(first, num_local, workers.num_replicas, balance)
         dataset = _shard(dataset, workers, everyone)
-    if isinstance(balance, Fixed) and balance.shares is not None:
-        balance = Fixed(balance.shares[first : first + num_local])
+    if isinstance(balance, FixedBalance) and balance.shares is not None:
+        balance = FixedBalance(balance.shares[first : first + num_local])
         if not any(balance.shares or ()):
             raise ValueError(
                 f"with batches of its own a worker needs weights above 0 for its replicas; worker "
@@ -110,7 +114,7 @@ def sharding_of(
     return Sharding(dataset, Window(0, num_local, num_local, balance), is_own=True)
 
 
-def _is_shard(dataset: object, policy: str, workers: Alone) -> bool:
+def _is_shard(dataset: object, policy: str, workers: LocalWorkerGroup) -> bool:
     """Whether a loader reads this worker's share of the examples already.
 
     Raises:
@@ -132,7 +136,7 @@ def _is_shard(dataset: object, policy: str, workers: Alone) -> bool:
     return False
 
 
-def _shard(dataset: Any, workers: Alone, window: Window) -> Any:
+def _shard(dataset: Any, workers: LocalWorkerGroup, window: Window) -> Any:
     if hasattr(dataset, "shard"):
         return dataset.shard(workers.size, workers.rank)
     remedy = (
@@ -186,4 +190,4 @@ def _sampler_over(part: Any, loader: DataLoader[Any]) -> Any:
 def _named(dataset: object, examples: object) -> str:
     if isinstance(dataset, DataLoader):
         return f"a DataLoader over a {type(examples).__name__}"
-    return in_words(dataset)
+    return short_repr(dataset)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from mirror.data.balance import Fixed
+from mirror.data.balance import FixedBalance
 from mirror.data.indices import Indices, copy_of, skip
 from mirror.data.samplers import (
     SHARDED,
@@ -27,7 +27,7 @@ from mirror.data.streams import capture_streams, restore_streams, streams_at
 from mirror.errors import BatchError
 
 
-class Pass:
+class DatasetPass:
     """One pass over a dataset's batches.
 
     Args:
@@ -52,7 +52,7 @@ class Pass:
             end()
 
 
-class Source:
+class DatasetAdapter:
     """Any iterable of batches; a pass begins in the middle by reading what was consumed.
 
     Attributes:
@@ -66,7 +66,7 @@ class Source:
         self.dataset = dataset
         self.is_shared = isinstance(dataset, Iterator)
 
-    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> DatasetPass:
         """Begins a pass after its first ``num_consumed`` batches.
 
         Args:
@@ -78,7 +78,7 @@ class Source:
         """
         batches = iter(self.dataset)
         skip(batches, num_consumed)
-        return Pass(batches)
+        return DatasetPass(batches)
 
     def order(self) -> dict[str, Any]:
         """Returns what decides the order of a pass that would begin now."""
@@ -137,15 +137,15 @@ class Source:
         """
 
 
-class StatefulSource(Source):
+class StatefulAdapter(DatasetAdapter):
     """An iterable that knows its position: torchdata's ``StatefulDataLoader``, or a stream."""
 
     kind = "stateful"
 
-    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> DatasetPass:
         """Begins where the dataset's own state says."""
         try:
-            return Pass(iter(self.dataset))
+            return DatasetPass(iter(self.dataset))
         except Exception as error:
             if order is None:
                 raise
@@ -180,7 +180,7 @@ class StatefulSource(Source):
             self.load_own_state(own_state)
 
 
-class LoaderSource(Source):
+class LoaderAdapter(DatasetAdapter):
     """A ``DataLoader``; of a map-style one only the indices of what was consumed are read.
 
     Each pass has a copy of the loader, so that passes do not disturb each other: a loader with
@@ -200,14 +200,14 @@ class LoaderSource(Source):
         self._window = window
         self._idle = _idle_copies(dataset, window)
 
-    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> DatasetPass:
         loader = self._idle.pop() if self._idle else copy_of(self._loader, self._window)
         end = (lambda: self._idle.append(loader)) if _persists(loader) else None
         indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if not isinstance(indices, Indices):
             batches: Iterator[Any] = iter(loader)
             skip(batches, num_consumed)
-            return Pass(batches, end)
+            return DatasetPass(batches, end)
         indices.num_skipped = num_consumed
         if order is not None and order.get("reuses_workers") and loader._iterator is None:
             indices.before_first = lambda: self._replay(order)
@@ -215,7 +215,7 @@ class LoaderSource(Source):
         batches = iter(loader)
         if loader.num_workers == 0:
             indices.prime()
-        return Pass(batches, end)
+        return DatasetPass(batches, end)
 
     def _replay(self, order: Mapping[str, Any]) -> None:
         """Forgets the seed of new workers, where the pass to be replayed had drawn none."""
@@ -261,7 +261,7 @@ _idle: weakref.WeakKeyDictionary[
 
 def _idle_copies(loader: DataLoader[Any], window: Window | None) -> list[DataLoader[Any]]:
     """Returns the list of a loader's idle copies that fetch this window."""
-    if window is not None and not isinstance(window.balance, Fixed):
+    if window is not None and not isinstance(window.balance, FixedBalance):
         return []  # its shares change: no other dataset has the same windows
     by_window = _idle.setdefault(loader, [])
     for known, copies in by_window:
@@ -271,16 +271,16 @@ def _idle_copies(loader: DataLoader[Any], window: Window | None) -> list[DataLoa
     return by_window[-1][1]
 
 
-class TensorFlowSource(Source):
+class TensorFlowAdapter(DatasetAdapter):
     """A ``tf.data.Dataset``, whose batches come as numpy arrays."""
 
-    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> Pass:
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> DatasetPass:
         batches: Iterator[Any] = self.dataset.as_numpy_iterator()  # type: ignore[attr-defined]
         skip(batches, num_consumed)
-        return Pass(batches)
+        return DatasetPass(batches)
 
 
-def source_of(dataset: Iterable[Any], window: Window | None = None) -> Source:
+def adapter_of(dataset: Iterable[Any], window: Window | None = None) -> DatasetAdapter:
     """Returns the source for a dataset.
 
     Args:
@@ -318,11 +318,11 @@ def source_of(dataset: Iterable[Any], window: Window | None = None) -> Source:
             if reads_a_shard(sampler):
                 raise BatchError(SHARDED.format(sampler.num_replicas))
     if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
-        return StatefulSource(dataset)
+        return StatefulAdapter(dataset)
     if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
-        return LoaderSource(dataset, window)
+        return LoaderAdapter(dataset, window)
     is_of_tensorflow = callable(getattr(dataset, "as_numpy_iterator", None))
-    return TensorFlowSource(dataset) if is_of_tensorflow else Source(dataset)
+    return TensorFlowAdapter(dataset) if is_of_tensorflow else DatasetAdapter(dataset)
 
 
 def _is_one_batch(dataset: object) -> bool:

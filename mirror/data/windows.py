@@ -37,7 +37,7 @@ from torch.utils.data import (
 )
 
 from mirror.data.arrays import Arrays
-from mirror.data.digest import digest_of
+from mirror.data.digest import batch_hash
 from mirror.data.sharding import Window
 from mirror.data.streams import capture_streams, restore_streams, same_streams
 from mirror.values import leaves_of
@@ -188,7 +188,7 @@ class _Begin:
 
 
 def _key_of(value: object) -> int:
-    return int.from_bytes(digest_of(value)[:7], "little")
+    return int.from_bytes(batch_hash(value)[:7], "little")
 
 
 def _has_generators(dataset: object) -> bool:

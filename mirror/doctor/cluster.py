@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from mirror.cluster.launchers import launchers, resolver_of
 from mirror.cluster.rendezvous import Rendezvous
 from mirror.cluster.spec import ClusterSpec
-from mirror.cluster.variables import Variables
+from mirror.cluster.variables import EnvironmentVariables
 from mirror.errors import ClusterError
 
 
@@ -35,7 +35,7 @@ class ClusterReport:
         """Returns everything as JSON can hold it."""
         return {**asdict(self), "tasks": dict(self.tasks)}
 
-    def lines(self) -> Iterator[str]:
+    def render(self) -> Iterator[str]:
         """Yields everything for a terminal."""
         if not self.launchers:
             yield "one process: no variables of torchrun, TF_CONFIG, Slurm or Kubernetes are set"
@@ -69,7 +69,7 @@ def examine_cluster(environ: MutableMapping[str, str] | None = None) -> ClusterR
         place, spec = resolver.rendezvous(), resolver.cluster_spec()
     except ClusterError as error:
         return ClusterReport(found, failure=str(error))
-    warnings = tuple(_warnings(found[0], place, spec, Variables(environ)))
+    warnings = tuple(_warnings(found[0], place, spec, EnvironmentVariables(environ)))
     tasks = tuple((job, spec.num_tasks(job)) for job in spec.jobs)
     return ClusterReport(found, place, tasks, warnings=warnings)
 
@@ -85,7 +85,7 @@ def _who(place: Rendezvous) -> str:
 
 
 def _warnings(
-    launcher: str, place: Rendezvous, spec: ClusterSpec, told: Variables
+    launcher: str, place: Rendezvous, spec: ClusterSpec, told: EnvironmentVariables
 ) -> Iterator[str]:
     is_step = told.first("SLURM_STEP_ID", "SLURM_STEPID") is not None
     if launcher == "Slurm" and not is_step and place.world_size > 1:

@@ -126,8 +126,8 @@ class Diagnosis:
             ("libnccl", self._libnccl()),
             ("backends", self._backends()),
             ("auto", [f"{self.auto.name}: {self.auto.reason}"]),
-            ("cluster", self.cluster.lines()),
-            ("links", [] if self.links is None else self.links.lines()),
+            ("cluster", self.cluster.render()),
+            ("links", [] if self.links is None else self.links.render()),
             ("TPU", [self._tpu()]),
         ]
         if self.num_gpus == 0:
@@ -251,7 +251,7 @@ def _links(cluster: ClusterReport, tell: Callable[[str], None] | None) -> LinkRe
 def _report(
     name: str, devices: tuple[torch.device, ...], tell: Callable[[str], None] | None
 ) -> BackendReport:
-    kind = choose.known(name)
+    kind = choose.check_name(name)
     if kind is None:
         raise KeyError(name)
     reason = kind.unavailable_reason(devices)
@@ -259,7 +259,9 @@ def _report(
         tell(f"{name}: trying it out; what is new on this machine is compiled, or loaded, first")
     failure = None
     if reason is None:
-        failure = trials.disproof(kind, devices, anew=True) or self_test.failure(kind, devices)
+        failure = trials.unsafe_reason(kind, devices, anew=True) or self_test.failure(
+            kind, devices
+        )
     return BackendReport(name, reason, failure)
 
 

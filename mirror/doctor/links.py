@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.errors import DivergenceError, WorkerLostError
 
 _SECONDS = 30.0
@@ -39,7 +39,7 @@ class LinkReport:
         """Returns everything as JSON can hold it."""
         return asdict(self)
 
-    def lines(self) -> Iterator[str]:
+    def render(self) -> Iterator[str]:
         """Yields everything for a terminal."""
         if self.failure is not None:
             yield f"FAILED: {self.failure}"
@@ -69,13 +69,13 @@ def measure_links(
     """
     if not torch.distributed.is_available():
         return LinkReport(failure="this torch was built without torch.distributed")
-    from mirror.comm.workers.workers import Workers  # which needs it
+    from mirror.comm.workers.workers import DistributedWorkerGroup  # which needs it
 
     seconds = _SECONDS if seconds is None else seconds
     if tell is not None:
         tell(f"waiting up to {seconds:g} s for the doctors of the other workers")
     try:
-        workers = Workers(1, lambda: "mirror doctor", seconds)
+        workers = DistributedWorkerGroup(1, lambda: "mirror doctor", seconds)
     except WorkerLostError as error:
         return LinkReport(
             missing=f"{str(error).splitlines()[0]} (mirror doctor tests the links if all "
@@ -89,13 +89,13 @@ def measure_links(
         workers.close()
 
 
-def _measured(workers: Alone) -> LinkReport:
+def _measured(workers: LocalWorkerGroup) -> LinkReport:
     exchanges = [_timed(lambda: workers.exchange("a test")) for _ in range(_NUM_EXCHANGES)]
     sums = []
     for _ in range(_NUM_SUMS):
         buffer = torch.ones(_SUM_BYTES // 4)
         workers.exchange("a test begins")
-        sums.append(_timed(partial(workers.total, "a test", buffer)))
+        sums.append(_timed(partial(workers.all_reduce_sum_, "a test", buffer)))
         if not torch.equal(buffer, torch.full_like(buffer, workers.size)):
             return LinkReport(failure="what the workers have summed is wrong")
     return LinkReport(statistics.median(exchanges), min(sums))

@@ -28,7 +28,7 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from mirror.accelerator.renaming import Renaming
+from mirror.accelerator.renaming import DeviceRemap
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica, Replicas
 
@@ -65,7 +65,7 @@ def replica_of(replicas: Replicas) -> Replica | None:
     return replica if replica is not None and replica.replicas is replicas else None
 
 
-def is_inside(replicas: Replicas) -> bool:
+def is_active_in(replicas: Replicas) -> bool:
     """Whether this thread belongs to one of these replicas, which may be merging."""
     if replica_of(replicas) is not None:
         return True
@@ -77,7 +77,7 @@ def is_inside(replicas: Replicas) -> bool:
     return False
 
 
-def replica_around() -> Replica | None:
+def enclosing_replica() -> Replica | None:
     """Returns the innermost replica, of any strategy, that this thread belongs to."""
     replica, below = current.replica, current.below
     while replica is None and below is not None:
@@ -94,12 +94,12 @@ def check_current(replica: Replica) -> None:
         )
 
 
-def here() -> Context:
+def save_context() -> Context:
     """Returns what is to be current again. See [Note: Interrupts]."""
     return current.replica, current.strategy, current.below
 
 
-def enter(strategy: Any, replica: Replica | None) -> None:
+def push_context(strategy: Any, replica: Replica | None) -> None:
     """Makes a strategy's replica current, or its cross-replica context with ``None``."""
     current.below = current.replica, current.strategy, current.below
     current.replica, current.strategy = replica, strategy
@@ -114,7 +114,7 @@ def renaming(replica: Replica) -> AbstractContextManager[object]:
     if replica.replica_id == 0:
         return nullcontext()
     names = replicas.places.names(replica.replica_id)
-    return Renaming(names, lambda: replica_of(replicas) is not None)
+    return DeviceRemap(names, lambda: replica_of(replicas) is not None)
 
 
 def refuse_within_another(replicas: Replicas, what: str) -> None:

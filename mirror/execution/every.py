@@ -8,7 +8,7 @@ from mirror.concurrency.stack import add_note
 from mirror.execution.runner import Runner
 
 
-class Every:
+class EveryNSteps:
     """Calls ``act`` after every ``num_steps`` steps of a strategy, between runs.
 
     A step ends as a report's does: with an optimizer step outside ``run``, or with the ``run`` in

@@ -8,7 +8,7 @@ from mirror.concurrency.lockstep import Lockstep
 from mirror.execution.replicas import Replicas
 
 
-class Locksteps(list[Lockstep]):
+class LockstepStack(list[Lockstep]):
     """The locksteps, by depth of runs inside runs, made when first needed.
 
     Args:
@@ -20,14 +20,14 @@ class Locksteps(list[Lockstep]):
         self._names, self._break_off = replicas.names, replicas.communicator.abort
         self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
-    def at(self, depth: int) -> Lockstep:
+    def at_depth(self, depth: int) -> Lockstep:
         """Returns the one for runs inside that many others, anew if an interrupt has struck it."""
         while len(self) <= depth:
-            self.append(self._made())
+            self.append(self._make())
         lockstep = self[depth]
         if lockstep.is_busy or not lockstep.usable:
             lockstep.dismiss()
-            lockstep = self[depth] = self._made()
+            lockstep = self[depth] = self._make()
         return lockstep
 
     def close(self) -> None:
@@ -36,19 +36,19 @@ class Locksteps(list[Lockstep]):
             lockstep.close()
         self.clear()
 
-    def forsake(self) -> None:
+    def abandon_threads(self) -> None:
         """Drops them in a forked process, whose threads are in the other one."""
         for lockstep in self:
-            lockstep.forsake()
+            lockstep.abandon_threads()
         self.clear()
 
-    def _made(self) -> Lockstep:
+    def _make(self) -> Lockstep:
         made = Lockstep(self._names, schedule=self.schedule, timeout_seconds=self._timeout_seconds)
         made.break_off = self._break_off
         return made
 
 
-def end_threads(locksteps: Sequence[Lockstep]) -> None:
+def close_threads(locksteps: Sequence[Lockstep]) -> None:
     """Has the threads end, of a strategy that is gone, when they next wait."""
     for lockstep in locksteps:
         lockstep.dismiss()

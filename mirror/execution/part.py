@@ -59,7 +59,7 @@ def nothing(*args: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LifecycleHooks:
     """Something that must be equal on all replicas between runs; told when to see to it.
 
     See [Note: Parts] for when each is called.
@@ -67,12 +67,12 @@ class Part:
 
     name: str
     prepare: Callable[[], None] = nothing
-    merging: Callable[[Run], None] = nothing
-    returned: Callable[[], None] = nothing
+    on_merge: Callable[[Run], None] = nothing
+    on_return: Callable[[], None] = nothing
     finish: Callable[[Run], None] = nothing
-    ran: Callable[[tuple[int, ...]], None] = nothing
-    bring_along: Callable[[int, Sequence[int]], None] = nothing
-    settle: Callable[[], None] = nothing
+    on_run_end: Callable[[tuple[int, ...]], None] = nothing
+    sync_idle: Callable[[int, Sequence[int]], None] = nothing
+    on_synced: Callable[[], None] = nothing
     recover: Callable[[], None] = nothing
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mirror.execution.part import Part, nothing
+from mirror.execution.part import LifecycleHooks, nothing
 from mirror.execution.run import Run
 
 
-class Parts:
+class AllLifecycleHooks:
     """The parts of one strategy, in their order. See [Note: Parts].
 
     Attributes:
@@ -18,7 +18,7 @@ class Parts:
         at_returned: what hears that all replicas have returned.
     """
 
-    def __init__(self, num_replicas: int, parts: Sequence[Part]) -> None:
+    def __init__(self, num_replicas: int, parts: Sequence[LifecycleHooks]) -> None:
         self._num_replicas = num_replicas
 
         def of(event: str) -> tuple[Callable[..., None], ...]:
@@ -52,12 +52,12 @@ class Parts:
         for finish in self._at_finish:
             finish(run)
 
-    def ran(self, run: Run) -> None:
+    def on_run_end(self, run: Run) -> None:
         """Tells which replicas may have changed something."""
         for ran in self._at_ran:
             ran(run.active)
 
-    def bring_along(self, run: Run) -> None:
+    def sync_idle(self, run: Run) -> None:
         """Gives replicas that sat a run out what the others have; takes all as equal."""
         idle = [r for r in range(self._num_replicas) if r not in run.active]
         if idle:

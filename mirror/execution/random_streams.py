@@ -33,7 +33,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.devices import state_of, stream_seed
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _generator = torch.default_generator
 
 
-class Seeded:
+class SeededStates:
     """The states that the replicas' streams begin with, for one state of the generator.
 
     A program that draws nothing leaves the generator as it is, and needs them anew in every run.
@@ -64,7 +64,7 @@ class Seeded:
         self.known[replica_id] = state.numpy().tobytes()
 
 
-class Streams:
+class RngPool:
     """The random streams of a group's runs.
 
     Args:
@@ -73,17 +73,17 @@ class Streams:
 
     def __init__(self, are_apart: bool) -> None:
         self.are_apart = are_apart
-        self._seeded = Seeded(b"")  # of the last run
+        self._seeded = SeededStates(b"")  # of the last run
 
-    def begin(self, first: int) -> RandomStreams:
+    def begin(self, first: int) -> ReplicaRng:
         """Returns the streams of a run of several replicas that begins."""
         base = _state()
         if self._seeded.base != base:
-            self._seeded = Seeded(base)
-        return RandomStreams(self._seeded, first)
+            self._seeded = SeededStates(base)
+        return ReplicaRng(self._seeded, first)
 
 
-class RandomStreams:
+class ReplicaRng:
     """The streams of the replicas of one run.
 
     Attributes:
@@ -92,7 +92,7 @@ class RandomStreams:
 
     __slots__ = ("_first", "_seeded", "_states", "inside")
 
-    def __init__(self, seeded: Seeded, first: int) -> None:
+    def __init__(self, seeded: SeededStates, first: int) -> None:
         self._first = self.inside = first
         self._seeded = seeded
         self._states: dict[int, Tensor] = {}  # of those that were in the generator
@@ -126,7 +126,7 @@ class RandomStreams:
         return False
 
 
-def with_stream_of(workers: Alone, call: Callable[[], T]) -> T:
+def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
     """Has a run draw from a stream of its worker. See [Note: Streams of replicas]."""
     seed = int(torch.randint(2**62, (), generator=_generator))
     after = state_of(_generator)
@@ -138,9 +138,9 @@ def with_stream_of(workers: Alone, call: Callable[[], T]) -> T:
 
 
 @contextmanager
-def alike(workers: Alone) -> Iterator[None]:
+def same_seed(workers: LocalWorkerGroup) -> Iterator[None]:
     """Has what is drawn meanwhile, within a run, be what worker 0 draws: initial values."""
-    if not workers.are_several:
+    if not workers.is_multi_process:
         yield
         return
     seed = int(torch.randint(2**62, (), generator=_generator))

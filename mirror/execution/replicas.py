@@ -10,12 +10,12 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mirror.accelerator.places import Places
+from mirror.accelerator.places import DeviceMesh
 from mirror.comm.base import Communicator
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.merge_point import MergePoint
-from mirror.concurrency.no_merges import NoMerges
+from mirror.concurrency.no_merges import NullLockstep
 from mirror.devices import is_simulated
 from mirror.timeline import Timeline
 
@@ -54,8 +54,8 @@ class Replicas:
         "communicator",
         "device_types",
         "devices",
-        "home",
-        "is_apart",
+        "parameter_device",
+        "has_parameter_device",
         "is_nested",
         "is_one_device",
         "mirrors",
@@ -71,26 +71,28 @@ class Replicas:
 
     def __init__(
         self,
-        places: Places,
+        places: DeviceMesh,
         communicator: Communicator,
         *,
         strategy: Any,
         weighted: bool,
         is_nested: bool = False,
-        workers: Alone | None = None,
+        workers: LocalWorkerGroup | None = None,
         home: torch.device | None = None,
     ) -> None:
-        self.places, self.devices = places, places.columns[0]
+        self.places, self.devices = places, places.positions[0]
         self.communicator = communicator
         self.num_replicas = len(self.devices)
-        self.workers = workers = Alone(self.num_replicas) if workers is None else workers
-        self.is_apart = home is not None
-        self.home = self.devices[0] if home is None else home
-        self.mirrors = workers.num_replicas > 1 or self.is_apart
-        whose = f"worker {workers.rank}, " if workers.are_several else ""
-        where = [", ".join(map(str, row)) for row in places.rows]
+        self.workers = workers = (
+            LocalWorkerGroup(self.num_replicas) if workers is None else workers
+        )
+        self.has_parameter_device = home is not None
+        self.parameter_device = self.devices[0] if home is None else home
+        self.mirrors = workers.num_replicas > 1 or self.has_parameter_device
+        whose = f"worker {workers.rank}, " if workers.is_multi_process else ""
+        where = [", ".join(map(str, row)) for row in places.replicas]
         self.names = tuple(
-            f"replica {workers.first + r} of {workers.num_replicas} ({whose}{where[r]})"
+            f"replica {workers.replica_offset + r} of {workers.num_replicas} ({whose}{where[r]})"
             for r in range(self.num_replicas)
         )
         self.strategy = strategy
@@ -100,10 +102,12 @@ class Replicas:
         self.device_types = tuple({"cpu", *(device.type for device in self.devices)})
         self.are_simulated = is_simulated(self.devices)
         self.is_one_device = len(set(self.devices)) == 1
-        self.steps_once = (self.is_one_device and self.num_replicas > 1) or self.is_apart
+        self.steps_once = (
+            self.is_one_device and self.num_replicas > 1
+        ) or self.has_parameter_device
 
 
-class OfReplicas(Generic[T]):
+class WeakReplicaMap(Generic[T]):
     """What belongs to replicas and is found by them, as long as somebody else holds it.
 
     Weak on both sides: it holds its replicas.
@@ -118,7 +122,7 @@ class OfReplicas(Generic[T]):
         """Notes what belongs to replicas."""
         self._known[replicas] = weakref.ref(owned)
 
-    def of(self, replicas: Replicas) -> T:
+    def get(self, replicas: Replicas) -> T:
         """Returns what belongs to replicas that are in use."""
         owned = self._known[replicas]()
         assert owned is not None
@@ -130,20 +134,20 @@ class OfReplicas(Generic[T]):
         return [owned for owned in found if owned is not None]
 
 
-class Lent(Protocol):
+class SwappedOptimizer(Protocol):
     """What the step of a replica has for itself alone until the step ends: an optimizer."""
 
     def is_within_step(self, frame: FrameType) -> bool:
         """Whether ``frame`` was called by the step in progress."""
 
-    def give_back(self) -> None:
+    def swap_out(self) -> None:
         """Ends the loan; idempotent."""
 
-    def take_back(self) -> None:
+    def force_out(self) -> None:
         """Ends the loan, whoever has it or waits for it, after a failure; idempotent."""
 
 
-class Stepped(Protocol):
+class SteppedOptimizer(Protocol):
     """What all replicas of a run have stepped: an optimizer."""
 
     def options(self) -> object:
@@ -170,7 +174,7 @@ class Tracing(Protocol):
         """Raises the error for what no trace can follow."""
 
 
-class Together(Protocol):
+class RunView(Protocol):
     """What the replicas of one run have in common, as one of them sees it.
 
     Attributes:
@@ -188,7 +192,7 @@ class Together(Protocol):
         """Whose run it is."""
 
     @property
-    def stepped(self) -> dict[Stepped, dict[int, object]]:
+    def stepped(self) -> dict[SteppedOptimizer, dict[int, object]]:
         """The optimizers that all have stepped, and the options that each has left in them."""
 
     @property
@@ -208,7 +212,7 @@ class Together(Protocol):
         """The replicas that take part."""
 
     @property
-    def lockstep(self) -> Lockstep | NoMerges:
+    def lockstep(self) -> Lockstep | NullLockstep:
         """What gives them their turns."""
 
     def merge(self, replica_id: int, point: MergePoint) -> Any:
@@ -250,18 +254,18 @@ class Replica:
         "weight",
     )
 
-    def __init__(self, replicas: Replicas, run: Together, replica_id: int, weight: float) -> None:
+    def __init__(self, replicas: Replicas, run: RunView, replica_id: int, weight: float) -> None:
         self.replicas = replicas
         self.run = run
         self.replica_id = replica_id
         self.device = replicas.devices[replica_id]
         self.weight = weight
-        self.lent: list[Lent] = []
+        self.lent: list[SwappedOptimizer] = []
         self.context: Any = None
         self.tracing: Tracing | None = None
 
     def give_back(self) -> None:
         """Gives back the optimizers of a step that raised."""
         while self.lent:
-            self.lent[-1].give_back()
+            self.lent[-1].swap_out()
             self.lent.pop()

@@ -6,17 +6,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mirror.accelerator.current_streams import ReplicasStreams
+from mirror.accelerator.current_streams import ReplicaStreams
 from mirror.accelerator.stopwatch import Stopwatch
-from mirror.compiler import let_go, take_hold
+from mirror.compiler import suspend_dynamo, resume_dynamo
 from mirror.concurrency.lockstep import Lockstep
 from mirror.concurrency.merge_point import Action, MergePoint, Payloads
-from mirror.concurrency.no_merges import NoMerges
+from mirror.concurrency.no_merges import NullLockstep
 from mirror.data.split import ExampleCounts, GivenWeights, counts_of
 from mirror.errors import StrategyError
-from mirror.execution.current import check_current, current, enter, here
-from mirror.execution.random_streams import RandomStreams
-from mirror.execution.replicas import Replica, Replicas, Stepped
+from mirror.execution.current import check_current, current, push_context, save_context
+from mirror.execution.random_streams import ReplicaRng
+from mirror.execution.replicas import Replica, Replicas, SteppedOptimizer
 from mirror.timeline import WAITING
 
 
@@ -72,13 +72,13 @@ class Run:
     def __init__(
         self,
         replicas: Replicas,
-        lockstep: Lockstep | NoMerges,
+        lockstep: Lockstep | NullLockstep,
         active: tuple[int, ...],
         weights: Sequence[float] | None = None,
         outer: Run | None = None,
         *,
         stopwatches: Sequence[Stopwatch] = (),
-        streams: RandomStreams | None = None,
+        streams: ReplicaRng | None = None,
         checks: Sequence[Callable[[Run], None]] = (),
         is_default: bool = False,
     ) -> None:
@@ -96,11 +96,11 @@ class Run:
         self.checks = checks
         self.assigned: dict[Any, bool] = {}
         self.modes: dict[int, tuple[object, dict[int, bool]]] = {}
-        self.stepped: dict[Stepped, dict[int, object]] = {}
+        self.stepped: dict[SteppedOptimizer, dict[int, object]] = {}
         self.stopwatches = stopwatches
         self.streams = streams
         self._on_streams = (
-            None if replicas.are_simulated else ReplicasStreams(replicas.places.rows)
+            None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
         )
         self.members = {
             r: Replica(replicas, self, r, 1.0 if weights is None else float(weights[r]))
@@ -155,10 +155,10 @@ class Run:
         if replica.lent:
             replica.give_back()
         if self._on_streams is not None:
-            self._on_streams.note(replica_id)
+            self._on_streams.record(replica_id)
         watch = self.stopwatches[replica_id] if self.stopwatches else None
         timeline = self.replicas.timeline
-        hold = let_go()  # actions are no code of the user's
+        hold = suspend_dynamo()  # actions are no code of the user's
         timeline.begin(replica_id, WAITING, point.operation)
         if watch is not None:
             watch.stop()
@@ -179,18 +179,18 @@ class Run:
             timeline.end(replica_id, WAITING)
             if watch is not None:
                 watch.start()
-            take_hold(hold)
+            resume_dynamo(hold)
 
     def act(self, action: Action, payloads: Payloads) -> Payloads:
         """Runs the action of a merge point, in the cross-replica context."""
         if self.modes or self.assigned:
             self._check()
-        before = here()
+        before = save_context()
         try:
-            enter(self.replicas.strategy, None)
+            push_context(self.replicas.strategy, None)
             if self._on_streams is None:
                 return action(payloads)
-            with self._on_streams.joined():
+            with self._on_streams.make_caller_wait():
                 return action(payloads)
         finally:
             current.replica, current.strategy, current.below = before
@@ -253,4 +253,4 @@ def shares_of(
 
 def recomputing(replicas: Replicas, replica_id: int) -> Replica:
     """Returns a replica for what is recomputed of its part in a backward pass."""
-    return Run(replicas, NoMerges(), (replica_id,)).members[replica_id]
+    return Run(replicas, NullLockstep(), (replica_id,)).members[replica_id]

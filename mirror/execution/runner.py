@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from mirror.accelerator.forks import renew_in_forks
+from mirror.accelerator.forks import reinit_after_fork
 from mirror.accelerator.stopwatch import Stopwatch
 from mirror.accelerator.streams import CopyStreams
 from mirror.concurrency.schedules.manners import Schedule
-from mirror.concurrency.threads import Claim
+from mirror.concurrency.threads import ExclusiveRun
 from mirror.concurrency.turns import Tasks
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
-from mirror.execution.current import current, is_inside, refuse_within_another, replica_of
-from mirror.execution.locksteps import Locksteps
-from mirror.execution.part import GoesAlone, Part, nothing
-from mirror.execution.parts import Parts
-from mirror.execution.random_streams import RandomStreams, Streams, with_stream_of
-from mirror.execution.replicas import OfReplicas, Replica, Replicas
+from mirror.execution.current import current, is_active_in, refuse_within_another, replica_of
+from mirror.execution.locksteps import LockstepStack
+from mirror.execution.part import GoesAlone, LifecycleHooks, nothing
+from mirror.execution.parts import AllLifecycleHooks
+from mirror.execution.random_streams import ReplicaRng, RngPool, with_rng_of
+from mirror.execution.replicas import WeakReplicaMap, Replica, Replicas
 from mirror.execution.run import Run
 from mirror.execution.step_ends import step_ends
 from mirror.execution.tasks import task_of
@@ -30,8 +30,8 @@ from mirror.execution.thread_state import ThreadState
 
 T = TypeVar("T")
 
-_runners: OfReplicas[Runner] = OfReplicas()
-runner_of = _runners.of
+_runners: WeakReplicaMap[Runner] = WeakReplicaMap()
+runner_of = _runners.get
 
 
 class Runner:
@@ -65,21 +65,21 @@ class Runner:
         self.schedule = Schedule(schedule)
         if self.schedule.is_measured:
             replicas.timeline.at_step_ends.append(self.schedule.step_ended)
-        self.locksteps = Locksteps(replicas, self.schedule.of_turns, timeout_seconds)
+        self.locksteps = LockstepStack(replicas, self.schedule.of_turns, timeout_seconds)
         self.stopwatches: tuple[Stopwatch, ...] = ()
-        self.at_end: Callable[[], None] = nothing
-        self.keep(())
-        self._claim, columns = Claim(), replicas.places.columns
+        self.on_outermost_end: Callable[[], None] = nothing
+        self.set_hooks(())
+        self._claim, columns = ExclusiveRun(), replicas.places.positions
         self._generators = [own for c in columns if len(own := generators_of(c)) > 1]
-        self._streams = Streams(self.schedule.keeps_order and replicas.are_simulated)
+        self._streams = RngPool(self.schedule.keeps_order and replicas.are_simulated)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
         self.is_closed = self._is_forked = False
         _runners.put(replicas, self)
-        renew_in_forks(self)
+        reinit_after_fork(self)
 
-    def keep(self, parts: Sequence[Part]) -> None:
+    def set_hooks(self, parts: Sequence[LifecycleHooks]) -> None:
         """Has these parts told what happens, in this order. See [Note: Parts]."""
-        self._parts = Parts(self.replicas.num_replicas, parts)
+        self._parts = AllLifecycleHooks(self.replicas.num_replicas, parts)
 
     def prepare(self, what: str = "a change of all replicas") -> None:
         """Makes all replicas equal to what the cross-replica context left, for ``what``."""
@@ -99,12 +99,12 @@ class Runner:
         if self.running is None:
             self.unfinished = False
 
-    def call_outside(self, run: Run, fn: Callable[[], Any]) -> Any:
+    def call_cross_replica(self, run: Run, fn: Callable[[], Any]) -> Any:
         """Calls ``fn`` in a merge: as if the run had ended here, and a new one began after."""
         self._parts.finish(run)
-        self._parts.ran(run)
-        self._parts.bring_along(run)
-        self.at_end()
+        self._parts.on_run_end(run)
+        self._parts.sync_idle(run)
+        self.on_outermost_end()
         run.enter_first_stream()
         try:
             return fn()
@@ -129,9 +129,9 @@ class Runner:
             StrategyError: called from one of the replicas, by two threads at once, or after
                 ``close``.
         """
-        call = self._run_of_worker if self.replicas.workers.are_several else self._run
+        call = self._run_of_worker if self.replicas.workers.is_multi_process else self._run
         begin = partial(call, fn, tuple(active), weights)
-        belongs = self.running is not None and is_inside(self.replicas)
+        belongs = self.running is not None and is_active_in(self.replicas)
         # Of a replica, in a merge, or in a parallel pass, where it waits for the others.
         is_within = belongs or self.parallel_pass is not None
         run = begin() if is_within else self._claim.call(begin)
@@ -139,14 +139,14 @@ class Runner:
             step_ends.run_ended(run)
         return run
 
-    def alone(self, call: Callable[[], T], what: str) -> T:
+    def exclusive(self, call: Callable[[], T], what: str) -> T:
         """Calls what works on all replicas at once, while no run is going on and none begins.
 
         Raises:
             StrategyError: called in a run, beside another thread's, or after ``close``.
         """
         self.check_usable()
-        if is_inside(self.replicas) and self.running is not None:
+        if is_active_in(self.replicas) and self.running is not None:
             raise StrategyError(
                 f"{what} was called inside run; call it in the cross-replica context, in place of "
                 "strategy.run"
@@ -161,9 +161,9 @@ class Runner:
         if not self.is_between_runs:
             return self._run(fn, active, weights)
         workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
-        run = workers.outermost(partial(with_stream_of, workers, own))
-        workers.ran(run.total_weight())
-        self.at_end()
+        run = workers.outermost(partial(with_rng_of, workers, own))
+        workers.note_run(run.total_weight())
+        self.on_outermost_end()
         return run
 
     def _run(
@@ -181,7 +181,7 @@ class Runner:
         self.prepare("run")
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
-        lockstep = self.locksteps.at(depth)
+        lockstep = self.locksteps.at_depth(depth)
         run = Run(
             self.replicas,
             lockstep,
@@ -199,7 +199,7 @@ class Runner:
         if weights is not None:
             self.schedule.sizes = weights
         state = None  # one alone has its caller's, where the devices' names are everybody's
-        if active[1:] or self.copies is not None or self.replicas.places.are_several:
+        if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
             sharers = len(active) if manner.shares_threads else 1
             state = ThreadState.capture(self.replicas, sharers)
         tasks = {r: task_of(run, r, fn, state) for r in active}
@@ -222,7 +222,7 @@ class Runner:
                 else:
                     run.is_left = True
             self._end(run, state)
-            self._parts.bring_along(run)
+            self._parts.sync_idle(run)
             self.unfinished, self._unended = outer is not None, None
         except BaseException:
             try:
@@ -239,7 +239,7 @@ class Runner:
             state.restore()
         if run.streams is not None:
             run.streams.end()
-        self._parts.ran(run)
+        self._parts.on_run_end(run)
 
     def _fail(self, run: Run, state: ThreadState | None) -> None:
         """Ends a run that has failed; idempotent."""
@@ -256,7 +256,7 @@ class Runner:
         """Runs the replicas' parts of a backward pass in their threads, all at once."""
         self.parallel_pass = this
         try:
-            self.locksteps.at(0).run(tasks, at_once=True)
+            self.locksteps.at_depth(0).run(tasks, at_once=True)
         finally:
             self.parallel_pass = None
 
@@ -283,10 +283,10 @@ class Runner:
 
     def lone_replica(self) -> Replica:
         """Returns the only replica, for code without any strategy."""
-        run = Run(self.replicas, self.locksteps.at(0), (0,), is_default=True)
+        run = Run(self.replicas, self.locksteps.at_depth(0), (0,), is_default=True)
         return run.members[0]
 
-    def _begin_streams(self, active: tuple[int, ...]) -> RandomStreams | None:
+    def _begin_streams(self, active: tuple[int, ...]) -> ReplicaRng | None:
         if len(active) > 1 and self._streams.are_apart:
             return self._streams.begin(active[0])
         return None
@@ -321,7 +321,7 @@ class Runner:
     @property
     def runs_elsewhere(self) -> bool:
         """Whether a run is going on in which this thread has no part."""
-        return self.running is not None and not is_inside(self.replicas)
+        return self.running is not None and not is_active_in(self.replicas)
 
     def check_between_runs(self, what: str) -> None:
         """Raises StrategyError while replicas run, but for what runs in their merge."""
@@ -332,13 +332,13 @@ class Runner:
                 "going on; wait until it has returned"
             )
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Forgets, in a forked process, the threads, which are in the other one."""
         self._is_forked = True
         if self.running is not None or self.parallel_pass is not None:
             self.unfinished = True
-        self.running, self.parallel_pass, self._claim = None, None, Claim()
-        self.locksteps.forsake()
+        self.running, self.parallel_pass, self._claim = None, None, ExclusiveRun()
+        self.locksteps.abandon_threads()
 
     def close(self) -> None:
         """Ends the replicas' threads; idempotent."""

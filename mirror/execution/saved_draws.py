@@ -14,9 +14,9 @@ from types import FrameType
 
 import torch
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.concurrency.lockstep import Lockstep
-from mirror.concurrency.no_merges import NoMerges
+from mirror.concurrency.no_merges import NullLockstep
 from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.torch_private import wrap_once
@@ -29,7 +29,7 @@ def watch_saved_draws() -> None:
 
 
 def _taking_turns(original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    @opaque
+    @disable_dynamo
     @functools.wraps(original)
     def get_rng_state() -> torch.Tensor:
         replica = current.replica
@@ -45,7 +45,7 @@ def _compiles(caller: FrameType) -> bool:
     return str(caller.f_globals.get("__name__")).startswith("torch._")
 
 
-def _have_turns(lockstep: Lockstep | NoMerges) -> None:
+def _have_turns(lockstep: Lockstep | NullLockstep) -> None:
     is_eager = lockstep.is_eager
     lockstep.pace.keep_turns()
     if is_eager:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mirror.execution.current import current, replica_around
+from mirror.execution.current import current, enclosing_replica
 from mirror.execution.run import Run
 from mirror.timeline import Timeline
 
@@ -37,9 +37,9 @@ class StepEnds:
         Args:
             timeline: of the strategy that the step belongs to, if to any.
         """
-        replica = current.replica or replica_around()
+        replica = current.replica or enclosing_replica()
         if replica is None:
-            self.tell(timeline)
+            self.notify(timeline)
             return
         run: Any = replica.run
         while run.outer is not None:
@@ -48,9 +48,9 @@ class StepEnds:
 
     def run_ended(self, run: Run) -> None:
         """Notes that an outermost run has returned in which an optimizer has stepped."""
-        self.tell(run.replicas.timeline)
+        self.notify(run.replicas.timeline)
 
-    def tell(self, timeline: Timeline | None) -> None:
+    def notify(self, timeline: Timeline | None) -> None:
         """Tells that a step has ended."""
         if timeline is not None:
             timeline.end_step()

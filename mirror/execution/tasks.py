@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mirror.devices import backward_in_calling_thread, using
-from mirror.execution.current import current, enter, here, renaming
+from mirror.execution.current import current, push_context, save_context, renaming
 from mirror.execution.run import Run
 from mirror.execution.thread_state import ThreadState
 from mirror.timeline import FORWARD
@@ -27,9 +27,9 @@ def task_of(
     strategy, timeline = replicas.strategy, replicas.timeline
 
     def call() -> Any:
-        before = here()
+        before = save_context()
         try:
-            enter(strategy, replica)
+            push_context(strategy, replica)
             timeline.use()  # by this thread, which may have the cross-replica context in a merge
             timeline.begin(replica_id, FORWARD)
             return _call(fn, run, replica_id)
@@ -48,7 +48,7 @@ def task_of(
             return call()
 
     def task() -> Any:
-        if replicas.places.are_several:
+        if replicas.places.is_model_parallel:
             with using(device), backward_in_calling_thread((device,)):
                 return state.call(partial(variables.run, renamed), device)
         if len(run.active) == 1:

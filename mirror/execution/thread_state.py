@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from mirror.accelerator.current_streams import CallersStreams
-from mirror.accelerator.places import Places
+from mirror.accelerator.current_streams import CallerStreams
+from mirror.accelerator.places import DeviceMesh
 from mirror.execution.replicas import Replicas
 from mirror.torch_private import num_function_modes, set_grad_enabled, top_saved_tensors_hooks
 
@@ -40,8 +40,8 @@ class ThreadState:
     saved_tensors_hooks: Any
     num_threads: int
     sharers: int
-    streams: CallersStreams | None
-    places: Places | None = None
+    streams: CallerStreams | None
+    places: DeviceMesh | None = None
     _has_set_threads: bool = False
     _caller: int = field(default_factory=threading.get_ident)
 
@@ -62,8 +62,8 @@ class ThreadState:
             saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=torch.get_num_threads(),
             sharers=sharers,
-            streams=(None if replicas.are_simulated else CallersStreams(replicas.places.devices)),
-            places=replicas.places if replicas.places.are_several else None,
+            streams=(None if replicas.are_simulated else CallerStreams(replicas.places.devices)),
+            places=replicas.places if replicas.places.is_model_parallel else None,
         )
 
     def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
@@ -86,7 +86,7 @@ class ThreadState:
             same_kind = self.default_device.type == device.type
             default_device = device if same_kind else self.default_device
             if self.places is not None:
-                default_device = self.places.beside(self.default_device, device)
+                default_device = self.places.translate(self.default_device, device)
             if default_device == (self.default_device if is_here else _CPU):
                 return fn()
             with default_device:
@@ -119,6 +119,6 @@ class ThreadState:
             torch.set_num_threads(self.num_threads)
 
 
-def _call_in(streams: CallersStreams, device: torch.device, fn: Callable[[], Any]) -> Any:
+def _call_in(streams: CallerStreams, device: torch.device, fn: Callable[[], Any]) -> Any:
     with streams.entered(device):
         return fn()

@@ -11,7 +11,7 @@ _CELL = "text-align:{};padding:1px 10px 1px 0;border:0;background:none;color:inh
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """A line of the table: a share of the whole."""
 
     name: str
@@ -19,7 +19,7 @@ class Part:
     colour: str
 
 
-def table_of(title: str, whole: float, parts: Sequence[Part], notes: Sequence[str]) -> str:
+def table_of(title: str, whole: float, parts: Sequence[TablePart], notes: Sequence[str]) -> str:
     """Returns a bar of the parts, a line for each, and the notes; nothing of it is a program.
 
     Colours of letters are those of the notebook, dark or light.
@@ -44,7 +44,7 @@ def table_of(title: str, whole: float, parts: Sequence[Part], notes: Sequence[st
     )
 
 
-def _bar(parts: Sequence[Part], share: float) -> str:
+def _bar(parts: Sequence[TablePart], share: float) -> str:
     """Returns the parts side by side; medians of each may be more than that of the whole."""
     share = min(share, 1.0 / max(sum(part.seconds for part in parts), 1e-30))
     drawn, x = [], 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror.errors import StrategyError
-from mirror.files import replacing
+from mirror.files import replace_atomically
 from mirror.pictures.drawing import svg_of
 from mirror.pictures.lanes import Lane, lanes_of, seconds_of
 from mirror.pictures.page import page_of
@@ -121,5 +121,5 @@ class Trace:
 
 
 def _write(path: str | os.PathLike[str], text: str) -> None:
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(text.encode())

@@ -15,7 +15,7 @@ from mirror.replica.paths import path_of
 from mirror.values import leaves_of
 
 
-class Look(Protocol):
+class SumOfReplica(Protocol):
     """Looks whether two nested values are equal."""
 
     def __call__(self, first: Any, other: Any, what: Callable[[], str]) -> None:
@@ -26,14 +26,14 @@ class Look(Protocol):
         """
 
 
-class See(Protocol):
+class SeeReplica(Protocol):
     """Sees a value, and what it is."""
 
     def __call__(self, value: Any, what: Callable[[], str]) -> None:
         """Is shown one value of the first replica."""
 
 
-class Variable(Protocol):
+class ComparableParam(Protocol):
     """A parameter, whose copies are compared."""
 
     name: str
@@ -47,24 +47,27 @@ class Variable(Protocol):
     def owner(self) -> Tensor | None: ...
 
 
-class Optimizers(Protocol):
+class ComparableOptimizers(Protocol):
     """What keeps optimizers' state equal."""
 
-    def check(self, look: Look) -> None:
+    def check(self, look: SumOfReplica) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
 
-    def show_first(self, see: See) -> None:
+    def show_first(self, see: SeeReplica) -> None:
         """Shows what the first replica has to ``see``, in one order."""
 
 
-class Comparison:
+class ReplicaChecks:
     """Whether parameters and optimizer state are equal on all replicas of a strategy.
 
     What the cross-replica context has left is carried to all before.
     """
 
     def __init__(
-        self, runner: Runner, variables: Iterable[Variable], optimizers: Optimizers
+        self,
+        runner: Runner,
+        variables: Iterable[ComparableParam],
+        optimizers: ComparableOptimizers,
     ) -> None:
         self._runner, self._replicas = runner, runner.replicas
         self._variables, self._optimizers = variables, optimizers
@@ -97,25 +100,29 @@ class Comparison:
             self._show(sums)
             sums.compare()
 
-    def show_first(self, see: See) -> None:
+    def show_first(self, see: SeeReplica) -> None:
         """Shows every value of the first replica to ``see``."""
         for variable in self._variables:
 
-            def what(variable: Variable = variable) -> str:
+            def what(variable: ComparableParam = variable) -> str:
                 return f"parameter {path_of(variable.owner(), variable.name)!r}"
 
             see(variable.home, what)
         self._optimizers.show_first(see)
 
-    def _show(self, look: Look) -> None:
+    def _show(self, look: SumOfReplica) -> None:
         names = self._replicas.names
-        whose = f"home ({self._replicas.home})" if self._replicas.is_apart else names[0]
+        whose = (
+            f"home ({self._replicas.parameter_device})"
+            if self._replicas.has_parameter_device
+            else names[0]
+        )
         for variable in self._variables:
             for r, other in enumerate(variable.targets):
                 if other is variable.home:
                     continue
 
-                def what(variable: Variable = variable, r: int = r) -> str:
+                def what(variable: ComparableParam = variable, r: int = r) -> str:
                     path = path_of(variable.owner(), variable.name)
                     return f"parameter {path!r} differs on {names[r]} from {whose}"
 

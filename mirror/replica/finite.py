@@ -14,7 +14,7 @@ from mirror.errors import GradientError
 from mirror.replica.paths import path_of
 
 
-class Named(Protocol):
+class NamedParam(Protocol):
     """A parameter that can be named."""
 
     name: str
@@ -28,7 +28,7 @@ class Owns(Protocol):
     def owns(self, tensor: Tensor) -> bool: ...
 
 
-class Finite:
+class NonFiniteCheck:
     """Looks for NaN and infinities in local gradients. It waits for the devices.
 
     Args:
@@ -38,12 +38,12 @@ class Finite:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
-    def are(self, columns: Sequence[Sequence[Tensor | None]]) -> bool:
+    def all_finite(self, columns: Sequence[Sequence[Tensor | None]]) -> bool:
         """Whether each replica's gradients are finite."""
         return all(map(_are_finite, columns))
 
-    def refuse(
-        self, columns: Sequence[Sequence[Tensor | None]], variables: Sequence[Named | None]
+    def raise_error(
+        self, columns: Sequence[Sequence[Tensor | None]], variables: Sequence[NamedParam | None]
     ) -> None:
         """Raises GradientError for the first of the variables' gradients that is not."""
         for column, name in zip(columns, self._names, strict=True):

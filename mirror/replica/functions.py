@@ -20,8 +20,8 @@ from typing import Any
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
-from mirror.compiler import not_compiled
-from mirror.execution.current import current, enter, here, renaming, replica_of
+from mirror.compiler import skip_frame
+from mirror.execution.current import current, push_context, save_context, renaming, replica_of
 from mirror.execution.run import recomputing
 from mirror.replica.tensors import MirroredTensor, resolve
 from mirror.torch_private import forward_class, tracing_state, wrap_once
@@ -40,7 +40,7 @@ def watch_functions() -> None:
 
 
 def _resolving(original: Callable[..., Any]) -> Callable[..., Any]:
-    @not_compiled
+    @skip_frame
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         for arg in (*args, *kwargs.values()):
             if isinstance(arg, MirroredTensor) and tracing_state() is None:
@@ -70,7 +70,7 @@ def _note_replica(node: Any) -> None:
 
 
 def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
-    @not_compiled
+    @skip_frame
     def on_its_replica(node: Any, *args: Any) -> Any:
         known = node.__dict__.get(_KEY)
         if known is None or hasattr(forward_class(node), "_is_common"):
@@ -78,9 +78,9 @@ def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
         replicas, replica_id = known
         if replica_of(replicas) is not None:
             return run(node, *args)
-        before = here()
+        before = save_context()
         try:
-            enter(replicas.strategy, replica := recomputing(replicas, replica_id))
+            push_context(replicas.strategy, replica := recomputing(replicas, replica_id))
             if replicas.places.are_several:
                 with renaming(replica):
                     return run(node, *args)

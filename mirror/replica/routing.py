@@ -14,7 +14,7 @@ from mirror.execution.replicas import Replicas
 from mirror.torch_private import SPLIT_CALL, wrap_once
 
 
-class Recorder(Protocol):
+class ModuleRecorder(Protocol):
     """Who keeps modules mirrored."""
 
     @property
@@ -28,7 +28,7 @@ class Recorder(Protocol):
         """Has calls of a module split."""
 
 
-class Route:
+class Interceptor:
     """What calls of a mirrored module go through: it is in place of its ``_compiled_call_impl``.
 
     Attributes:
@@ -38,24 +38,24 @@ class Route:
 
     __slots__ = ("module", "recorder", "replicas")
 
-    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, module: nn.Module, recorder: ModuleRecorder) -> None:
         self.module = weakref.ref(module)
         self.recorder = recorder
         self.replicas = recorder.replicas
 
 
-def route_of(module: nn.Module | None) -> Route | None:
+def interceptor_of(module: nn.Module | None) -> Interceptor | None:
     """Returns what calls of a module go through; one that came with a copied dict does not count.
 
     See [Note: Copied routes].
     """
     route = None if module is None else module.__dict__.get(SPLIT_CALL)
-    return route if isinstance(route, Route) and route.module() is module else None
+    return route if isinstance(route, Interceptor) and route.module() is module else None
 
 
 def owner_of(module: nn.Module | None) -> Replicas | None:
     """Returns the replicas that calls of a module are split over."""
-    route = route_of(module)
+    route = interceptor_of(module)
     return None if route is None else route.replicas
 
 
@@ -67,7 +67,7 @@ def watch_compile() -> None:
 
 def _routed_again(original: Callable[..., None]) -> Callable[..., None]:
     def compile_routed(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        route = route_of(module)
+        route = interceptor_of(module)
         original(module, *args, **kwargs)
         if route is not None:
             route.recorder.route(module)
@@ -76,6 +76,6 @@ def _routed_again(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _record_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    route = route_of(submodule)
+    route = interceptor_of(submodule)
     if route is not None and is_compiled(module):  # torch.compile(submodule) is making it
         route.recorder.record(module)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 
 Partitioner = Callable[[Sequence[int], torch.dtype], "Sequence[int] | int"]
 
@@ -97,7 +97,7 @@ def num_pieces(
     if not isinstance(counts, Sequence) or not all(_is_int(n) and int(n) >= 1 for n in counts):
         raise ValueError(
             f"a partitioner returns the number of pieces along every axis, integers from 1 on; "
-            f"for {name} of shape {tuple(shape)} it has returned {in_words(found)}"
+            f"for {name} of shape {tuple(shape)} it has returned {short_repr(found)}"
         )
     if len(counts) != len(shape) or any(n != 1 for n in counts[1:]):
         raise ValueError(
@@ -120,4 +120,4 @@ def _is_int(value: object) -> bool:
 
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer from 1 on, got {in_words(value)}")
+        raise ValueError(f"{name} must be an integer from 1 on, got {short_repr(value)}")

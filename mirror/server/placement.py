@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import torch
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.server.partitioners import Partitioner, num_pieces
 
 ALIGNMENT = 16
@@ -34,7 +34,7 @@ PLACEMENTS = ("round_robin", "largest_first")
 
 
 @dataclass(frozen=True)
-class Variable:
+class VariableSpec:
     """What placement knows of a parameter or buffer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Piece:
+class VariablePiece:
     """Some rows of a variable, on a server.
 
     Attributes:
@@ -85,16 +85,16 @@ class Layout:
         dense_sizes: of what in them is no table pulled by rows: it comes first.
     """
 
-    variables: tuple[Variable, ...]
-    pieces: tuple[Piece, ...]
+    variables: tuple[VariableSpec, ...]
+    pieces: tuple[VariablePiece, ...]
     sizes: tuple[int, ...]
     dense_sizes: tuple[int, ...]
 
-    def of_server(self, server: int) -> list[Piece]:
+    def of_server(self, server: int) -> list[VariablePiece]:
         """Returns a server's pieces, by variable and row: a piece's index there is its name."""
         return [piece for piece in self.pieces if piece.server == server]
 
-    def of_variable(self, variable: int) -> list[Piece]:
+    def of_variable(self, variable: int) -> list[VariablePiece]:
         """Returns a variable's pieces, by row."""
         return [piece for piece in self.pieces if piece.variable == variable]
 
@@ -104,12 +104,12 @@ def check_placement(placement: object) -> None:
     if not callable(placement) and placement not in PLACEMENTS:
         raise ValueError(
             f"placement must be one of {', '.join(map(repr, PLACEMENTS))}, or a function of name, "
-            f"shape, dtype and the number of servers; got {in_words(placement)}"
+            f"shape, dtype and the number of servers; got {short_repr(placement)}"
         )
 
 
 def place(
-    variables: Sequence[Variable],
+    variables: Sequence[VariableSpec],
     num_servers: int,
     *,
     partitioner: Partitioner | None = None,
@@ -134,18 +134,20 @@ def place(
     ]
     sizes = [_bytes_of(variables[i], begin, end) for i, (begin, end, _) in cut]
     if callable(placement):
-        servers = [_asked(placement, variables[i], *rows, num_servers) for i, rows in cut]
+        servers = [_request(placement, variables[i], *rows, num_servers) for i, rows in cut]
     elif placement == "largest_first":
         servers = _largest_first(sizes, num_servers)
     else:
         servers = [k % num_servers for k in range(len(cut))]
     used, dense_sizes = [0] * num_servers, (0,) * num_servers
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, VariablePiece] = {}
     for by_rows in (False, True):
         for k, ((i, (begin, end, _)), size) in enumerate(zip(cut, sizes, strict=True)):
             if variables[i].by_rows == by_rows:
                 shape, num_bytes = _shape_of(variables[i], begin, end), size
-                pieces[k] = Piece(i, begin, end, shape, servers[k], used[servers[k]], num_bytes)
+                pieces[k] = VariablePiece(
+                    i, begin, end, shape, servers[k], used[servers[k]], num_bytes
+                )
                 used[servers[k]] += _aligned(size)
         if not by_rows:
             dense_sizes = tuple(used)
@@ -153,7 +155,7 @@ def place(
     return Layout(tuple(variables), in_order, tuple(used), dense_sizes)
 
 
-def _cut(variable: Variable, partitioner: Partitioner | None) -> list[tuple[int, int, str]]:
+def _cut(variable: VariableSpec, partitioner: Partitioner | None) -> list[tuple[int, int, str]]:
     """Returns the rows where pieces begin and end, and their names."""
     rows = variable.shape[0] if variable.shape else 1
     count = num_pieces(partitioner, variable.name, variable.shape, variable.dtype)
@@ -167,11 +169,11 @@ def _cut(variable: Variable, partitioner: Partitioner | None) -> list[tuple[int,
     ]
 
 
-def _shape_of(variable: Variable, begin: int, end: int) -> tuple[int, ...]:
+def _shape_of(variable: VariableSpec, begin: int, end: int) -> tuple[int, ...]:
     return (end - begin, *variable.shape[1:]) if variable.shape else ()
 
 
-def _bytes_of(variable: Variable, begin: int, end: int) -> int:
+def _bytes_of(variable: VariableSpec, begin: int, end: int) -> int:
     return math.prod(_shape_of(variable, begin, end)) * variable.dtype.itemsize
 
 
@@ -187,9 +189,9 @@ def _largest_first(sizes: Sequence[int], num_servers: int) -> list[int]:
     return servers
 
 
-def _asked(
+def _request(
     placement: PlacementFunction,
-    variable: Variable,
+    variable: VariableSpec,
     begin: int,
     end: int,
     name: str,
@@ -199,6 +201,6 @@ def _asked(
     if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < num_servers:
         raise ValueError(
             f"the placement function returns the index of a server, 0 to {num_servers - 1}; for "
-            f"{name} it has returned {in_words(server)}"
+            f"{name} it has returned {short_repr(server)}"
         )
     return server

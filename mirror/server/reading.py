@@ -1,4 +1,4 @@
-"""ReadingDict: the parameters or buffers of a module, brought up to date before they are read."""
+"""PullOnReadDict: the parameters or buffers of a module, brought up to date before they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Before = Callable[["str | None"], None]
 """Called with the name that is read, or None where all are."""
 
 
-class ReadingDict(dict[str, Any]):
+class PullOnReadDict(dict[str, Any]):
     """A module's dict that calls a function before each reading.
 
     Copies and pickles of the module have plain dicts.
@@ -61,8 +61,8 @@ def plain_buffers(module: nn.Module) -> dict[str, Any]:
 
 def watch(module: nn.Module, before: Before) -> None:
     """Has a function called before a module's own parameters and buffers are read."""
-    vars(module)["_parameters"] = ReadingDict(plain_parameters(module), before)
-    vars(module)["_buffers"] = ReadingDict(plain_buffers(module), before)
+    vars(module)["_parameters"] = PullOnReadDict(plain_parameters(module), before)
+    vars(module)["_buffers"] = PullOnReadDict(plain_buffers(module), before)
 
 
 def unwatch(module: nn.Module) -> None:
@@ -72,4 +72,4 @@ def unwatch(module: nn.Module) -> None:
 
 
 def _plain(entries: Any) -> dict[str, Any]:
-    return entries.plain() if isinstance(entries, ReadingDict) else dict(entries)
+    return entries.plain() if isinstance(entries, PullOnReadDict) else dict(entries)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from mirror.errors import StrategyError, in_words
-from mirror.server.placement import Variable
+from mirror.errors import StrategyError, short_repr
+from mirror.server.placement import VariableSpec
 from mirror.server.reading import plain_buffers, plain_parameters
 
 
-class Recorded:
+class RecordedModules:
     """The modules that a strategy has been given, or that were made under its scope.
 
     It keeps none of them alive; those that are gone when servers are set up are not placed.
@@ -100,7 +100,7 @@ class Model:
         names += [name for name, _ in buffers]
         tables = self._tables()
         self.variables = [
-            Variable(name, tuple(t.shape), t.dtype, i >= self.num_parameters, id(t) in tables)
+            VariableSpec(name, tuple(t.shape), t.dtype, i >= self.num_parameters, id(t) in tables)
             for i, (name, t) in enumerate(zip(names, self.tensors, strict=True))
         ]
 
@@ -143,6 +143,6 @@ def check_model(model: Model) -> None:
     for variable, tensor in zip(model.variables, model.tensors, strict=True):
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise StrategyError(
-                f"parameter servers hold dense tensors; {variable.name} is {in_words(tensor)} of "
+                f"parameter servers hold dense tensors; {variable.name} is {short_repr(tensor)} of "
                 f"type {type(tensor).__name__} and layout {tensor.layout}"
             )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mirror.pictures.lanes import COLOURS
-from mirror.pictures.table import Part, table_of
+from mirror.pictures.table import TablePart, table_of
 from mirror.timeline import FORWARD, INPUT, REDUCTION
 
 _BAR = 30
@@ -29,7 +29,7 @@ class Traffic:
         for name, value in other.items():
             setattr(self, name, getattr(self, name) + value)
 
-    def taken(self) -> dict[str, Any]:
+    def take(self) -> dict[str, Any]:
         """Returns the numbers, and begins anew."""
         found = asdict(self)
         vars(self).update(vars(Traffic()))
@@ -78,9 +78,9 @@ class ServersReport:
         steps = max(1, self.num_steps)
         rest = max(0.0, self.step_seconds - self.pull_seconds - self.push_seconds)
         parts = [
-            Part("pull", self.pull_seconds / steps, COLOURS[INPUT]),
-            Part("push", self.push_seconds / steps, COLOURS[REDUCTION]),
-            Part("on the worker", rest / steps, COLOURS[FORWARD]),
+            TablePart("pull", self.pull_seconds / steps, COLOURS[INPUT]),
+            TablePart("push", self.push_seconds / steps, COLOURS[REDUCTION]),
+            TablePart("on the worker", rest / steps, COLOURS[FORWARD]),
         ]
         title = f"a step, mean of {self.num_steps}, on servers and workers"
         return table_of(title, self.step_seconds / steps, parts, list(self._lines()))

@@ -39,7 +39,7 @@ Commit = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Held:
+class PieceSpec:
     """What a shard is told of a piece.
 
     Attributes:
@@ -59,7 +59,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Push:
+class PushMessage:
     """Which push this is.
 
     Attributes:
@@ -107,7 +107,7 @@ class Shard:
 
     def __init__(
         self,
-        pieces: Sequence[Held],
+        pieces: Sequence[PieceSpec],
         num_bytes: int,
         dense_bytes: int,
         *,
@@ -132,7 +132,7 @@ class Shard:
         self._decided: dict[tuple[int, int], str] = {}
         self._gathered: list[_Gathered] = []
 
-    def _view(self, piece: Held) -> Tensor:
+    def _view(self, piece: PieceSpec) -> Tensor:
         count = torch.Size(piece.shape).numel() * piece.dtype.itemsize
         bytes_of = self.values[piece.offset : piece.offset + count]
         return bytes_of.view(piece.dtype).view(piece.shape)
@@ -217,7 +217,7 @@ class Shard:
         """Returns every optimizer's last update, for the servers that follow."""
         return [gathered.commit for gathered in self._gathered if gathered.commit is not None]
 
-    def push(self, push: Push, update: Update) -> str:
+    def push(self, push: PushMessage, update: Update) -> str:
         """Takes a worker's gradients.
 
         Returns:
@@ -241,7 +241,7 @@ class Shard:
 
         return self._once(push, apply)
 
-    def _once(self, push: Push, action: Any) -> str:
+    def _once(self, push: PushMessage, action: Any) -> str:
         key = push.step, push.number
         before = self._decided.get(key)
         if before is not None:
@@ -252,7 +252,7 @@ class Shard:
         self.counts[found] += 1
         return found
 
-    def _gather(self, push: Push, gathered: _Gathered, update: Update) -> str:
+    def _gather(self, push: PushMessage, gathered: _Gathered, update: Update) -> str:
         key = push.step, push.number, push.attempt
         if not self._is_leader:  # it waits for what the leader says
             if push.based_on >= gathered.num_updates:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.server.packing import Bytes, dtype_named, name_of, pack, unpack
 
 State = dict[str, Any]
@@ -31,7 +31,7 @@ def message_of(states: Mapping[int, State]) -> tuple[list[Any], list[Bytes]]:
                 said.append([piece, name, None, value])
             else:
                 raise StrategyError(
-                    f"an optimizer's state {name!r} is {in_words(value)}; parameter servers keep "
+                    f"an optimizer's state {name!r} is {short_repr(value)}; parameter servers keep "
                     "tensors, numbers, strings and None"
                 )
     return said, [pack(tensors)]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mirror.errors import ClusterError, StrategyError, in_words
+from mirror.errors import ClusterError, StrategyError, short_repr
 
 if TYPE_CHECKING:
     from mirror.cluster.spec import ClusterSpec
@@ -56,7 +56,7 @@ def tasks_of(cluster: Any) -> Tasks:
         host_and_port(address)
         if address in known:
             raise ClusterError(
-                f"every task has an address of its own; got {in_words(address)} more than once"
+                f"every task has an address of its own; got {short_repr(address)} more than once"
             )
         known.add(address)
     if getattr(cluster, "task_type", None) in SERVING:
@@ -87,6 +87,6 @@ def host_and_port(address: str) -> tuple[str, int]:
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if found is None or int(found[2]) > _MAX_PORT:
         raise ClusterError(
-            f"an address is 'host:port', with a port up to {_MAX_PORT}; got {in_words(address)}"
+            f"an address is 'host:port', with a port up to {_MAX_PORT}; got {short_repr(address)}"
         )
     return found[1].strip("[]"), int(found[2])

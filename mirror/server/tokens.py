@@ -24,10 +24,10 @@ from functools import cache
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from mirror.errors import StepError, in_words
+from mirror.errors import StepError, short_repr
 
-Token = tuple[str, int]
-Find = Callable[[Any], "Token | None"]
+PersistentId = tuple[str, int]
+Find = Callable[[Any], "PersistentId | None"]
 
 
 @cache
@@ -50,14 +50,14 @@ def _pickler() -> type[pickle.Pickler]:
             super().__init__(file, protocol=5)
             self._find = find
 
-        def persistent_id(self, thing: Any) -> Token | None:
+        def persistent_id(self, thing: Any) -> PersistentId | None:
             return self._find(thing)
 
     return Tokens
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, thing_of: Callable[[Token], Any]) -> None:
+    def __init__(self, file: io.BytesIO, thing_of: Callable[[PersistentId], Any]) -> None:
         super().__init__(file)
         self.persistent_load = thing_of  # type: ignore[method-assign]
 
@@ -74,7 +74,7 @@ def dump(thing: Any, find: Find) -> bytes:
     return file.getvalue()
 
 
-def load(data: Any, thing_of: Callable[[Token], Any]) -> Any:
+def load(data: Any, thing_of: Callable[[PersistentId], Any]) -> Any:
     """Returns what was pickled, with what ``thing_of`` returns for each token."""
     return _Unpickler(io.BytesIO(bytes(data)), thing_of).load()
 
@@ -162,7 +162,7 @@ def _what_fails(
             dump(value, find)
         except Exception as own:
             return (
-                f"the step cannot be sent to a worker: {name}, {in_words(value)}, cannot be "
+                f"the step cannot be sent to a worker: {name}, {short_repr(value)}, cannot be "
                 f"pickled: {type(own).__name__}: {own}; make it inside the step, or in the "
                 "function of create_per_worker_dataset"
             )
@@ -172,7 +172,7 @@ def _what_fails(
         else "; functions defined in a notebook, a script or another function need cloudpickle: "
         "pip install 'mirror-strategy[servers]'"
     )
-    name = getattr(fn, "__qualname__", None) or in_words(fn)
+    name = getattr(fn, "__qualname__", None) or short_repr(fn)
     return (
         f"the step {name} cannot be sent to a worker, it cannot be pickled: "
         f"{type(error).__name__}: {error}{remedy}"

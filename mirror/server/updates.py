@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirror.errors import StrategyError
 from mirror.server.packing import LARGE, Bytes, Spec, as_bytes, as_tensor, name_of, pack, unpack
-from mirror.server.placement import Piece
+from mirror.server.placement import VariablePiece
 
 Rows = tuple[Tensor, Tensor]
 """Indices of rows of a piece, maybe several times, and what belongs to each."""
@@ -100,7 +100,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def rows_of(gradient: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+def rows_of(gradient: Tensor, piece: VariablePiece) -> tuple[Tensor, Tensor]:
     """Returns a piece's rows of a sparse gradient, by the piece's own indices."""
     whole = gradient.detach().coalesce()
     if whole.sparse_dim() != 1:

@@ -76,7 +76,7 @@ class Entry:
             self.holder[self.key] = value
 
 
-class Around:
+class FreeVariables:
     """What functions find around them. See [Note: Around a step].
 
     Args:
@@ -116,7 +116,7 @@ class Around:
             if not self._queue or len(self.codes) >= _MAX_FUNCTIONS:
                 break
 
-    def look(self) -> list[Any]:
+    def scan(self) -> list[Any]:
         """Returns what there is now, to be compared."""
         found = [comparable(entry.value()) for entry in self.entries]
         found += [len(container) for _, container in self.sizes]

@@ -9,7 +9,7 @@ import torch
 PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
-class Same:
+class SameObject:
     """An object, to be compared by identity; it is kept alive, so its ``id`` is its own."""
 
     __slots__ = ("is_then", "what")
@@ -18,7 +18,7 @@ class Same:
         self.what, self.is_then = what, True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.what is other.what
+        return isinstance(other, SameObject) and self.what is other.what
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -29,4 +29,4 @@ def comparable(value: Any) -> Any:
         return value
     if type(value) is tuple and all(isinstance(entry, PLAIN) for entry in value):
         return value
-    return Same(value)
+    return SameObject(value)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Kind(Enum):
+class InputKind(Enum):
     """What an input is."""
 
     PARAMETER = "parameter"
@@ -34,12 +34,12 @@ class Kind(Enum):
         return self in _OWN
 
 
-_NEW = {Kind.GRADIENT, Kind.SHARED, Kind.PART}
-_OWN = {Kind.BUFFER, Kind.PART, Kind.WEIGHT, Kind.PLACE, Kind.SEED}
+_NEW = {InputKind.GRADIENT, InputKind.SHARED, InputKind.PART}
+_OWN = {InputKind.BUFFER, InputKind.PART, InputKind.WEIGHT, InputKind.PLACE, InputKind.SEED}
 
 
 @dataclass(eq=False, slots=True)
-class Input:
+class StepInput:
     """One input of a compiled step.
 
     Attributes:
@@ -50,7 +50,7 @@ class Input:
         value: of what was found in the step, the tensor itself.
     """
 
-    kind: Kind
+    kind: InputKind
     fake: Tensor
     of: Any = None
     key: Any = None

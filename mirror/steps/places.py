@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.registry import MirroredTensors
 from mirror.replica.paths import path_of
 
 
-class Place:
+class StateTensor:
     """A parameter or a buffer of a strategy.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place:
         """Its path in the model it is of."""
         return path_of(self.owner, "?" if self.record is None else self.record.name)
 
-    def of(self, replica_id: int) -> Tensor:
+    def on_replica(self, replica_id: int) -> Tensor:
         """Returns the tensor that one replica has."""
         if self.record is None:
             return self.owner
@@ -49,6 +49,6 @@ class Place:
         return set(map(id, objects))
 
 
-def places_of(registry: Registry) -> list[Place]:
+def state_tensors(registry: MirroredTensors) -> list[StateTensor]:
     """Returns the places of all that a strategy holds."""
-    return [Place(tensor) for tensor in registry.tensors()]
+    return [StateTensor(tensor) for tensor in registry.tensors()]

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import torch
 
-from mirror.accelerator.places import Places
+from mirror.accelerator.places import DeviceMesh
 from mirror.comm.auto import choose
 from mirror.comm.base import Communicator
-from mirror.comm.choose import attempt, create, known
-from mirror.errors import BackendError, in_words
-from mirror.replica.collectives.placed import Placed
-from mirror.replica.collectives.watched import Watched
+from mirror.comm.choose import attempt, create, check_name
+from mirror.errors import BackendError, short_repr
+from mirror.replica.collectives.placed import PerPositionCommunicator
+from mirror.replica.collectives.watched import TimeoutCommunicator
 from mirror.strategy.options import CommunicationOptions
 
 
 def communicator_at(
-    places: Places, backend: object, options: CommunicationOptions
+    places: DeviceMesh, backend: object, options: CommunicationOptions
 ) -> Communicator:
     """Returns the communicator of replicas that have one device each, or several.
 
     Raises:
         BackendError: see ``make_communicator``; of several devices a replica, a communicator.
     """
-    if not places.are_several:
-        return make_communicator(backend, places.columns[0], options)
+    if not places.is_model_parallel:
+        return make_communicator(backend, places.positions[0], options)
     if isinstance(backend, Communicator):
         raise BackendError(
             "replicas with several devices each reduce position by position, by a communicator "
             f"for each; got {backend!r}, which is one; pass the name of a backend, or 'auto'"
         )
-    return Placed([make_communicator(backend, column, options) for column in places.columns])
+    return PerPositionCommunicator(
+        [make_communicator(backend, column, options) for column in places.positions]
+    )
 
 
 def make_communicator(
@@ -48,7 +50,7 @@ def make_communicator(
 
     def watched(made: Communicator, own: dict[str, object]) -> Communicator:
         seconds = options.timeout_seconds
-        return made if seconds is None or own else Watched(made, seconds)
+        return made if seconds is None or own else TimeoutCommunicator(made, seconds)
 
     if isinstance(backend, Communicator):
         if tuple(backend.devices) != devices:
@@ -58,10 +60,10 @@ def make_communicator(
             )
         return watched(backend, {})
     if not isinstance(backend, str):
-        raise BackendError(f"backend must be a name or a Communicator, got {in_words(backend)}")
+        raise BackendError(f"backend must be a name or a Communicator, got {short_repr(backend)}")
 
     def timeout_of(name: str) -> dict[str, object]:
-        kind, seconds = known(name), options.timeout_seconds
+        kind, seconds = check_name(name), options.timeout_seconds
         waits = kind is not None and kind.waits and seconds is not None
         return {"timeout_seconds": seconds} if waits else {}
 
@@ -72,7 +74,7 @@ def make_communicator(
             deterministic=options.deterministic,
         )
         return watched(chosen, timeout_of(chosen.name))
-    kind = known(backend)
+    kind = check_name(backend)
     if options.deterministic and kind is not None and not kind.deterministic:
         raise BackendError(
             f"deterministic=True needs a backend that sums in replica order, and {backend!r} sums "

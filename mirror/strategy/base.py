@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mirror.accelerator.places import Places
+from mirror.accelerator.places import DeviceMesh
 from mirror.comm.base import Communicator
-from mirror.comm.workers.alone import Alone
-from mirror.compiler import limits_for, opaque
+from mirror.comm.workers.alone import LocalWorkerGroup
+from mirror.compiler import limits_for, disable_dynamo
 from mirror.data.distributed.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions, ValueContext
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-from mirror.execution.locksteps import end_threads
+from mirror.execution.locksteps import close_threads
 from mirror.execution.replicas import Replica
 from mirror.pictures.trace import Trace
 from mirror.replica.collectives.reduction import Op
@@ -32,15 +32,15 @@ from mirror.strategy.options import CommunicationOptions, Fallback, Guards, Mode
 from mirror.strategy.replica_context import ReplicaContext
 from mirror.strategy.report import Report, report_of
 from mirror.strategy.scope import Scope
-from mirror.uncopied import Uncopied
-from mirror.values import joined
+from mirror.uncopied import NoCopy
+from mirror.values import join_values
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 StrategyT = TypeVar("StrategyT", bound="Strategy")
 T = TypeVar("T")
 
 
-class Strategy(Uncopied):
+class Strategy(NoCopy):
     """What all strategies have in common: a scope, replicas that run functions, and what is kept.
 
     Args:
@@ -52,17 +52,17 @@ class Strategy(Uncopied):
 
     def __init__(
         self,
-        places: Places,
+        places: DeviceMesh,
         communicator: Communicator,
         options: CommunicationOptions,
         guards: Guards,
         *,
         schedule: str,
         weighted: bool,
-        workers: Alone | None = None,
+        workers: LocalWorkerGroup | None = None,
         home: torch.device | None = None,
     ) -> None:
-        self._devices = places.columns[0]
+        self._devices = places.positions[0]
         self._backend = communicator.name
         self._group = Group(
             places,
@@ -76,7 +76,7 @@ class Strategy(Uncopied):
             home=home,
         )
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
-        weakref.finalize(self, end_threads, self._group.runner.locksteps)
+        weakref.finalize(self, close_threads, self._group.runner.locksteps)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -126,7 +126,7 @@ class Strategy(Uncopied):
 
     # Running
 
-    @opaque
+    @disable_dynamo
     def run(
         self,
         fn: Callable[..., Any],
@@ -286,7 +286,9 @@ class Strategy(Uncopied):
         """
         self._group.runner.check_usable()
         own, workers = range(len(self._devices)), self._group.replicas.workers
-        return joined(fn(ValueContext(workers.first + r, workers.num_replicas)) for r in own)
+        return join_values(
+            fn(ValueContext(workers.replica_offset + r, workers.num_replicas)) for r in own
+        )
 
     # Keeping
 

@@ -10,14 +10,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mirror.errors import ShapeError, in_words
+from mirror.errors import ShapeError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.all_parts import of_all_workers, on_device
 from mirror.replica.collectives.nodes import not_differentiable
 from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed, weighted_mean
 from mirror.replica.exactness.local_losses import ReducedLosses
-from mirror.replica.gradients.seams import sewn_values
+from mirror.replica.gradients.seams import mark_boundaries
 from mirror.strategy.arguments import check_parts
 from mirror.values import PerReplica, leaves_of, map_structure
 
@@ -42,33 +42,37 @@ def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
                 caller = sys._getframe(2)  # of reduce
                 known = _losses.setdefault(replicas, ReducedLosses())
                 known.look(leaf, (caller.f_code, caller.f_lasti))
-    value = sewn_values(runner, value)
+    value = mark_boundaries(runner, value)
 
     def reduced(leaf: Any) -> Tensor:
-        device = _home(replicas, leaf) if replicas.places.are_several else replicas.devices[0]
+        device = (
+            _home(replicas, leaf) if replicas.places.is_model_parallel else replicas.devices[0]
+        )
         return _reduce(name, leaf, axis, device)
 
-    if not replicas.workers.are_several:
+    if not replicas.workers.is_multi_process:
         return map_structure(reduced, value)
     value, tie = of_all_workers(runner, f"reduce({name!r}, axis={axis})", value)
     if name not in ("sum", "mean"):
         return map_structure(reduced, value)
-    return map_structure(lambda leaf: tie.tied(reduced(leaf)), value)
+    return map_structure(lambda leaf: tie.link(reduced(leaf)), value)
 
 
 def gather_values(runner: Runner, value: Any, axis: int) -> Any:
     """See ``MirroredStrategy.gather``."""
     check_parts(runner.replicas.num_replicas, leaves_of(value))
-    value, replicas = sewn_values(runner, value), runner.replicas
+    value, replicas = mark_boundaries(runner, value), runner.replicas
 
     def gathered(leaf: Any) -> Tensor:
-        device = _home(replicas, leaf) if replicas.places.are_several else replicas.devices[0]
+        device = (
+            _home(replicas, leaf) if replicas.places.is_model_parallel else replicas.devices[0]
+        )
         return _gather(leaf, axis, device)
 
-    if not replicas.workers.are_several:
+    if not replicas.workers.is_multi_process:
         return map_structure(gathered, value)
     value, tie = of_all_workers(runner, f"gather(axis={axis})", value)
-    return map_structure(lambda leaf: tie.tied(gathered(leaf)), value)
+    return map_structure(lambda leaf: tie.link(gathered(leaf)), value)
 
 
 def _home(replicas: Replicas, leaf: Any) -> torch.device:
@@ -76,7 +80,7 @@ def _home(replicas: Replicas, leaf: Any) -> torch.device:
     parts = leaf.parts() if isinstance(leaf, PerReplica) else [(0, leaf)]
     for _, value in parts:
         if isinstance(value, Tensor):
-            return replicas.places.at(value.device)[0]
+            return replicas.places.replica_at(value.device)[0]
     return replicas.devices[0]
 
 
@@ -85,7 +89,7 @@ def _refuse_undistributed(op: str, leaves: list[Any]) -> None:
         if not isinstance(leaf, PerReplica):
             raise ValueError(
                 f"reduce({op!r}) needs one value per replica, a PerReplica as run returns it; got "
-                f"{in_words(leaf)}, which is the same for all"
+                f"{short_repr(leaf)}, which is the same for all"
             )
 
 

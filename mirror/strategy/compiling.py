@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mirror.errors import CompileError
-from mirror.steps.running.agreement import Agreement
-from mirror.steps.running.coherence import Coherence
+from mirror.steps.running.agreement import WorkerConsensus
+from mirror.steps.running.coherence import ParamSync
 from mirror.steps.running.compiled_step import FALLBACKS, MODES, CompiledStep
 from mirror.strategy.arguments import check_call, taking_part
 from mirror.strategy.group import Group
@@ -28,35 +28,39 @@ def compiled_step(
     check_choice("fallback", fallback, FALLBACKS)
     check_choice("mode", mode, MODES)
     check_call(step, (), {})
-    has_places = group.replicas.places.are_several
-    is_eager = has_places or group.replicas.is_apart
+    has_places = group.replicas.places.is_model_parallel
+    is_eager = has_places or group.replicas.has_parameter_device
     if has_places and fallback == "error":
         raise CompileError(
             "compiled steps are programs of one device each, and a replica of this strategy has "
             "several; call strategy.run(step, ...), or pass fallback='eager', which does so"
         )
-    if group.replicas.is_apart and fallback == "error":
+    if group.replicas.has_parameter_device and fallback == "error":
         raise CompileError(
             "compiled steps have the optimizer step on the replicas' devices, and this strategy "
             "keeps parameters and optimizer state on the parameter device; call "
             "strategy.run(step, ...), in which a model may be compiled by torch.compile, or pass "
             "fallback='eager', which does so; or use mirror.MirroredStrategy"
         )
-    coherence = Coherence(
+    coherence = ParamSync(
         group.replicas, group.runner, group.variables, group.access, group.beside_copies
     )
 
     def make() -> Any:
-        from mirror.steps.running.making import Maker  # torch's compiler, which takes a second
+        from mirror.steps.running.making import (
+            ProgramBuilder,
+        )  # torch's compiler, which takes a second
 
-        return Maker(group.replicas, group.registry, group.reducer, coherence, group.finite, mode)
+        return ProgramBuilder(
+            group.replicas, group.registry, group.reducer, coherence, group.finite, mode
+        )
 
     return CompiledStep(
         step,
         run,
         taking_part,
         coherence,
-        Agreement(group.replicas.workers),
+        WorkerConsensus(group.replicas.workers),
         make,
         fallback=fallback,
         is_eager=is_eager,

@@ -8,39 +8,39 @@ import torch
 
 import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
 from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_memory
-from mirror.accelerator.places import Places
+from mirror.accelerator.places import DeviceMesh
 from mirror.comm.base import Communicator
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.devices import is_simulated
 from mirror.execution.current import current
-from mirror.execution.every import Every
-from mirror.execution.part import Part
-from mirror.execution.parts import Parts
+from mirror.execution.every import EveryNSteps
+from mirror.execution.part import LifecycleHooks
+from mirror.execution.parts import AllLifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.execution.saved_draws import watch_saved_draws
 from mirror.replica.collectives.nodes import order
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.comparison import Comparison
+from mirror.replica.comparison import ReplicaChecks
 from mirror.replica.copies.assigned import assigned_part
 from mirror.replica.copies.buffers import Buffers
-from mirror.replica.copies.home.home_variables import HomeVariables
-from mirror.replica.copies.recorded import Recorded
-from mirror.replica.copies.registry import Registry
-from mirror.replica.copies.variables import Variables
-from mirror.replica.finite import Finite, stop_watching, watch_only_replica
-from mirror.replica.gradients.access import Access
-from mirror.replica.gradients.agreed.agreed_gradients import AgreedGradients
-from mirror.replica.gradients.gradients import Gradients
-from mirror.replica.gradients.home.access import AccessAtHome, GradientsAtHome
-from mirror.replica.gradients.passes import watch_passes
-from mirror.replica.gradients.plain import PlainVariables
-from mirror.replica.modules.modules import Modules
-from mirror.replica.modules.own_values import Attributes
-from mirror.replica.optimizer.home.optimizers_at_home import OptimizersAtHome
+from mirror.replica.copies.home.home_variables import CentralParams
+from mirror.replica.copies.recorded import PendingModules
+from mirror.replica.copies.registry import MirroredTensors
+from mirror.replica.copies.variables import ReplicatedParams
+from mirror.replica.finite import NonFiniteCheck, stop_watching, watch_only_replica
+from mirror.replica.gradients.access import GradAccess
+from mirror.replica.gradients.agreed.agreed_gradients import MultiWorkerGradients
+from mirror.replica.gradients.gradients import GradReducer
+from mirror.replica.gradients.home.access import CentralAccess, CentralGradReducer
+from mirror.replica.gradients.passes import watch_backward
+from mirror.replica.gradients.plain import UnmirroredParams
+from mirror.replica.modules.modules import ModuleRegistry
+from mirror.replica.modules.own_values import ModuleAttributes
+from mirror.replica.optimizer.home.optimizers_at_home import CentralOptimizers
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
-from mirror.replica.optimizer.optimizers import Optimizers
-from mirror.replica.workers.comparison import ComparisonOverWorkers
+from mirror.replica.optimizer.optimizers import OptimizerRegistry
+from mirror.replica.workers.comparison import WorkerChecks
 from mirror.replica.workers.first_values import FirstValues
 from mirror.replica.workers.shared_buffers import SharedBuffers
 from mirror.strategy.options import CommunicationOptions, Guards
@@ -69,7 +69,7 @@ class Group:
 
     def __init__(
         self,
-        places: Places,
+        places: DeviceMesh,
         communicator: Communicator,
         *,
         strategy: object,
@@ -77,7 +77,7 @@ class Group:
         weighted: bool,
         options: CommunicationOptions,
         guards: Guards,
-        workers: Alone | None = None,
+        workers: LocalWorkerGroup | None = None,
         home: torch.device | None = None,
     ) -> None:
         replicas = Replicas(
@@ -90,39 +90,39 @@ class Group:
             home=home,
         )
         runner = Runner(replicas, schedule=schedule, timeout_seconds=options.timeout_seconds)
-        registry, recorded = Registry(), Recorded()
+        registry, recorded = MirroredTensors(), PendingModules()
         reducer = Reducer(replicas, options.bytes_per_pack, options.wire_dtype)
-        finite = Finite(replicas.names) if guards.finite_gradients else None
-        gradients: Gradients
-        access: Access
-        variables: Variables
-        if replicas.is_apart:
-            gradients = at_home = GradientsAtHome(replicas, runner, reducer, finite)
-            access = seen = AccessAtHome(replicas, runner, at_home)
-            variables = HomeVariables(replicas, registry, access)
-            self.optimizers: Optimizers = OptimizersAtHome(replicas, runner, seen)
+        finite = NonFiniteCheck(replicas.names) if guards.finite_gradients else None
+        gradients: GradReducer
+        access: GradAccess
+        variables: ReplicatedParams
+        if replicas.has_parameter_device:
+            gradients = at_home = CentralGradReducer(replicas, runner, reducer, finite)
+            access = seen = CentralAccess(replicas, runner, at_home)
+            variables = CentralParams(replicas, registry, access)
+            self.optimizers: OptimizerRegistry = CentralOptimizers(replicas, runner, seen)
         else:
-            gradients = Gradients(replicas, runner, reducer, finite)
-            if replicas.workers.are_several:
-                gradients = AgreedGradients(replicas, runner, reducer, finite, registry)
-            access = Access(replicas, runner, gradients)
-            variables = Variables(replicas, registry, access)
-            self.optimizers = Optimizers(replicas, runner, access)
+            gradients = GradReducer(replicas, runner, reducer, finite)
+            if replicas.workers.is_multi_process:
+                gradients = MultiWorkerGradients(replicas, runner, reducer, finite, registry)
+            access = GradAccess(replicas, runner, gradients)
+            variables = ReplicatedParams(replicas, registry, access)
+            self.optimizers = OptimizerRegistry(replicas, runner, access)
         buffers = Buffers(replicas, registry)
-        attributes = Attributes(runner)
+        attributes = ModuleAttributes(runner)
         self.replicas, self.runner, self.registry = replicas, runner, registry
         self.gradients, self.variables = gradients, variables
-        self.modules = Modules(
+        self.modules = ModuleRegistry(
             replicas, runner, registry, recorded, variables, buffers, attributes
         )
-        several = replicas.workers.are_several
-        compares = ComparisonOverWorkers if several else Comparison
+        several = replicas.workers.is_multi_process
+        compares = WorkerChecks if several else ReplicaChecks
         self.comparison = compares(runner, self.variables, self.optimizers)
-        self.plain = PlainVariables(replicas, registry, recorded)
+        self.plain = UnmirroredParams(replicas, registry, recorded)
         self.access, self.reducer, self.finite = access, reducer, finite
         # In the order of [Note: Parts].
         first_values = FirstValues(replicas, registry, variables, buffers, self.modules.mirrored)
-        if isinstance(gradients, AgreedGradients):
+        if isinstance(gradients, MultiWorkerGradients):
             gradients.before_reducing = first_values.before_reducing
         parts = (
             self.modules.part(),
@@ -132,26 +132,26 @@ class Group:
             self.plain.part(),
             self.optimizers.part(),
             gradients.part(),
-            Part(name="collectives", finish=order.lift_this_thread),
+            LifecycleHooks(name="collectives", finish=order.advance),
             variables.part(),
             access.part(variables),
             buffers.part(),
         )
         # What one replica has, nobody has to agree with.
         told = parts if replicas.mirrors else parts[:1]
-        runner.keep(told)
+        runner.set_hooks(told)
         # Compiled steps use the first copies as they are: see [Note: Compiled steps and copies].
         of_copies = ("variables", "reduced gradients", "attributes", "assigned", "collectives")
         beside = [part for part in told if part.name not in of_copies]
-        self.beside_copies = Parts(replicas.num_replicas, beside)
+        self.beside_copies = AllLifecycleHooks(replicas.num_replicas, beside)
         self._simulates = replicas.mirrors and is_simulated(replicas.devices)
         if guards.replicas_every and replicas.mirrors:
-            Every(guards.replicas_every, runner, self.comparison.check_sums)
+            EveryNSteps(guards.replicas_every, runner, self.comparison.check_sums)
         if guards.finite_gradients and not replicas.mirrors:
             watch_only_replica(registry)
         if several:
-            runner.at_end = SharedBuffers(replicas.workers, buffers).share
-        watch_passes()
+            runner.on_outermost_end = SharedBuffers(replicas.workers, buffers).share
+        watch_backward()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
         if schedule == "concurrent":
             watch_saved_draws()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.replica.copies.buffer import AGGREGATIONS, MirroredBuffer
 from mirror.replica.modules.dicts import ReplicaDict
 from mirror.strategy.group import all_groups
@@ -49,7 +49,7 @@ def set_aggregation(module: nn.Module, buffer_name: str, how: str) -> None:
     """
     if not isinstance(how, str) or how not in AGGREGATIONS:
         names = ", ".join(AGGREGATIONS)
-        raise ValueError(f"aggregation must be one of {names}, got {in_words(how)}")
+        raise ValueError(f"aggregation must be one of {names}, got {short_repr(how)}")
     buffers: dict[str, Any] = module._buffers
     if buffers.get(buffer_name) is None:
         raise AttributeError(f"{type(module).__name__} has no buffer {buffer_name!r}")

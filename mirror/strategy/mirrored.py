@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 import torch
 
-from mirror.accelerator.places import Places
+from mirror.accelerator.places import DeviceMesh
 from mirror.comm.base import Communicator
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.data.options import or_default
 from mirror.devices import is_simulated, resolve_places
-from mirror.signposts import signposted_call, signposted_keywords
+from mirror.signposts import call_with_hints, signposted_keywords
 from mirror.strategy.backend import communicator_at
 from mirror.strategy.base import Strategy
 from mirror.strategy.options import (
@@ -28,7 +28,7 @@ _SCHEDULES = get_args(Schedule)
 _GRADIENT_REDUCTIONS = get_args(GradientReduction)
 
 
-@signposted_call
+@call_with_hints
 class MirroredStrategy(Strategy):
     """Mirrors a model's variables on all devices of one process and keeps them equal.
 
@@ -92,8 +92,8 @@ class MirroredStrategy(Strategy):
         check_choice("gradient_reduction", gradient_reduction, _GRADIENT_REDUCTIONS)
         check_choice("schedule", schedule, _SCHEDULES)
         options = or_default(communication_options, CommunicationOptions)
-        places = Places(self._rows(devices))
-        resolved, manner = places.columns[0], str(schedule)
+        places = DeviceMesh(self._rows(devices))
+        resolved, manner = places.positions[0], str(schedule)
         simulated = is_simulated(resolved)
         if len(resolved) == 1 and simulated:
             manner = "lockstep"
@@ -115,7 +115,7 @@ class MirroredStrategy(Strategy):
     @property
     def places(self) -> tuple[tuple[torch.device, ...], ...]:
         """Each replica's devices, in replica order: one, unless its layers are on several."""
-        return self._group.replicas.places.rows
+        return self._group.replicas.places.replicas
 
     # Programs give them the keywords of DistributedDataParallel and of Keras's compile.
     mirror = signposted_keywords("MirroredStrategy.mirror")(Strategy.mirror)
@@ -130,7 +130,7 @@ class MirroredStrategy(Strategy):
         devices: Sequence[torch.device],
         backend: str | Communicator,
         options: CommunicationOptions,
-    ) -> Alone | None:
+    ) -> LocalWorkerGroup | None:
         """Returns the processes whose replicas train together; ``None``: this one alone."""
         return None
 

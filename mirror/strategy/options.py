@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 import torch
 
 from mirror.data.options import is_int
-from mirror.errors import in_words
-from mirror.signposts import signposted_call
+from mirror.errors import short_repr
+from mirror.signposts import call_with_hints
 
 # What a type checker finds a typo in; check_choice finds it when the program runs.
 Fallback: TypeAlias = Literal["error", "eager"]
@@ -20,7 +20,7 @@ Schedule: TypeAlias = Literal["auto", "lockstep", "staggered"]
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@signposted_call
+@call_with_hints
 @dataclass(frozen=True)
 class CommunicationOptions:
     """Options of a strategy's collectives.
@@ -57,11 +57,11 @@ class CommunicationOptions:
         if self.wire_dtype not in (None, *_WIRE_DTYPES):
             names = ", ".join(map(str, _WIRE_DTYPES))
             raise ValueError(
-                f"wire_dtype must be one of {names}, or None; got {in_words(self.wire_dtype)}"
+                f"wire_dtype must be one of {names}, or None; got {short_repr(self.wire_dtype)}"
             )
 
 
-@signposted_call
+@call_with_hints
 @dataclass(frozen=True)
 class Guards:
     """What a strategy watches while it trains.
@@ -87,15 +87,15 @@ class Guards:
         if not is_int(self.replicas_every) or self.replicas_every < 0:
             raise ValueError(
                 f"replicas_every is a number of steps, 0 for never; got "
-                f"{in_words(self.replicas_every)}"
+                f"{short_repr(self.replicas_every)}"
             )
         if not isinstance(self.finite_gradients, bool):
             raise ValueError(
-                f"finite_gradients is True or False; got {in_words(self.finite_gradients)}"
+                f"finite_gradients is True or False; got {short_repr(self.finite_gradients)}"
             )
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     """Raises ValueError for an argument that is not one of the known names."""
     if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {in_words(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {short_repr(value)}")

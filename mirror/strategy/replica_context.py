@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.concurrency.merge_point import MergePoint
 from mirror.execution.current import check_current
 from mirror.execution.replicas import Replica
@@ -17,15 +17,15 @@ from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.collectives import all_gather, all_reduce
 from mirror.replica.collectives.reduction import Op
-from mirror.replica.gradients.gradients import Gradients
-from mirror.signposts import signposted
+from mirror.replica.gradients.gradients import GradReducer
+from mirror.signposts import with_hints
 from mirror.strategy.arguments import regroup
-from mirror.uncopied import Uncopied
+from mirror.uncopied import NoCopy
 from mirror.values import select
 
 
-@signposted
-class ReplicaContext(Uncopied):
+@with_hints
+class ReplicaContext(NoCopy):
     """What a function sees of its replica inside ``strategy.run``.
 
     Attributes:
@@ -38,7 +38,7 @@ class ReplicaContext(Uncopied):
     __slots__ = ("_gradients", "_replica", "_run", "_runner")
     _instead = "call mirror.get_replica_context() where you need it"
 
-    def __init__(self, replica: Replica, runner: Runner, gradients: Gradients) -> None:
+    def __init__(self, replica: Replica, runner: Runner, gradients: GradReducer) -> None:
         assert isinstance(replica.run, Run)
         self._replica = replica
         self._run = replica.run
@@ -57,7 +57,7 @@ class ReplicaContext(Uncopied):
                 "a replica's index, which differs between the replicas,",
                 "pass what depends on it: strategy.distribute_values_from_function(fn)",
             )
-        return self._replica.replicas.workers.first + self._replica.replica_id
+        return self._replica.replicas.workers.replica_offset + self._replica.replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -72,7 +72,7 @@ class ReplicaContext(Uncopied):
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """This replica's devices: what stands here for those that the model was written for."""
-        return self._replica.replicas.places.rows[self._replica.replica_id]
+        return self._replica.replicas.places.replicas[self._replica.replica_id]
 
     @property
     def strategy(self) -> Any:
@@ -92,7 +92,7 @@ class ReplicaContext(Uncopied):
         return self._replica.weight
 
     @weight.setter
-    @opaque
+    @disable_dynamo
     def weight(self, value: float) -> None:
         check_current(self._replica)
         if self._replica.tracing is not None:
@@ -106,7 +106,7 @@ class ReplicaContext(Uncopied):
         self._gradients.close_with_weight(self._replica)
         self._run.set_weight(self._replica.replica_id, value)
 
-    @opaque
+    @disable_dynamo
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Reduces a structure of tensors over the replicas that take part, in one collective.
 
@@ -129,7 +129,7 @@ class ReplicaContext(Uncopied):
         """
         return all_reduce(self._replica, op, value)
 
-    @opaque
+    @disable_dynamo
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates each tensor of a structure over the replicas, in replica order.
 
@@ -142,7 +142,7 @@ class ReplicaContext(Uncopied):
         """
         return all_gather(self._replica, value, axis)
 
-    @opaque
+    @disable_dynamo
     def merge_call(
         self,
         fn: Callable[..., Any],
@@ -167,7 +167,9 @@ class ReplicaContext(Uncopied):
                 args, kwargs = payloads[0]
             else:
                 args, kwargs = regroup(payloads, replicas.num_replicas, run.all_weights())
-            result = runner.call_outside(run, partial(fn, replicas.strategy, *args, **kwargs))
+            result = runner.call_cross_replica(
+                run, partial(fn, replicas.strategy, *args, **kwargs)
+            )
             if result is None:
                 return dict.fromkeys(payloads)
             return {r: select(result, r) for r in payloads}

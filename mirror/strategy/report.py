@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from mirror.pictures.lanes import COLOURS, OTHER
-from mirror.pictures.table import Part, table_of
+from mirror.pictures.table import TablePart, table_of
 from mirror.timeline import (
     BACKWARD,
-    BESIDE,
+    OVERLAPPED,
     COMPILED,
     COMPILING,
     CROSS,
@@ -157,7 +157,7 @@ class Report:
         return "\n".join([self._title(), row("whole step", self.step), *parts, *self._notes()])
 
     def _repr_html_(self) -> str:
-        parts = [Part(*part) for part in self._parts()]
+        parts = [TablePart(*part) for part in self._parts()]
         return table_of(self._title(), self.step, parts, self._notes())
 
     def _title(self) -> str:
@@ -241,7 +241,7 @@ def _compiled(timeline: Timeline) -> CompiledTimes | None:
 def _row(
     step: float, lanes: list[dict[str, float]], num_replicas: int, share: float
 ) -> dict[str, float]:
-    replicas, cross, beside = lanes[:num_replicas], lanes[CROSS], lanes[BESIDE]
+    replicas, cross, beside = lanes[:num_replicas], lanes[CROSS], lanes[OVERLAPPED]
 
     def spent(kind: str) -> float:
         return cross[kind] + share * sum(lane[kind] for lane in replicas)

@@ -7,10 +7,10 @@ from contextlib import ContextDecorator
 from types import TracebackType
 
 from mirror.errors import StrategyError
-from mirror.execution.current import Context, current, enter, here
+from mirror.execution.current import Context, current, push_context, save_context
 from mirror.replica.modules.keras_call import watch_keras
 from mirror.replica.modules.recording import begin_recording, end_recording, recording
-from mirror.replica.routing import Recorder
+from mirror.replica.routing import ModuleRecorder
 from mirror.strategy.group import Group
 
 
@@ -19,7 +19,7 @@ class Scope(ContextDecorator):
 
     def __init__(self, group: Group) -> None:
         self._strategy, self._group = group.replicas.strategy, group
-        self._before: list[tuple[Context, tuple[Recorder, ...]]] = []
+        self._before: list[tuple[Context, tuple[ModuleRecorder, ...]]] = []
         self._is_used = False
 
     def __enter__(self) -> None:
@@ -30,10 +30,10 @@ class Scope(ContextDecorator):
                 "scope() was entered inside run; enter it in the cross-replica context"
             )
         refuse_inside_another(self._strategy)
-        before, recorders = here(), recording.recorders
+        before, recorders = save_context(), recording.recorders
         try:
             self._before.append((before, recorders))
-            enter(self._strategy, None)
+            push_context(self._strategy, None)
             begin_recording(self._group.modules)
             watch_keras()
         except BaseException:  # an interrupt: nobody will leave

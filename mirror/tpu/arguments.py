@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mirror.errors import StructureError, in_words
+from mirror.errors import StructureError, short_repr
 from mirror.tpu.copies import to_numpy
 from mirror.values import PerReplica, leaves_of, rebuild_structure, select
 
@@ -27,7 +27,7 @@ _STATIC = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
-class Arguments:
+class TpuArguments:
     """The arguments of one run.
 
     Attributes:
@@ -66,7 +66,7 @@ class Arguments:
 
 def arguments_of(
     trees: Any, active: Sequence[int], weights: Sequence[float] | None, num_replicas: int
-) -> Arguments:
+) -> TpuArguments:
     """Returns the arguments of a run as arrays on the host.
 
     Raises:
@@ -97,7 +97,7 @@ def arguments_of(
     parts = [_padded(row, active, num_replicas) for row in rows]
     every = [1.0] * num_replicas if weights is None else [float(w) for w in weights]
     counts = tuple(0.0 if r in absent else every[r] for r in range(num_replicas))
-    return Arguments(tree, tuple(kinds), tuple(found), tuple(which), parts, shared, counts)
+    return TpuArguments(tree, tuple(kinds), tuple(found), tuple(which), parts, shared, counts)
 
 
 def _as_array(value: Any) -> Any:
@@ -107,7 +107,7 @@ def _as_array(value: Any) -> Any:
         return np.array(value)
     raise StructureError(
         "a step for TPUs is one program, so what differs between replicas must be tensors; a "
-        f"PerReplica argument has {in_words(value)}; make it a tensor, or the same for all"
+        f"PerReplica argument has {short_repr(value)}; make it a tensor, or the same for all"
     )
 
 

@@ -22,7 +22,7 @@ from mirror.replica.bits import same_bits
 Key = Any
 
 
-class Copies:
+class TpuCopies:
     """What tensors are on the devices, each the same on all.
 
     Args:
@@ -38,7 +38,7 @@ class Copies:
         self._known: dict[Key, tuple[Tensor, Any]] = {}
         self.sent = 0
 
-    def of(self, key: Key, tensor: Tensor) -> Any:
+    def copy_of(self, key: Key, tensor: Tensor) -> Any:
         """Returns the array that has a tensor's values now."""
         known = self._known.get(key)
         if known is None or not same_bits(known[0], tensor):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mirror.errors import DeviceError, in_words
+from mirror.errors import DeviceError, short_repr
 
 _NAME = re.compile(r"/?(cpu|tpu)(?::(\d+))?", re.IGNORECASE)
 _SIMULATE = 'TPUStrategy(["cpu"] * 4) simulates four'
@@ -34,13 +34,13 @@ def devices_of(jax: Any, devices: Sequence[Any] | None) -> tuple[Any, ...]:
         if unlike:
             raise DeviceError(
                 f"devices are names, such as 'tpu:0' or 'cpu', or jax.Device; got "
-                f"{in_words(unlike[0])}"
+                f"{short_repr(unlike[0])}"
             )
         return _checked(found)
     names = [_parsed(device) for device in devices]
     kinds = {kind for kind, _ in names}
     if len(kinds) > 1:
-        raise DeviceError(f"devices are all 'tpu' or all 'cpu'; got {in_words(list(devices))}")
+        raise DeviceError(f"devices are all 'tpu' or all 'cpu'; got {short_repr(list(devices))}")
     if kinds == {"cpu"}:
         return _simulated(jax, len(names))
     tpus = _tpus(jax)
@@ -60,7 +60,7 @@ def as_torch(device: Any) -> torch.device:
 def _parsed(device: Any) -> tuple[str, int]:
     name = _NAME.fullmatch(str(device))
     if name is None:
-        raise DeviceError(f"a device is 'tpu:0', ... or 'cpu'; got {in_words(device)}")
+        raise DeviceError(f"a device is 'tpu:0', ... or 'cpu'; got {short_repr(device)}")
     return name[1].lower(), int(name[2] or 0)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirror.errors import StrategyError
 from mirror.strategy.arguments import regroup
-from mirror.tpu.arguments import Arguments
+from mirror.tpu.arguments import TpuArguments
 from mirror.tpu.copies import from_numpy
 from mirror.values import rebuild_structure
 
@@ -19,7 +19,7 @@ from mirror.values import rebuild_structure
 def results_of(
     outputs: Sequence[Any],
     arrays: Sequence[Any],
-    arguments: Arguments,
+    arguments: TpuArguments,
     refusal: str | None,
 ) -> Any:
     """Returns a run's results regrouped.
@@ -54,7 +54,7 @@ def _tensor(array: Any, refusal: str | None) -> Tensor:
     return refused
 
 
-class _Refused(torch.autograd.Function):
+class _RefusedGradient(torch.autograd.Function):
     """Gives a value through, and no gradient."""
 
     @staticmethod
@@ -67,4 +67,4 @@ class _Refused(torch.autograd.Function):
         raise StrategyError(f"backward outside of run: {ctx.refusal}")
 
 
-_refused: Any = _Refused.apply  # untyped
+_refused: Any = _RefusedGradient.apply  # untyped

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mirror.devices import is_simulated, resolve
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.train.images import NUM_CLASSES, Images, load_images
-from mirror.train.progress import Progress
+from mirror.train.progress import ProgressLine
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -185,7 +185,7 @@ def _train(
     seconds = 0.0
     for epoch in range(1, epochs + 1):
         label = f"  epoch {epoch}/{epochs}"
-        with Progress(label, num_images) as progress:
+        with ProgressLine(label, num_images) as progress:
             start, done, total = time.perf_counter(), 0, torch.zeros((), device=device)
             for batch in batches:
                 count = min(options.batch_size, num_images - done)

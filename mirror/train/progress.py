@@ -14,7 +14,7 @@ _REDRAW_SECONDS = 0.1
 _BAR_WIDTH = 24
 
 
-class Progress:
+class ProgressLine:
     """Use as a context manager; whatever happens, the cursor ends at the start of an empty line.
 
     Attributes:
@@ -48,7 +48,7 @@ class Progress:
         self._drawn = time.perf_counter()
         self._write(_CLEAR_LINE + f"{self._label} [{bar}] {text}"[:width])
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from mirror.accelerator.current_streams import CallersStreams, ReplicasStreams
+from mirror.accelerator.current_streams import CallerStreams, ReplicaStreams
 from tests.gpu.fake import FakeGpus
 from tests.gpu.order import StreamError
 
@@ -37,26 +37,26 @@ def test_other_threads_have_the_callers_streams_for_as_long(gpus):
         return inside, current(gpus.devices)
 
     with torch.cuda.stream(one):
-        streams = CallersStreams(gpus.devices)
+        streams = CallerStreams(gpus.devices)
     assert in_thread(seen) == ([1, one, defaults[1]], [0, *defaults])
-    streams = CallersStreams(gpus.devices)
+    streams = CallerStreams(gpus.devices)
     assert in_thread(seen) == ([1, *defaults], [0, *defaults])
 
 
 def test_who_acts_for_replicas_is_on_their_streams_and_leaves_them_ordered(gpus):
     devices = [gpus.devices[0], gpus.devices[1], gpus.devices[1]]
-    streams = ReplicasStreams([(device,) for device in devices])
+    streams = ReplicaStreams([(device,) for device in devices])
     own = [torch.cuda.Stream(device) for device in devices]
     brought = []
 
     def arrive(r):
         with torch.cuda.stream(own[r]):
             brought.append(torch.ones(1, device=devices[r]))
-            streams.note(r)
+            streams.record(r)
 
     for r in range(3):
         in_thread(lambda r=r: arrive(r))
-    with streams.joined():
+    with streams.make_caller_wait():
         assert current(devices)[1:] == [own[0], own[1], own[1]]
         total = brought[1] + brought[2]  # of two streams, on the one
         total += brought[0].to(devices[1])
@@ -64,18 +64,18 @@ def test_who_acts_for_replicas_is_on_their_streams_and_leaves_them_ordered(gpus)
         total + 1
     assert current(devices)[1:] == [*map(torch.cuda.default_stream, devices)]
     streams.forget()
-    with streams.joined():
+    with streams.make_caller_wait():
         assert current(devices)[1:] == [*map(torch.cuda.default_stream, devices)]
 
 
 def test_who_acts_stays_on_the_stream_where_it_is_one_of_theirs(gpus):
-    streams = ReplicasStreams([(device,) for device in gpus.devices])
+    streams = ReplicaStreams([(device,) for device in gpus.devices])
     for r in range(2):
-        streams.note(r)
+        streams.record(r)
     with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
-        streams.note(0)
+        streams.record(0)
         mine = current(gpus.devices)
-        with streams.joined():
+        with streams.make_caller_wait():
             assert current(gpus.devices) == mine
 
 
@@ -85,10 +85,10 @@ def test_memory_is_kept_for_who_reads_it_and_for_the_streams_noted(which, is_kep
     gpus = FakeGpus(2)
     with pytest.raises(StreamError, match="given out") if not is_kept else nullcontext(), gpus:
         own, default = torch.cuda.Stream("cuda:0"), torch.cuda.default_stream("cuda:0")
-        streams = ReplicasStreams([(device,) for device in gpus.devices])
+        streams = ReplicaStreams([(device,) for device in gpus.devices])
         with torch.cuda.stream(own):
             grad = torch.ones(4, device="cuda:0")
-            streams.note(0)
+            streams.record(0)
         default.wait_stream(own)
         flat = torch.cat([grad, grad])
         if is_kept:
@@ -106,10 +106,10 @@ def test_memory_is_kept_for_who_reads_it_and_for_the_streams_noted(which, is_kep
 
 
 def test_streams_are_complete_when_every_replica_has_noted_one(gpus):
-    streams = ReplicasStreams([(gpus.devices[0],)] * 2)
+    streams = ReplicaStreams([(gpus.devices[0],)] * 2)
     for replica_id in (0, 0, 1):
         assert not streams.are_complete([gpus.devices[0]] * 2)
-        streams.note(replica_id)
+        streams.record(replica_id)
     assert streams.are_complete([gpus.devices[0]] * 2)
     streams.forget()
     assert not streams.are_complete([gpus.devices[0]] * 2)
@@ -118,11 +118,11 @@ def test_streams_are_complete_when_every_replica_has_noted_one(gpus):
 def test_streams_of_several_devices_are_noted_and_complete_position_by_position():
     with FakeGpus(4) as gpus:
         (a, b, c, d), own = gpus.devices, torch.cuda.Stream("cuda:3")
-        streams = ReplicasStreams([(a, b), (c, d)])
-        streams.note(0)
+        streams = ReplicaStreams([(a, b), (c, d)])
+        streams.record(0)
         with torch.cuda.stream(own):
-            streams.note(1, d)
+            streams.record(1, d)
         assert streams.are_complete((b, d))
         assert not streams.are_complete((a, c))
-        with streams.joined():
+        with streams.make_caller_wait():
             assert torch.cuda.current_stream(d) == own

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mirror.accelerator import events
-from mirror.accelerator.events import has_nothing_left, record_event, stream_address
+from mirror.accelerator.events import is_stream_idle, record_event, stream_address
 from mirror.devices import synchronize
 
 CPU = torch.device("cpu")
@@ -78,12 +78,12 @@ def test_a_stream_is_asked_on_its_device_through_the_driver(monkeypatch):
     monkeypatch.setattr(events, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", using)
     gpu = torch.device("cuda", 1)
-    assert [has_nothing_left(gpu, 2**40 + i) for i in range(3)] == [True, False, False]
+    assert [is_stream_idle(gpu, 2**40 + i) for i in range(3)] == [True, False, False]
     assert driver.asked == [2**40, 2**40 + 1, 2**40 + 2]
     assert current == [gpu] * 3
-    assert not has_nothing_left(CPU, 0)
+    assert not is_stream_idle(CPU, 0)
     monkeypatch.setattr(events, "_driver", lambda: None)
-    assert not has_nothing_left(gpu, 0)
+    assert not is_stream_idle(gpu, 0)
 
 
 def test_a_library_of_the_driver_lets_go_of_the_gil():
@@ -95,7 +95,7 @@ def test_a_library_of_the_driver_lets_go_of_the_gil():
 def test_a_thread_that_watches_spoils_no_capture(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(events, "_driver", lambda: driver)
-    events.spoil_no_capture()
+    events.query_without_breaking_capture()
     assert driver.asked == [("MainThread", 2)]  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mirror.accelerator.renaming import Renaming, as_named
+from mirror.accelerator.renaming import DeviceRemap, without_remap
 from mirror.errors import CompileError
 
 META, XPU = torch.device("meta"), torch.device("xpu", 1)  # of which there is none here
@@ -11,7 +11,7 @@ REFUSED = pytest.raises((AssertionError, RuntimeError))
 
 
 def renaming(wanted=lambda: True):
-    return Renaming({XPU: META}, wanted)
+    return DeviceRemap({XPU: META}, wanted)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_number_is_a_device_where_devices_go():
 def test_devices_are_what_they_are_where_that_is_not_wanted():
     x, wanted = torch.ones(2), [True]
     with renaming(lambda: wanted[0]):
-        with as_named(), REFUSED:
+        with without_remap(), REFUSED:
             x.to("xpu:1")
         assert x.to("xpu:1").device == META
         wanted[0] = False

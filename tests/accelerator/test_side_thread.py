@@ -7,13 +7,13 @@ from contextlib import suppress
 
 import pytest
 
-from mirror.accelerator.side_thread import SideThread
-from mirror.concurrency.stack import raise_in
+from mirror.accelerator.side_thread import SerialExecutor
+from mirror.concurrency.stack import throw_into_thread
 
 
 @pytest.fixture
 def side():
-    side = SideThread()
+    side = SerialExecutor()
     yield side
     side.close()
 
@@ -42,7 +42,7 @@ def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side, begun)
     (thread,) = begun.threads("mirror side")
 
     def strike():
-        raise_in(thread, KeyboardInterrupt)  # where it next executes Python
+        throw_into_thread(thread, KeyboardInterrupt)  # where it next executes Python
         blocked.acquire()
 
     blocked = threading.Lock()
@@ -58,7 +58,7 @@ def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side, begun)
 def test_there_is_a_new_thread_after_one_that_was_struck(side, begun):
     side.start(lambda: None)()
     (thread,) = begun.threads("mirror side")
-    raise_in(thread, KeyboardInterrupt)
+    throw_into_thread(thread, KeyboardInterrupt)
     with suppress(KeyboardInterrupt):
         side.start(lambda: None)()
     thread.join(60)
@@ -67,8 +67,8 @@ def test_there_is_a_new_thread_after_one_that_was_struck(side, begun):
 
 
 def test_the_thread_ends_with_its_owner_closed_or_gone(begun):
-    for end in (SideThread.close, lambda side: None):
-        side = SideThread()
+    for end in (SerialExecutor.close, lambda side: None):
+        side = SerialExecutor()
         side.start(lambda: None)()
         (thread,) = begun.threads("mirror side")
         end(side)

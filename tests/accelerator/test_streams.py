@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mirror.accelerator.streams import CopyStreams, Side
+from mirror.accelerator.streams import CopyStreams, SideStream
 from tests.gpu.fake import FakeGpus
 
 
@@ -39,7 +39,7 @@ def test_work_on_the_side_goes_before_the_blocks_of_a_computation_that_wait():
             return stream(device, priority=priority)
 
         with mock.patch.object(torch.cuda, "Stream", note):
-            Side(gpus.devices).start(lambda: None)()
+            SideStream(gpus.devices).start(lambda: None)()
         assert made == [(device, -1) for device in gpus.devices]
 
 

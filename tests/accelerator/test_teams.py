@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from mirror.accelerator.teams import end_team
+from mirror.accelerator.teams import release_thread_pool
 
-pytestmark = pytest.mark.skipif(end_team is None, reason="this OpenMP cannot end teams")
+pytestmark = pytest.mark.skipif(release_thread_pool is None, reason="this OpenMP cannot end teams")
 LARGE = torch.linspace(-1, 1, 1_000_000)
 
 
@@ -17,7 +17,7 @@ def several_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
-    end_team()
+    release_thread_pool()
     torch.set_num_threads(before)
 
 
@@ -27,11 +27,11 @@ def num_threads():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted there")
 def test_a_team_ends_and_comes_again_and_computes_the_same():
-    end_team()
+    release_thread_pool()
     alone = num_threads()
     expected = LARGE.sum()
     assert num_threads() == alone + 2
-    end_team()
+    release_thread_pool()
     assert num_threads() == alone
     assert torch.equal(LARGE.sum(), expected)
     assert num_threads() == alone + 2
@@ -52,7 +52,7 @@ def test_it_ends_no_team_of_another_thread():
     assert is_done.wait(20)
     for _ in range(3):
         LARGE.sum()
-        end_team()
+        release_thread_pool()
     may_go_on.set()
     thread.join()
     assert torch.equal(found[0], LARGE.sum())

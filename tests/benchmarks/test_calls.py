@@ -102,7 +102,7 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
     """Functions of Python; a replica's own pass is its forward, through copies of 161 parameters.
 
     That itself takes two calls more than a plain one per module and per look at a variable:
-    TransparentCall, and the dict that hands out the replica's copy.
+    CallInterceptor, and the dict that hands out the replica's copy.
     """
     batch = torch.ones(24, 2, 2, 2)
 

@@ -40,7 +40,7 @@ def test_a_process_that_hangs_is_seen_to_be_killed(waits, monkeypatch):
     monkeypatch.setattr(waits, "HANG_SECONDS", 0.05)
     assert waits.is_killed((torch.device("cpu"),)).startswith("after ")
     monkeypatch.setattr(waits, "_HANGS", "raise SystemExit(-1)")
-    with pytest.raises(trials.Untried):
+    with pytest.raises(trials.ProbeUnavailable):
         waits.is_killed((torch.device("cpu"),))
     found = "import sys; print(sys.argv[1], '{\"found\": null}')"
     monkeypatch.setattr(waits, "_HANGS", found)
@@ -65,7 +65,7 @@ def test_what_a_process_finds_is_what_comes_of_the_check(waits, child, said, mes
 
 def test_a_verdict_that_is_forgotten_is_seen(waits, child, monkeypatch):
     child(found=None)
-    monkeypatch.setattr(trials, "recall", lambda facts: None)
+    monkeypatch.setattr(trials, "load", lambda facts: None)
     with gpus_with_cupy(2) as gpus, pytest.raises(AssertionError, match="the first took"):
         waits.is_remembered(tuple(gpus.devices))
 
@@ -97,7 +97,7 @@ def test_whether_the_last_gpu_stands_for_all_is_seen(waits, monkeypatch, fault):
                 asked.append(event)
                 return fault == "the others are late" and len(asked) == 1
 
-            monkeypatch.setattr(clique.Operation, "is_done", lambda operation: True)
+            monkeypatch.setattr(clique.Work, "is_done", lambda operation: True)
             monkeypatch.setattr(FakeEvent, "query", query)
             with pytest.raises(AssertionError, match=message.get(fault, "others are not done")):
                 waits.stands_for_all(tuple(gpus.devices))

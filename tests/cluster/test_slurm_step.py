@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mirror.cluster import ClusterError
 from mirror.cluster.slurm_step import read_step
-from mirror.cluster.variables import Variables
+from mirror.cluster.variables import EnvironmentVariables
 
 STEP = {
     "SLURM_PROCID": "1",
@@ -17,7 +17,7 @@ STEP = {
 
 
 def step_of(tasks_per_node=None, **change):
-    return read_step(Variables(STEP | change), tasks_per_node)
+    return read_step(EnvironmentVariables(STEP | change), tasks_per_node)
 
 
 def nodes_of(step):
@@ -78,9 +78,9 @@ def test_names_of_the_job_stand_in_for_those_of_the_step():
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_TASKS_PER_NODE": "3,1",
     }
-    assert nodes_of(read_step(Variables(variables), None)) == "n1 n1 n1 n2"
+    assert nodes_of(read_step(EnvironmentVariables(variables), None)) == "n1 n1 n1 n2"
     del variables["SLURM_TASKS_PER_NODE"]
-    assert nodes_of(read_step(Variables(variables), None)) == "n1 n1 n2 n2"
+    assert nodes_of(read_step(EnvironmentVariables(variables), None)) == "n1 n1 n2 n2"
 
 
 def test_the_program_may_say_how_many_tasks_a_node_has():

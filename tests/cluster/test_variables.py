@@ -3,11 +3,11 @@
 import pytest
 
 from mirror.cluster import ClusterError
-from mirror.cluster.variables import MAX_PROCESSES, Variables, integer
+from mirror.cluster.variables import MAX_PROCESSES, EnvironmentVariables, integer
 
 
 def test_the_first_that_is_set_counts_and_empty_is_not_set():
-    told = Variables({"A": "", "B": " ", "C": " 7 ", "D": "8"})
+    told = EnvironmentVariables({"A": "", "B": " ", "C": " 7 ", "D": "8"})
     assert told.text("X", "A", "B", "C", "D") == "7"
     assert told.first("X", "A", "B", "C", "D") == "C"
     assert told.integer("A", "D") == told.needed_integer("D", why="") == 8
@@ -15,14 +15,14 @@ def test_the_first_that_is_set_counts_and_empty_is_not_set():
 
 
 def test_they_are_those_of_now(monkeypatch):
-    told = Variables()
+    told = EnvironmentVariables()
     for text in ("one", "two"):
         monkeypatch.setenv("MIRROR_TEST_VARIABLE", text)
         assert told.needed("MIRROR_TEST_VARIABLE", why="") == text
 
 
 def test_what_is_missing_is_named_with_what_to_do():
-    told = Variables({"A": ""})
+    told = EnvironmentVariables({"A": ""})
     for needed in (told.needed, told.needed_integer):
         with pytest.raises(ClusterError, match=r"^A or B is not set; use a launcher$"):
             needed("A", "B", why="use a launcher")
@@ -34,6 +34,6 @@ def test_what_is_missing_is_named_with_what_to_do():
 )
 def test_what_is_no_number_in_range_is_named_and_shown(text):
     with pytest.raises(ClusterError, match=f"^A is a number from 0 to {MAX_PROCESSES}; got '"):
-        Variables({"A": text}).integer("A")
+        EnvironmentVariables({"A": text}).integer("A")
     with pytest.raises(ClusterError, match=r"^the port is a number from 1 to 3; got '0'$"):
         integer("0", "the port", least=1, most=3)

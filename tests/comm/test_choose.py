@@ -38,7 +38,7 @@ def test_gpus_are_served_by_what_passes_its_self_test_on_them(monkeypatch):
     monkeypatch.setattr("mirror.comm.nccl.libnccl.missing_reason", lambda: None)
     failures = {"direct": None, "ring": "a bit is wrong", "hierarchical": "slow", "nccl": None}
     both = torch.device("cuda", 0), torch.device("cuda", 1)
-    found = {(choose.known(name), both): how for name, how in failures.items()}
+    found = {(choose.check_name(name), both): how for name, how in failures.items()}
     monkeypatch.setattr(choose.self_test, "_found", found)
     assert comm.available(["cuda:0", "cuda:1"]) == ("direct", "naive", "nccl")
     with pytest.raises(BackendError, match="'ring' cannot serve cuda:0, cuda:1: a bit is wrong"):
@@ -115,7 +115,7 @@ def test_reasons_are_given_for_names_of_devices(monkeypatch):
         by_name = comm.unavailable_reason(name, ["cpu", "CPU:0"])
         assert by_name == comm.unavailable_reason(name, [torch.device("cpu")] * 2)
         assert (by_name is None) == (name in comm.available(["cpu"] * 2))
-        kind = choose.known(name)
+        kind = choose.check_name(name)
         assert kind.unavailable_reason(["cpu"] * 2) == by_name
     assert comm.unavailable_reason("host", ["GPU:0"]) == "it serves CPU devices only"
     with pytest.raises(DeviceError, match="got 'tpu'"):

@@ -10,14 +10,14 @@ import torch
 from mirror.comm import probe
 from mirror.comm.host.naive import NaiveCommunicator
 from mirror.comm.kernels.direct import DirectCommunicator
-from mirror.comm.trials import ask
+from mirror.comm.trials import run_probe
 
 
 def test_a_process_tries_a_backend_and_finds_nothing(monkeypatch, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")
     if sys.version_info >= (3, 11):  # before, Python looks there first
         monkeypatch.chdir(tmp_path)
-    assert ask(DirectCommunicator, ["cpu"] * 2) is None
+    assert run_probe(DirectCommunicator, ["cpu"] * 2) is None
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mirror import comm
 from mirror.comm import choose, self_test, trials
 from mirror.comm.host.naive import NaiveCommunicator
 from mirror.comm.kernels.direct import DirectCommunicator
-from mirror.comm.trials import Untried, ask, disproof
+from mirror.comm.trials import ProbeUnavailable, run_probe, unsafe_reason
 from mirror.comm.verdicts import FOLDER_VARIABLE
 from mirror.doctor.doctor import diagnose
 from mirror.errors import BackendError
@@ -69,19 +69,19 @@ FAILURES = {
 
 def test_one_that_finds_nothing_lets_this_process_go_on(child):
     assert child(RIGHT) == []
-    assert ask(DirectCommunicator, TWO) is None
+    assert run_probe(DirectCommunicator, TWO) is None
 
 
 @pytest.mark.parametrize(("program", "reason"), FAILURES.values(), ids=list(FAILURES))
 def test_one_that_fails_in_any_way_is_a_reason(child, program, reason):
     child(program)
-    assert ask(DirectCommunicator, TWO) == reason
+    assert run_probe(DirectCommunicator, TWO) == reason
 
 
 def test_one_that_hangs_before_it_begins_is_a_reason(child, monkeypatch):
     child("time.sleep(99)")
     monkeypatch.setitem(trials._SECONDS, "being started", 0.1)
-    assert "hung, and was killed: after it was being started" in ask(DirectCommunicator, TWO)
+    assert "hung, and was killed: after it was being started" in run_probe(DirectCommunicator, TWO)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_one_that_hangs_before_it_begins_is_a_reason(child, monkeypatch):
 )
 def test_one_that_does_not_begin_has_tried_nothing(child, program, why):
     child(program)
-    with pytest.raises(Untried, match=why):
-        ask(DirectCommunicator, TWO)
+    with pytest.raises(ProbeUnavailable, match=why):
+        run_probe(DirectCommunicator, TWO)
 
 
 def frozen(monkeypatch):
@@ -124,19 +124,19 @@ def test_where_no_process_can_be_started_a_warning_says_so_once(
     child(RIGHT)
     place(monkeypatch)
     for _ in range(2):
-        assert disproof(DirectCommunicator, TWO) is None
+        assert unsafe_reason(DirectCommunicator, TWO) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    with pytest.raises(Untried, match=why):
-        ask(DirectCommunicator, TWO)
+    with pytest.raises(ProbeUnavailable, match=why):
+        run_probe(DirectCommunicator, TWO)
 
 
 def test_a_class_that_others_cannot_import_is_not_tried_by_them(child):
     class Own(DirectCommunicator):
         pass
 
-    with pytest.raises(Untried, match=r"no other process can import .*Own of tests"):
-        ask(Own, TWO)
+    with pytest.raises(ProbeUnavailable, match=r"no other process can import .*Own of tests"):
+        run_probe(Own, TWO)
 
 
 def test_ctrl_c_ends_the_process(child, monkeypatch):
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_process(child, monkeypatch):
 
     monkeypatch.setattr(trials, "_lines", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        ask(DirectCommunicator, TWO)
+        run_probe(DirectCommunicator, TWO)
     assert len(started) == 1
 
 
@@ -159,10 +159,10 @@ def test_only_the_first_strategy_of_a_machine_pays(child, monkeypatch, program, 
 
     def in_another_process(**options):
         monkeypatch.setattr(trials, "_found", {})
-        return disproof(DirectCommunicator, TWO, **options)
+        return unsafe_reason(DirectCommunicator, TWO, **options)
 
     for _ in range(2):
-        assert disproof(DirectCommunicator, TWO) == expected
+        assert unsafe_reason(DirectCommunicator, TWO) == expected
     assert len(started) == 1
     later = in_another_process()
     assert later is None if expected is None else later.startswith(f"{expected} (found less than")
@@ -180,9 +180,11 @@ def test_nothing_of_it_happens_for_one_device_the_cpu_and_backends_without_risk(
     cpu = torch.device("cpu")
     for devices in ([cpu], [cpu] * 4, TWO[:1], TWO[:1] * 8):
         for name in comm.choose.names():
-            assert disproof(comm.choose.known(name), devices) is None
-    assert disproof(NaiveCommunicator, TWO) is None
-    assert disproof(choose.known("nccl"), TWO) is None  # it has an end to every wait of its own
+            assert unsafe_reason(comm.choose.check_name(name), devices) is None
+    assert unsafe_reason(NaiveCommunicator, TWO) is None
+    assert (
+        unsafe_reason(choose.check_name("nccl"), TWO) is None
+    )  # it has an end to every wait of its own
     with mirror.MirroredStrategy(["cpu"] * 2, "direct") as strategy:
         strategy.run(lambda: None)
 
@@ -191,7 +193,7 @@ def test_nothing_of_it_happens_for_one_device_the_cpu_and_backends_without_risk(
 def machine(child, monkeypatch):
     """Two simulated GPUs with CuPy, on which kernels are tried by what stands in for a child."""
     monkeypatch.setattr(self_test, "_found", {})
-    with gpus_with_cupy(2) as gpus, mock.patch.object(self_test, "disproof", disproof):
+    with gpus_with_cupy(2) as gpus, mock.patch.object(self_test, "unsafe_reason", unsafe_reason):
         yield gpus
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mirror import comm
 from mirror.comm.host.host import HostCommunicator
-from mirror.comm.turns import Turn, in_turn
+from mirror.comm.turns import CollectiveLock, serialized
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 from tests.interrupts.test_forks import in_child
@@ -149,7 +149,7 @@ def test_many_threads_that_share_a_communicator_get_exact_sums(name, num_threads
 
 @pytest.mark.parametrize("name", UNSAFE_ALONE)
 def test_without_turns_the_stress_finds_errors(name, monkeypatch):
-    monkeypatch.setattr(Turn, "call", lambda self, collective, devices: collective())
+    monkeypatch.setattr(CollectiveLock, "call", lambda self, collective, devices: collective())
     communicator = create(name, timeout_seconds=0.05)
     for _ in range(20):
         try:
@@ -161,7 +161,7 @@ def test_without_turns_the_stress_finds_errors(name, monkeypatch):
 
 
 def test_every_backend_says_whether_it_is_concurrent():
-    concurrent = {name for name in comm.choose.names() if comm.choose.known(name).concurrent}
+    concurrent = {name for name in comm.choose.names() if comm.choose.check_name(name).concurrent}
     assert concurrent == {"host", "naive", "nccl"}
     assert not any(kind.concurrent for kind in OWN.values())
 
@@ -263,7 +263,7 @@ def test_a_communicator_closed_by_another_thread_is_no_crash(name):
 
 
 def test_a_method_takes_one_turn():
-    assert in_turn(Scratch.all_reduce) is Scratch.all_reduce
+    assert serialized(Scratch.all_reduce) is Scratch.all_reduce
     assert Scratch.all_reduce.__doc__ == "Adds them up."
     assert Scratch.all_reduce.__name__ == "all_reduce"
 
@@ -271,7 +271,7 @@ def test_a_method_takes_one_turn():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_process_waits_for_no_thread_of_the_other():
-    turn, taken, done = Turn(), threading.Event(), threading.Event()
+    turn, taken, done = CollectiveLock(), threading.Event(), threading.Event()
 
     def collective():
         taken.set()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from mirror import comm
-from mirror.comm.turns import Turn
+from mirror.comm.turns import CollectiveLock
 
 
 class FakeStream:
@@ -108,7 +108,7 @@ def test_collectives_on_several_streams_go_one_after_the_other(monkeypatch):
 
 
 def test_without_events_collectives_on_several_streams_overlap(monkeypatch):
-    monkeypatch.setattr(Turn, "_follow", lambda self, gpu: None)
+    monkeypatch.setattr(CollectiveLock, "_follow", lambda self, gpu: None)
     rng, gpus = random.Random(0), FakeGpus(monkeypatch)
     enqueue(gpus, 12, rng)
     assert faults([gpus.run(rng.choice) for _ in range(20)])

@@ -221,8 +221,8 @@ def test_who_gives_the_turn_away_ends_its_team(
 ):
     # Of two: 0 to 1, which merges and goes on, 1 to 0; then 0 goes on first, to 1, to the caller.
     ended = []
-    monkeypatch.setattr(turns, "end_team", lambda: ended.append(threading.get_ident()))
-    monkeypatch.setattr(manners, "manners_of", lambda *_, **__: (manners.ENDING_TEAMS,))
+    monkeypatch.setattr(turns, "release_thread_pool", lambda: ended.append(threading.get_ident()))
+    monkeypatch.setattr(manners, "policies_of", lambda *_, **__: (manners.ENDING_TEAMS,))
     strategy = make_strategy(2)
     strategy.run(lambda: [meet() for _ in range(num_merges)])
     assert len(ended) == handed_over

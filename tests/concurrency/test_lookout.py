@@ -7,7 +7,7 @@ import torch
 
 from mirror.concurrency import lookout
 from mirror.concurrency.lockstep import Lockstep
-from mirror.concurrency.lookout import FIRST_SECONDS, LAST_SECONDS, Lookout
+from mirror.concurrency.lookout import FIRST_SECONDS, LAST_SECONDS, StallDetector
 from mirror.concurrency.merge_point import MergePoint
 from tests.concurrency.meeting import meet
 from tests.oracle import finishes
@@ -28,11 +28,11 @@ def nobody_looks(monkeypatch):
 
 
 def test_the_next_begins_after_one_unchanged_look_and_the_rest_after_the_second():
-    watch = Lookout(float("inf"), is_staggered=True)
-    assert watch.look(1, ["a"], 7) == 0
-    assert watch.look(1, ["a"], 7) == 1
-    assert watch.look(2, ["a", "b"], 6) == 0
-    assert watch.look(2, ["a", "b"], 6) == 6
+    watch = StallDetector(float("inf"), is_staggered=True)
+    assert watch.poll(1, ["a"], 7) == 0
+    assert watch.poll(1, ["a"], 7) == 1
+    assert watch.poll(2, ["a", "b"], 6) == 0
+    assert watch.poll(2, ["a", "b"], 6) == 6
 
 
 @pytest.mark.parametrize(
@@ -45,31 +45,31 @@ def test_the_next_begins_after_one_unchanged_look_and_the_rest_after_the_second(
     ],
 )
 def test_one_at_a_time_begins_where_replicas_have_moved_in_between(between):
-    watch = Lookout(float("inf"), is_staggered=True)
-    watch.look(1, ["a"], 7)
-    assert watch.look(1, ["a"], 7) == 1
+    watch = StallDetector(float("inf"), is_staggered=True)
+    watch.poll(1, ["a"], 7)
+    assert watch.poll(1, ["a"], 7) == 1
     *others, last = between
-    assert [watch.look(*seen, 6) for seen in others] == [0] * len(others)
-    assert watch.look(*last, 6) == 1
+    assert [watch.poll(*seen, 6) for seen in others] == [0] * len(others)
+    assert watch.poll(*last, 6) == 1
 
 
 def test_looks_come_fast_after_a_turn_and_slower_while_replicas_move():
-    watch = Lookout(float("inf"), is_staggered=True)
+    watch = StallDetector(float("inf"), is_staggered=True)
     assert watch.pause_seconds == FIRST_SECONDS
     pauses = []
     for i in range(9):
-        watch.look(1, [i], 1)
+        watch.poll(1, [i], 1)
         pauses.append(watch.pause_seconds)
     assert pauses == sorted(pauses)
     assert pauses[-1] == LAST_SECONDS
-    watch.look(2, [8], 0)
+    watch.poll(2, [8], 0)
     assert watch.pause_seconds == FIRST_SECONDS
 
 
 def test_what_stands_still_for_longer_than_the_limit_is_overdue(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(lookout, "monotonic", lambda: now[0])
-    watch = Lookout(10.0, is_staggered=False)
+    watch = StallDetector(10.0, is_staggered=False)
     assert watch.pause_seconds == 10.0
     for num_turns, where, time, is_overdue in [
         (1, [None], 10.0, False),
@@ -79,7 +79,7 @@ def test_what_stands_still_for_longer_than_the_limit_is_overdue(monkeypatch):
         (2, [None], 48.0, True),
     ]:
         now[0] = time
-        assert watch.look(num_turns, where, 1) == 0
+        assert watch.poll(num_turns, where, 1) == 0
         assert watch.is_overdue == is_overdue, time
 
 
@@ -93,9 +93,9 @@ def test_replicas_that_all_block_at_one_place_have_begun_after_two_standstills(
 ):
     # Each took two looks, so that the last of eight began after fourteen; and again after a merge.
     given, least = [], []
-    look = Lookout.look
+    look = StallDetector.poll
     monkeypatch.setattr(
-        Lookout, "look", lambda *seen: (lambda due: given.append(due) or due)(look(*seen))
+        StallDetector, "poll", lambda *seen: (lambda due: given.append(due) or due)(look(*seen))
     )
     lockstep = staggered(num_replicas)
 

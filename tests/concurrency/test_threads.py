@@ -8,7 +8,7 @@ import torch
 
 import mirror
 from mirror.concurrency.lockstep import Lockstep
-from mirror.concurrency.threads import Threads
+from mirror.concurrency.threads import ReplicaThreads
 from tests.concurrency.meeting import N, me, meet
 from tests.oracle import finishes
 
@@ -82,13 +82,13 @@ def test_runs_inside_merge_call_nest(strategy):
 
 
 def test_the_caller_looks_at_no_thread_that_is_only_being_started(monkeypatch):
-    start = Threads._start
+    start = ReplicaThreads._start
 
     def start_late(self, replica_id):
         sleep(0.01)  # the caller looks every 10 us
         start(self, replica_id)
 
-    monkeypatch.setattr(Threads, "_start", start_late)
+    monkeypatch.setattr(ReplicaThreads, "_start", start_late)
     lockstep = Lockstep(["a", "b", "c"], schedule="staggered", timeout_seconds=20)
     assert lockstep.run({r: partial(int, r) for r in range(3)}) == {0: 0, 1: 1, 2: 2}
     lockstep.close()

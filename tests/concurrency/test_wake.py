@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from mirror.concurrency import wake
-from mirror.concurrency.wake import Gate
+from mirror.concurrency.wake import Baton
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity"), reason="threads cannot be moved here"
@@ -50,7 +50,7 @@ def waits(gate, meanwhile, timeout=20):
 
 
 def test_a_gate_is_closed_behind_who_went_through():
-    gate = Gate()
+    gate = Baton()
     gate.open(near=False)
     with pytest.raises(RuntimeError):
         gate.open(near=False)
@@ -60,7 +60,7 @@ def test_a_gate_is_closed_behind_who_went_through():
 
 def test_a_wait_that_nobody_ends_near_makes_no_system_call(cpus):
     # Under "staggered" nobody is moved, and the caller looks 3000 times a second.
-    gate, (affinity, calls) = Gate(), cpus
+    gate, (affinity, calls) = Baton(), cpus
     for _ in range(3):
         gate.wait(0.0001)
     _, done = waits(gate, lambda thread: gate.open(near=False))
@@ -69,7 +69,7 @@ def test_a_wait_that_nobody_ends_near_makes_no_system_call(cpus):
 
 
 def test_who_is_let_through_near_goes_on_there_and_then_anywhere_again(cpus, monkeypatch):
-    gate, (affinity, _), moved = Gate(), cpus, []
+    gate, (affinity, _), moved = Baton(), cpus, []
     put = os.sched_setaffinity
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda *a: moved.append(a[1]) or put(*a), raising=False
@@ -81,7 +81,7 @@ def test_who_is_let_through_near_goes_on_there_and_then_anywhere_again(cpus, mon
 
 
 def test_an_affinity_that_others_have_set_meanwhile_stays(cpus, monkeypatch):
-    gate, (affinity, _) = Gate(), cpus
+    gate, (affinity, _) = Baton(), cpus
     put = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_setaffinity", lambda t, c: put(t, {0, 1}), raising=False)
     thread, _ = waits(gate, lambda _: gate.open(near=True))
@@ -89,7 +89,7 @@ def test_an_affinity_that_others_have_set_meanwhile_stays(cpus, monkeypatch):
 
 
 def test_who_may_not_run_there_is_not_moved(cpus):
-    gate, (affinity, calls) = Gate(), cpus
+    gate, (affinity, calls) = Baton(), cpus
     thread, _ = waits(gate, lambda thread: affinity.update({thread: {1}}) or gate.open(near=True))
     assert affinity == {thread: {1}}
     assert "set" not in calls
@@ -97,7 +97,7 @@ def test_who_may_not_run_there_is_not_moved(cpus):
 
 def test_who_times_out_while_it_is_moved_keeps_its_affinity(cpus, monkeypatch):
     # It stayed on that CPU, and its next wait took that for its own affinity.
-    gate, (affinity, _) = Gate(), cpus
+    gate, (affinity, _) = Baton(), cpus
     looked, get = threading.Event(), os.sched_getaffinity
 
     class TimesOut:
@@ -124,7 +124,7 @@ def test_who_times_out_while_it_is_moved_keeps_its_affinity(cpus, monkeypatch):
 
 @needs_affinity
 def test_threads_that_meet_near_may_use_all_cpus_between():
-    gates, allowed, seen = [Gate(), Gate()], os.sched_getaffinity(0), []
+    gates, allowed, seen = [Baton(), Baton()], os.sched_getaffinity(0), []
 
     def other():
         for _ in range(50):

@@ -12,7 +12,7 @@ import pytest
 
 import mirror
 from mirror.concurrency import watchdog
-from mirror.concurrency.watchdog import Call
+from mirror.concurrency.watchdog import WatchedCall
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ class Waiting:
 
 
 def call(work, seconds=0.05, break_off=None):
-    return Call(work, seconds, break_off or work.break_off, lambda: "the work").make()
+    return WatchedCall(work, seconds, break_off or work.break_off, lambda: "the work").make()
 
 
 @pytest.mark.parametrize("error", [None, ValueError("broken off")])
@@ -54,7 +54,7 @@ def test_what_takes_too_long_is_broken_off_however_it_ends_then(error):
 def test_what_ends_in_time_ends_as_it_is():
     assert call(lambda: 3, seconds=20, break_off=bool) == 3
     with pytest.raises(ValueError, match="mine"):
-        Call(lambda: int("mine"), 20, bool, str).make()
+        WatchedCall(lambda: int("mine"), 20, bool, str).make()
 
 
 def test_all_that_break_off_ends_are_late():
@@ -62,7 +62,7 @@ def test_all_that_break_off_ends_are_late():
 
     def wait():
         try:
-            Call(shared, 60, shared.break_off, lambda: "the other").make()
+            WatchedCall(shared, 60, shared.break_off, lambda: "the other").make()
         except mirror.CollectiveTimeoutError as error:
             errors.append(str(error))
 
@@ -111,7 +111,7 @@ def test_a_failing_break_off_is_told_of():
 
 def test_a_call_that_an_interrupt_has_left_behind_breaks_nothing_off():
     broken = threading.Event()
-    left = Call(bool, 0, broken.set, str)
+    left = WatchedCall(bool, 0, broken.set, str)
     watchdog._watchdog.begin(left)
     with pytest.raises(mirror.CollectiveTimeoutError):
         call(Waiting())

@@ -1,10 +1,10 @@
 """Workers that are none: what one process of several reads, without the others."""
 
-from mirror.comm.workers.alone import Alone
-from mirror.comm.workers.wire import packed, unpacked
+from mirror.comm.workers.alone import LocalWorkerGroup
+from mirror.comm.workers.wire import serialize, deserialize
 
 
-class Pretended(Alone):
+class Pretended(LocalWorkerGroup):
     """Worker ``rank`` of several, whom the others answer what it says itself."""
 
     def __init__(self, rank, counts):
@@ -14,4 +14,4 @@ class Pretended(Alone):
         return [payload()] * self.size
 
     def exchange_tensors(self, what, signature, tensors, numbers=()):
-        return [unpacked(packed(tensors, numbers)) for _ in range(self.size)]
+        return [deserialize(serialize(tensors, numbers)) for _ in range(self.size)]

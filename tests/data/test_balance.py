@@ -24,7 +24,7 @@ def run(balance, machine, steps, batch=1000):
     seen = []
     for _ in range(steps):
         sizes = split_sizes(batch, len(machine.pace), balance.shares)
-        balance.note(sizes)
+        balance.record(sizes)
         machine.step(sizes)
         seen.append(sizes)
     return seen

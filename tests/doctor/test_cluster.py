@@ -77,7 +77,7 @@ CONFIG = {"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "wo
 def test_it_says_what_it_found_or_what_is_wrong(environ, lines):
     before = dict(environ)
     report = examine_cluster(environ)
-    assert list(report.lines()) == lines
+    assert list(report.render()) == lines
     assert (report.failure is not None) == any("WRONG" in line for line in lines)
     assert json.loads(json.dumps(report.to_dict()))["failure"] == report.failure
     assert environ == before
@@ -92,7 +92,7 @@ def test_the_doctor_of_a_worker_shows_it_and_fails_where_it_is_wrong(
     monkeypatch, capsys, rank, code
 ):
     # torch looks for the address, and then for who is there, for longer than it is told to.
-    monkeypatch.setattr("mirror.comm.workers.workers.met", nobody_comes)
+    monkeypatch.setattr("mirror.comm.workers.workers.join_rendezvous", nobody_comes)
     for name, text in (TORCHRUN | {"RANK": rank}).items():
         monkeypatch.setenv(name, text)
     assert cli.main(["doctor", "--devices", "cpu"]) == code

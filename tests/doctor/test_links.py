@@ -16,12 +16,12 @@ def test_doctors_of_all_workers_measure_their_links(crew):
         assert told == ["waiting up to 30 s for the doctors of the other workers"]
         assert report.failure is report.missing is None
         assert 0 < report.seconds_per_exchange < report.seconds_per_sum < 30
-        first, second = report.lines()
+        first, second = report.render()
         assert first.startswith("an exchange of all workers takes ")
         assert second.startswith("an all-reduce of 10 MB takes ")
         assert json.loads(json.dumps(report.to_dict()))["failure"] is None
 
 
 def test_what_went_wrong_is_said():
-    assert list(LinkReport(failure="broken").lines()) == ["FAILED: broken"]
-    assert list(LinkReport(missing="nobody").lines()) == ["not tested: nobody"]
+    assert list(LinkReport(failure="broken").render()) == ["FAILED: broken"]
+    assert list(LinkReport(missing="nobody").render()) == ["not tested: nobody"]

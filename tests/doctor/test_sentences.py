@@ -89,7 +89,7 @@ def machine(monkeypatch, lacks, peers):
             patched.setattr(launcher, "missing_reason", lambda: None)
         patched.setattr(self_test, "_found", {})
         patched.setattr(self_test, "failure", lambda kind, devices: None)
-        patched.setattr(trials, "disproof", lambda kind, devices, anew: None)
+        patched.setattr(trials, "unsafe_reason", lambda kind, devices, anew: None)
         lacks(patched)
         yield tuple(gpus.devices)
 
@@ -139,5 +139,5 @@ def test_where_nothing_for_gpus_is_there_training_works_and_the_log_says_why(mon
 
 def test_every_reason_of_the_code_has_a_case():
     told = {name for _, _, names, _ in CASES for name in names}
-    waiting = {name for name in choose.names() if choose.known(name).needs_trial}
+    waiting = {name for name in choose.names() if choose.check_name(name).needs_trial}
     assert told == waiting

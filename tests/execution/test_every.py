@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mirror.execution.every import Every
+from mirror.execution.every import EveryNSteps
 from tests.oracle import train
 
 BATCH = (torch.ones(4, 2), torch.ones(4, 1))
@@ -19,7 +19,9 @@ def seen(make_strategy):
     """A strategy, and after which steps, and in what state, something is called every two."""
     strategy, calls = make_strategy(2), []
     runner = strategy._group.runner
-    every = Every(2, runner, lambda: calls.append((every.num_steps_done, runner.is_between_runs)))
+    every = EveryNSteps(
+        2, runner, lambda: calls.append((every.num_steps_done, runner.is_between_runs))
+    )
     return strategy, calls
 
 
@@ -67,7 +69,7 @@ def test_what_fails_says_when_and_is_done_again(make_strategy):
     def fail():
         raise ValueError("no")
 
-    Every(2, strategy._group.runner, fail)
+    EveryNSteps(2, strategy._group.runner, fail)
     model, optimizer = made(strategy)
     for _ in range(4):
         try:

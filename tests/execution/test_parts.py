@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.execution.part import Part
+from mirror.execution.part import LifecycleHooks
 
 WHOLE = ["returned", "finish", "ran (0, 1, 2)", "settle"]
 
@@ -22,14 +22,14 @@ class Recorder:
         def note(event):
             return lambda *args: self.heard.append(" ".join([event, *map(str, args)]))
 
-        return Part(
+        return LifecycleHooks(
             name=self._name,
             prepare=note("prepare"),
-            returned=note("returned"),
+            on_return=note("returned"),
             finish=lambda run: self.heard.append("finish"),
-            ran=note("ran"),
-            bring_along=note("bring_along"),
-            settle=note("settle"),
+            on_run_end=note("ran"),
+            sync_idle=note("bring_along"),
+            on_synced=note("settle"),
             recover=note("recover"),
         )
 
@@ -42,7 +42,7 @@ def strategy(request, make_strategy):
 @pytest.fixture
 def heard(strategy):
     recorder = Recorder()
-    strategy._group.runner.keep([recorder.part()])
+    strategy._group.runner.set_hooks([recorder.part()])
     return recorder.heard
 
 
@@ -79,7 +79,7 @@ def test_a_recovery_that_is_interrupted_begins_again(times, event, strategy):
         if interrupts:
             raise interrupts.pop()
 
-    strategy._group.runner.keep([replace(part, **{event: interrupted})])
+    strategy._group.runner.set_hooks([replace(part, **{event: interrupted})])
     with pytest.raises(KeyboardInterrupt):
         strategy.run(lambda: 1 / 0)
     whole = ["recover", "ran (0, 1, 2)"]
@@ -112,6 +112,6 @@ def test_merge_call_that_fails_is_prepared_and_recovers(strategy, heard):
 def test_parts_are_told_in_their_order(strategy):
     first, second = Recorder("first"), Recorder("second")
     second.heard = first.heard
-    strategy._group.runner.keep([first.part(), second.part()])
+    strategy._group.runner.set_hooks([first.part(), second.part()])
     strategy.run(lambda: None)
     assert first.heard == [event for event in ["prepare", *WHOLE] for _ in range(2)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.timeline import BESIDE, REDUCTION
+from mirror.timeline import OVERLAPPED, REDUCTION
 from tests.execution.failing import Boom, N, error_of, replica, text_of, works
 from tests.oracle import finishes
 
@@ -241,9 +241,9 @@ def test_a_run_that_fails_leaves_no_span_open(make_strategy):
     timeline = strategy._group.replicas.timeline
 
     def fails():
-        timeline.begin(BESIDE, REDUCTION)
+        timeline.begin(OVERLAPPED, REDUCTION)
         raise Boom
 
     assert isinstance(error_of(strategy, fails), Boom)
-    timeline.end(BESIDE, REDUCTION)  # is not open any more
-    assert timeline.so_far()[1][BESIDE][REDUCTION] == 0
+    timeline.end(OVERLAPPED, REDUCTION)  # is not open any more
+    assert timeline.so_far()[1][OVERLAPPED][REDUCTION] == 0

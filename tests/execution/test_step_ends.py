@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.execution.every import Every
+from mirror.execution.every import EveryNSteps
 from mirror.execution.step_ends import step_ends
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
 from tests.oracle import train
@@ -18,7 +18,7 @@ class Ends:
 
     def __init__(self, strategy):
         self.strategy, self.listened = strategy, 0
-        self.guard = Every(1000, strategy._group.runner, lambda: None)
+        self.guard = EveryNSteps(1000, strategy._group.runner, lambda: None)
 
     def listen(self):
         # Nothing is half done: runs may begin.

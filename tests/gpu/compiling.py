@@ -28,7 +28,7 @@ def compiling_gpus(num_devices):
             return call
 
         with (
-            mock.patch.object(making, "trace", real(making.trace)),
+            mock.patch.object(making, "trace_step", real(making.trace_step)),
             mock.patch.object(making, "pieces_of", real(making.pieces_of)),  # traces it anew
             mock.patch.object(making, "_has_compiler", return_value=False),
         ):

@@ -20,7 +20,7 @@ from mirror.comm import self_test
 from mirror.comm.base import DTYPES
 from mirror.comm.kernels import cuda_kernels, launcher, simulator
 from mirror.comm.kernels.binaries import ELEMENTS
-from mirror.comm.kernels.layout import Arguments, workspace_bytes
+from mirror.comm.kernels.layout import KernelArguments, workspace_bytes
 from tests.gpu.fake import FakeGpus
 
 _THREADS_PER_BLOCK = 2  # each is a thread of the system
@@ -72,7 +72,7 @@ class FakeCupy:
         assert sorted(r for _, rows in begun for r in rows) == list(range(given.num_replicas))
         with streams.lock:
             self._touch(name, given, [agent for agent, _ in begun], begun, launches[0].blocks)
-        together = Arguments.from_buffer_copy(given)
+        together = KernelArguments.from_buffer_copy(given)
         together.rows[: given.num_replicas] = range(given.num_replicas)
         result = simulator.library().mirror_simulate(
             (ctypes.c_char_p * 1)(name.encode()),
@@ -122,7 +122,9 @@ def gpus_with_cupy(num_devices):
                 mock.patch.object(cuda_kernels, "compile_all"),
                 mock.patch.object(cuda_kernels, "launch", cupy.launch),
                 mock.patch.object(launcher, "missing_reason", return_value=None),
-                mock.patch.object(self_test, "disproof", return_value=None),  # no real process
+                mock.patch.object(
+                    self_test, "unsafe_reason", return_value=None
+                ),  # no real process
             ):
                 yield gpus
         finally:

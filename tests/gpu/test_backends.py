@@ -9,7 +9,7 @@ import torch
 
 from mirror import comm
 from mirror.comm.base import DTYPES
-from mirror.comm.turns import Turn
+from mirror.comm.turns import CollectiveLock
 from tests.comm import test_conformance
 from tests.gpu.fake_cupy import gpus_with_cupy
 from tests.gpu.order import StreamError
@@ -84,6 +84,6 @@ def test_collectives_of_a_backward_pass_take_turns_with_buckets(backend):
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_without_turns_workspaces_are_used_twice_at_once(backend, monkeypatch):
-    monkeypatch.setattr(Turn, "_follow", lambda self, gpu: None)
+    monkeypatch.setattr(CollectiveLock, "_follow", lambda self, gpu: None)
     with pytest.raises(StreamError, match="unordered with"), gpus_with_cupy(2):
         collectives_in_backward(backend)

@@ -5,7 +5,7 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.accelerator.streams import Side
+from mirror.accelerator.streams import SideStream
 from mirror.comm.base import DTYPES
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.nccl import NcclCommunicator
@@ -126,11 +126,11 @@ BUGS = {
         on_own_streams(torch.bfloat16),
     ),
     "the side does not wait for the computation": (
-        of(Side, "start", "stream.wait_stream(torch.cuda.current_stream(device))", "pass"),
+        of(SideStream, "start", "stream.wait_stream(torch.cuda.current_stream(device))", "pass"),
         training("plain"),
     ),
     "the computation does not wait for the side": (
-        of(Side, "start", "torch.cuda.current_stream(device).wait_event(event)", "pass"),
+        of(SideStream, "start", "torch.cuda.current_stream(device).wait_event(event)", "pass"),
         training("plain"),
     ),
 }  # fmt: skip

@@ -11,11 +11,11 @@ from torch import nn
 
 import mirror
 from mirror import comm
-from mirror.accelerator.current_streams import CallersStreams, ReplicasStreams
-from mirror.accelerator.streams import CopyStreams, Side
-from mirror.comm.turns import Turn
+from mirror.accelerator.current_streams import CallerStreams, ReplicaStreams
+from mirror.accelerator.streams import CopyStreams, SideStream
+from mirror.comm.turns import CollectiveLock
 from mirror.data import DistributedDataset
-from mirror.data.distributed.steps import Steps
+from mirror.data.distributed.steps import DistributedSteps
 from mirror.data.options import InputOptions
 from mirror.replica.gradients.buckets import Buckets
 from tests.gpu.fake import FakeGpus
@@ -123,7 +123,7 @@ def batches_on_demand():
 
 def work_on_the_side():
     """Keeps what the work writes until it has waited."""
-    side = Side([torch.device("cuda", 0)])
+    side = SideStream([torch.device("cuda", 0)])
     for i in range(3):
         grad = torch.full((4,), float(i), device="cuda:0")
         wait = side.start(lambda grad=grad: grad.mul_(2))
@@ -132,7 +132,7 @@ def work_on_the_side():
 
 
 def work_on_the_side_is_not_kept():
-    side = Side([torch.device("cuda", 0)])
+    side = SideStream([torch.device("cuda", 0)])
     grad = torch.ones(4, device="cuda:0")
     wait = side.start(lambda grad=grad: grad.mul_(2))
     del grad
@@ -152,20 +152,20 @@ CURRENT = "torch.cuda.current_stream(device)"
 # What is planted, and a program that shows it.
 BUGS = {
     "the side does not wait for the computation": (
-        of(Side, "start", f"stream.wait_stream({CURRENT})", "pass"),
+        of(SideStream, "start", f"stream.wait_stream({CURRENT})", "pass"),
         training("plain"),
     ),
     "the computation does not wait for the side": (
-        of(Side, "start", f"{CURRENT}.wait_event(event)", "pass"),
+        of(SideStream, "start", f"{CURRENT}.wait_event(event)", "pass"),
         training("plain"),
     ),
     "the side's events are recorded on the computation's streams": (
-        of(Side, "start", "stream.record_event() for stream in self._streams",
+        of(SideStream, "start", "stream.record_event() for stream in self._streams",
            f"{CURRENT}.record_event() for device in self._devices"),
         training("plain"),
     ),
     "the side works on the streams of computation of another device": (
-        of(Side, "start", f"stream.wait_stream({CURRENT})",
+        of(SideStream, "start", f"stream.wait_stream({CURRENT})",
            "stream.wait_stream(torch.cuda.current_stream(self._devices[0]))"),
         training("plain"),
     ),
@@ -190,28 +190,28 @@ BUGS = {
         training("host"),
     ),
     "a pinned buffer is filled again while it is copied": (
-        of(Steps, "_next", "self._assembly.streams.synchronize()"),
+        of(DistributedSteps, "_next", "self._assembly.streams.synchronize()"),
         batches_from_a_pinned_buffer,
     ),
     "collectives on two streams share scratch": (
-        of(Turn, "_follow", "stream.wait_event(self._last[gpu][1])", "pass"),
+        of(CollectiveLock, "_follow", "stream.wait_event(self._last[gpu][1])", "pass"),
         collectives_in_backward,
     ),
     "collectives wait for one that is not the last": (
-        of(Turn, "_leave", "event.record(stream)"),
+        of(CollectiveLock, "_leave", "event.record(stream)"),
         collectives_in_backward,
     ),
     "replicas are not on the caller's streams": (
-        of(CallersStreams, "entered",
+        of(CallerStreams, "entered",
            "stack.enter_context(torch.cuda.stream(self._streams[device]))", "pass"),
         training("callers"),
     ),
     "who acts for all does not know where they are": (
-        of(ReplicasStreams, "note", "self._noted.setdefault(gpu, {})[stream] = None"),
+        of(ReplicaStreams, "note", "self._noted.setdefault(gpu, {})[stream] = None"),
         training("replicas"),
     ),
     "of several replicas on one GPU one is waited for": (
-        of(ReplicasStreams, "joined", "chosen.wait_stream(stream)", "pass"),
+        of(ReplicaStreams, "joined", "chosen.wait_stream(stream)", "pass"),
         lambda: train(["cuda:0"] * 2, "replicas"),
     ),
     "a bucket is launched before all have told of their streams": (

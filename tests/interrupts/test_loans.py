@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica.optimizer.loan import Loan
+from mirror.replica.optimizer.loan import ParamGroupSwap
 from tests.oracle import finishes
 
 
@@ -15,7 +15,7 @@ def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
 ):
     model = strategy.mirror(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hand_over, struck = Loan._hand_over, []
+    hand_over, struck = ParamGroupSwap._hand_over, []
 
     def strike(self, *args):
         if len(struck) == 1:
@@ -33,7 +33,7 @@ def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
         optimizer.step()
 
     strategy.run(step)
-    monkeypatch.setattr(Loan, "_hand_over", strike)
+    monkeypatch.setattr(ParamGroupSwap, "_hand_over", strike)
     struck.append(mirror)
     _, error, _ = finishes(lambda: strategy.run(step))
     assert type(error) is MemoryError

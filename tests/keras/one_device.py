@@ -47,24 +47,24 @@ def _difference(program, schedule):
 
     import mirror
     from mirror.concurrency import pace
-    from mirror.replica.keras.written import Written
+    from mirror.replica.keras.written import LayerWrites
 
     one = _numbers(program, contextlib.nullcontext)
     replicas = set()
-    of = Written.of
+    of = LayerWrites.of_layer
 
     def counted(written, call):
         replicas.add(written.replica_id)
         return of(written, call)
 
-    Written.of = counted
+    LayerWrites.of_layer = counted
     if schedule == "staggered":  # replicas run beside each other also where their turns are short
         pace.LONG_SECONDS, pace.LOOKS = -1.0, 1
     try:
         with mirror.MirroredStrategy(["cpu"] * 3, schedule=schedule) as strategy:
             three = _numbers(program, strategy.scope)
     finally:
-        Written.of = of
+        LayerWrites.of_layer = of
     assert replicas == {0, 1, 2}, "the replicas were not called"
     assert [a.shape for a in three] == [a.shape for a in one]
     one, three = np.concatenate(one or [[]]), np.concatenate(three or [[]])

@@ -5,10 +5,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from mirror.pictures.table import Part, table_of
+from mirror.pictures.table import TablePart, table_of
 from tests.pictures.made import HOSTILE
 
-PARTS = [Part("forward", 1e-3, "#111111"), Part("backward", 3e-3, "#222222")]
+PARTS = [TablePart("forward", 1e-3, "#111111"), TablePart("backward", 3e-3, "#222222")]
 
 
 def widths(table):
@@ -39,6 +39,6 @@ def test_parts_that_are_more_than_the_whole_stay_in_the_bar(whole):
 
 
 def test_words_are_no_markup():
-    table = table_of(HOSTILE, 1.0, [Part(HOSTILE, 1.0, "#111111")], [HOSTILE])
+    table = table_of(HOSTILE, 1.0, [TablePart(HOSTILE, 1.0, "#111111")], [HOSTILE])
     assert "<img" not in table
     assert "".join(ET.fromstring(table).itertext()).count(HOSTILE) == 4  # one in the bar's title

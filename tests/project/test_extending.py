@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.comm.choose import known, names
+from mirror.comm.choose import check_name, names
 from mirror.comm.kernels.kernels import KernelCommunicator
 from mirror.replica.copies.buffer import AGGREGATIONS
 from tests.comm.backends import CASES
@@ -21,7 +21,7 @@ ITEMS = re.findall(r"^- \[ \] (.*)$", PAGE, re.M)
 BACKENDS = {
     name: kind
     for name in names()
-    if (kind := known(name)) is not None and kind.__module__.startswith("mirror.")
+    if (kind := check_name(name)) is not None and kind.__module__.startswith("mirror.")
 }
 KERNELS = sorted((ROOT / "csrc").glob("*.cu"))
 

@@ -4,8 +4,8 @@ import torch
 
 from mirror.server.optimizers import describe
 from mirror.server.packing import pack
-from mirror.server.placement import Variable, place
-from mirror.server.shard import Held, Push, Shard
+from mirror.server.placement import VariableSpec, place
+from mirror.server.shard import PieceSpec, PushMessage, Shard
 from mirror.server.states import cut, join
 from mirror.server.updates import Update
 
@@ -15,13 +15,15 @@ class Servers:
 
     def __init__(self, parameters, optimizer, num_servers, partitioner=None, **options):
         self.parameters = list(parameters)
-        variables = [Variable(str(i), tuple(p.shape), p.dtype) for i, p in enumerate(parameters)]
+        variables = [
+            VariableSpec(str(i), tuple(p.shape), p.dtype) for i, p in enumerate(parameters)
+        ]
         self.layout = place(variables, num_servers, partitioner=partitioner)
         self.shards = []
         known = {id(p): i for i, p in enumerate(self.parameters)}
         for server in range(num_servers):
             held = [
-                Held(p.variable, p.shape, variables[p.variable].dtype, p.offset)
+                PieceSpec(p.variable, p.shape, variables[p.variable].dtype, p.offset)
                 for p in self.layout.of_server(server)
             ]
             shard = Shard(
@@ -68,7 +70,7 @@ class Servers:
             )
             header, buffers = update.message()
             found = Update.from_message(header, buffers, [piece.spec for piece in shard.pieces])
-            push = Push(step, 0, attempt, 0, based_on, examples)
+            push = PushMessage(step, 0, attempt, 0, based_on, examples)
             said[server] = shard.push(push, found)
         return said
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.server.partitioners import FixedShards, MinSize
-from mirror.server.placement import ALIGNMENT, Variable, place
+from mirror.server.placement import ALIGNMENT, VariableSpec, place
 
 VARIABLES = st.lists(
     st.builds(
-        Variable,
+        VariableSpec,
         st.just("w"),
         st.lists(st.integers(0, 9), max_size=3).map(tuple),
         st.sampled_from([torch.float32, torch.float64, torch.uint8, torch.bfloat16]),
@@ -24,7 +24,7 @@ VARIABLES = st.lists(
 
 
 def test_round_robin_goes_on_over_pieces():
-    variables = [Variable(name, (4,)) for name in "abcde"]
+    variables = [VariableSpec(name, (4,)) for name in "abcde"]
     assert [p.server for p in place(variables, 2).pieces] == [0, 1, 0, 1, 0]
     cut = place(variables[:2], 3, partitioner=FixedShards(2)).pieces
     assert [(p.variable, p.begin, p.end, p.server) for p in cut] == [
@@ -37,7 +37,7 @@ def test_round_robin_goes_on_over_pieces():
 
 def test_the_largest_goes_first_to_the_emptiest():
     sizes = [1, 9, 4, 6, 4]
-    variables = [Variable(str(n), (n * 4,)) for n in sizes]
+    variables = [VariableSpec(str(n), (n * 4,)) for n in sizes]
     layout = place(variables, 2, placement="largest_first")
     assert [p.server for p in layout.pieces] == [1, 0, 1, 1, 0]
     assert layout.sizes == (13 * 16, 11 * 16)
@@ -50,7 +50,7 @@ def test_a_function_is_asked_by_name():
         asked.append(question)
         return len(asked) % 2
 
-    layout = place([Variable("w", (5, 2)), Variable("b", ())], 2, placement=placement,
+    layout = place([VariableSpec("w", (5, 2)), VariableSpec("b", ())], 2, placement=placement,
                    partitioner=FixedShards(2))  # fmt: skip
     assert asked == [
         ("w/part_0", (3, 2), torch.float32, 2),
@@ -63,7 +63,7 @@ def test_a_function_is_asked_by_name():
 @pytest.mark.parametrize("server", [2, -1, None, "0", True, 1.0])
 def test_an_unknown_server_is_named(server):
     with pytest.raises(ValueError, match=r"0 to 1; for w it has returned"):
-        place([Variable("w", (3,))], 2, placement=lambda *question: server)
+        place([VariableSpec("w", (3,))], 2, placement=lambda *question: server)
 
 
 def test_an_unknown_placement_is_refused():

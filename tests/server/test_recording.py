@@ -8,12 +8,12 @@ import threading
 import torch
 from torch import nn
 
-from mirror.server.reading import ReadingDict, plain_parameters, unwatch, watch
-from mirror.server.recording import Model, Recorded
+from mirror.server.reading import PullOnReadDict, plain_parameters, unwatch, watch
+from mirror.server.recording import Model, RecordedModules
 
 
 def record(make):
-    recorded = Recorded()
+    recorded = RecordedModules()
     with recorded.recording():
         made = make()
     return recorded, made
@@ -91,6 +91,6 @@ def test_every_way_to_read_asks_first():
     for copied in copy.deepcopy(module), pickle.loads(pickle.dumps(module)):
         assert type(copied._parameters) is dict
         assert torch.equal(copied.weight, module.weight)
-    assert isinstance(module._parameters, ReadingDict)
+    assert isinstance(module._parameters, PullOnReadDict)
     unwatch(module)
     assert type(module._parameters) is dict

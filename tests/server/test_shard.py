@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mirror.server.optimizers import describe
 from mirror.server.partitioners import FixedShards
-from mirror.server.shard import Held, Push, Shard
+from mirror.server.shard import PieceSpec, PushMessage, Shard
 from mirror.server.updates import Update
 from tests.server.shards import Servers
 
@@ -176,19 +176,19 @@ def test_what_is_set_makes_older_gradients_late():
 
 
 def test_rows_of_a_table_and_changes_of_buffers():
-    pieces = [Held(0, (4, 2), torch.float32, 0), Held(1, (3,), torch.float32, 32, True)]
-    shard = Shard([*pieces, Held(2, (), torch.bool, 48, True)], 64, 64)
+    pieces = [PieceSpec(0, (4, 2), torch.float32, 0), PieceSpec(1, (3,), torch.float32, 32, True)]
+    shard = Shard([*pieces, PieceSpec(2, (), torch.bool, 48, True)], 64, 64)
     shard.tensors[0].copy_(torch.arange(8.0).view(4, 2))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4, 2))], lr=1.0)
     shard.add_optimizer(describe(optimizer, lambda p: 0))
     rows = torch.tensor([1, 3, 1]), torch.ones(3, 2)
     changes = {1: torch.tensor([1.0, 2.0, 3.0]), 2: torch.tensor(True)}
-    shard.push(Push(0, 0, 0, 0, 0, 1.0), Update({}, {0: rows}, changes))
+    shard.push(PushMessage(0, 0, 0, 0, 0, 1.0), Update({}, {0: rows}, changes))
     assert shard.tensors[0].tolist() == [[0, 1], [0, 1], [4, 5], [5, 6]]
     assert shard.pull_rows(0, torch.tensor([3, 0])).tolist() == [[5, 6], [0, 1]]
     assert shard.tensors[1].tolist() == [1, 2, 3]
     assert shard.tensors[2].item() is True
     with pytest.raises(RuntimeError, match=r"size is inconsistent|out of bounds|found index"):
         shard.push(
-            Push(1, 0, 0, 0, 0, 1.0), Update({}, {0: (torch.tensor([4]), torch.ones(1, 2))})
+            PushMessage(1, 0, 0, 0, 0, 1.0), Update({}, {0: (torch.tensor([4]), torch.ones(1, 2))})
         )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mirror.steps.around import MAX_ENTRIES, Around
+from mirror.steps.around import MAX_ENTRIES, FreeVariables
 from tests.steps.training import Beside, batches, linear
 
 whole = {"weight": 1.0}
@@ -79,28 +79,30 @@ def as_before():
 @pytest.mark.parametrize("name", places())
 def test_a_change_is_seen_wherever_it_is(name):
     read, change = places()[name]
-    around = Around([read])
-    assert around.look() == around.look()
-    assert len(around.names) == len(around.look())
-    before = around.look()
+    around = FreeVariables([read])
+    assert around.scan() == around.scan()
+    assert len(around.names) == len(around.scan())
+    before = around.scan()
     change()
-    assert around.look() != before
+    assert around.scan() != before
 
 
 def test_what_no_code_names_is_not_watched():
     config = Config()
-    around = Around([lambda: config.weight])
-    before = around.look()
+    around = FreeVariables([lambda: config.weight])
+    before = around.scan()
     config.unused = 2.0
-    assert around.look() == before
+    assert around.scan() == before
 
 
 def test_large_containers_circles_and_tensors_are_passed_by():
     many, circle = {i: i for i in range(MAX_ENTRIES + 1)}, []
     circle.append(circle)
     weight, layer = torch.ones(3), nn.Linear(1, 1)
-    around = Around([lambda: (many, circle, weight, layer, print, torch, F.relu, Around)])
-    assert len(around.look()) < 20
+    around = FreeVariables(
+        [lambda: (many, circle, weight, layer, print, torch, F.relu, FreeVariables)]
+    )
+    assert len(around.scan()) < 20
 
 
 def test_attributes_of_layers_that_are_no_numbers_are_watched_if_their_code_names_them():
@@ -113,12 +115,12 @@ def test_attributes_of_layers_that_are_no_numbers_are_watched_if_their_code_name
             return super().forward(x) / self.config["temperature"]
 
     layer = Scaled()
-    around = Around([], [layer])
-    before = around.look()
+    around = FreeVariables([], [layer])
+    before = around.scan()
     layer.other["temperature"] = 2.0
-    assert around.look() == before
+    assert around.scan() == before
     layer.config["temperature"] = 2.0
-    assert around.look() != before
+    assert around.scan() != before
 
 
 def test_a_value_that_changes_in_a_dict_is_that_of_one_device():

@@ -7,7 +7,7 @@ import pytest
 
 import mirror
 from mirror import timeline as module
-from mirror.execution.every import Every
+from mirror.execution.every import EveryNSteps
 from tests.steps.training import Beside, batches
 
 
@@ -101,7 +101,7 @@ def test_a_compiled_step_is_the_end_that_a_preemption_handler_waits_for(tmp_path
 def test_guards_look_after_every_so_many_compiled_steps():
     beside = Beside(2)
     looks = []
-    Every(2, beside.strategy._group.runner, lambda: looks.append(1))
+    EveryNSteps(2, beside.strategy._group.runner, lambda: looks.append(1))
     train(beside, 5)
     assert len(looks) == 2
 

@@ -5,31 +5,31 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mirror.tpu.copies import Copies, from_numpy, to_numpy
+from mirror.tpu.copies import TpuCopies, from_numpy, to_numpy
 
 jax = SimpleNamespace(device_put=lambda array, sharding: array)
 
 
 def test_a_tensor_is_sent_when_its_bits_have_changed():
-    copies, x = Copies(jax, None), torch.zeros(2)
-    first = copies.of("x", x)
-    assert copies.of("x", x) is first
+    copies, x = TpuCopies(jax, None), torch.zeros(2)
+    first = copies.copy_of("x", x)
+    assert copies.copy_of("x", x) is first
     x.data[0] = -0.0  # no version is counted, and 0.0 == -0.0
-    assert np.signbit(copies.of("x", x)).tolist() == [True, False]
+    assert np.signbit(copies.copy_of("x", x)).tolist() == [True, False]
     x[1] = torch.nan
-    copies.of("x", x)
-    copies.of("x", x)
+    copies.copy_of("x", x)
+    copies.copy_of("x", x)
     assert copies.sent == 3
 
 
 def test_what_a_run_has_changed_is_read_back_in_place():
-    copies, x = Copies(jax, None), torch.nn.Parameter(torch.zeros(2))
+    copies, x = TpuCopies(jax, None), torch.nn.Parameter(torch.zeros(2))
     address = x.data_ptr()
-    copies.of("x", x)
+    copies.copy_of("x", x)
     copies.put("x", np.ones(2, "float32"), x)
     assert x.tolist() == [1.0, 1.0]
     assert x.data_ptr() == address
-    copies.of("x", x)
+    copies.copy_of("x", x)
     assert copies.sent == 1
     copies.clear()
     assert copies.arrays() == {}

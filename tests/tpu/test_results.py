@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.tpu.arguments import Arguments
-from mirror.tpu.programs.outputs import Output
+from mirror.tpu.arguments import TpuArguments
+from mirror.tpu.programs.outputs import ProgramOutput
 from mirror.tpu.results import results_of
 
-ARGUMENTS = Arguments(None, (), (((2,),), ((1,),), None), (0, 1, 2), [], [], (2.0, 1.0, 0.0))
+ARGUMENTS = TpuArguments(None, (), (((2,),), ((1,),), None), (0, 1, 2), [], [], (2.0, 1.0, 0.0))
 OUTPUTS = [
-    Output({"y": 0, "n": 0}, [np.empty(2), [2]]),
-    Output({"y": 0, "n": 0}, [np.empty(1), [1]]),
+    ProgramOutput({"y": 0, "n": 0}, [np.empty(2), [2]]),
+    ProgramOutput({"y": 0, "n": 0}, [np.empty(1), [1]]),
     None,
 ]
 PADDED = [np.array([[1, 2], [3, 0], [0, 0]], "float32")]

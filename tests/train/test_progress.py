@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from mirror.train.progress import Progress
+from mirror.train.progress import ProgressLine
 
 
 class Terminal(io.StringIO):
@@ -21,7 +21,7 @@ def environment(monkeypatch):
 
 def test_a_terminal_shows_what_is_done():
     terminal = Terminal()
-    with Progress("epoch 1", 8, terminal) as progress:
+    with ProgressLine("epoch 1", 8, terminal) as progress:
         progress.show(2, "loss 0.5")
         assert terminal.getvalue() == "\r\x1b[Kepoch 1 [######------------------] loss 0.5"
 
@@ -30,7 +30,7 @@ def test_a_terminal_shows_what_is_done():
 def test_the_line_is_cleared_whatever_happens(error):
     terminal = Terminal()
     try:
-        with Progress("epoch 1", 8, terminal) as progress:
+        with ProgressLine("epoch 1", 8, terminal) as progress:
             progress.show(8, "loss 0.5")
             if error:
                 raise error
@@ -46,7 +46,7 @@ def test_the_line_is_cleared_when_ctrl_c_comes_right_after_it_was_written():
                 raise KeyboardInterrupt
 
     terminal = Interrupted()
-    with pytest.raises(KeyboardInterrupt), Progress("epoch 1", 8, terminal) as progress:
+    with pytest.raises(KeyboardInterrupt), ProgressLine("epoch 1", 8, terminal) as progress:
         progress.show(8, "loss 0.5")
     assert terminal.getvalue().endswith("loss 0.5\r\x1b[K")
 
@@ -54,13 +54,13 @@ def test_the_line_is_cleared_when_ctrl_c_comes_right_after_it_was_written():
 def test_the_line_never_wraps(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     terminal = Terminal()
-    with Progress("epoch 1", 8, terminal) as progress:
+    with ProgressLine("epoch 1", 8, terminal) as progress:
         progress.show(2, "loss 0.5")
         assert terminal.getvalue() == "\r\x1b[Kepoch 1 [######----"
 
 
 def test_redrawing_is_due_at_first_and_then_not_at_once():
-    with Progress("epoch 1", 8, Terminal()) as progress:
+    with ProgressLine("epoch 1", 8, Terminal()) as progress:
         assert progress.due()
         progress.show(1, "")
         assert not progress.due()
@@ -68,7 +68,7 @@ def test_redrawing_is_due_at_first_and_then_not_at_once():
 
 def test_without_a_terminal_nothing_is_written():
     stream = io.StringIO()
-    with Progress("epoch 1", 8, stream) as progress:
+    with ProgressLine("epoch 1", 8, stream) as progress:
         assert not progress.due()
         progress.show(2, "loss 0.5")
     assert stream.getvalue() == ""
@@ -78,6 +78,6 @@ def test_without_a_terminal_nothing_is_written():
 def test_a_terminal_that_nobody_watches_counts_as_none(monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     terminal = Terminal()
-    with Progress("epoch 1", 8, terminal) as progress:
+    with ProgressLine("epoch 1", 8, terminal) as progress:
         progress.show(2, "loss 0.5")
     assert terminal.getvalue() == ""

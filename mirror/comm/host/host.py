@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from mirror.comm.base import Communicator, in_place
 from mirror.comm.choose import register
 from mirror.comm.host.host_library import missing_reason, require
-from mirror.comm.packing import lie_alike
+from mirror.comm.packing import have_same_strides
 from mirror.devices import is_simulated, parse
 
 
@@ -70,7 +70,7 @@ class HostCommunicator(Communicator):
         copied: dict[int, list[Tensor]] = {}
         if False in [tensor.is_contiguous() for tensor in chain(*columns)]:
             rows = list(zip(*columns, strict=True))
-            copied = {i: _copies(row) for i, row in enumerate(rows) if not lie_alike(row)}
+            copied = {i: _copies(row) for i, row in enumerate(rows) if not have_same_strides(row)}
             for i, copies in copied.items():
                 rows[i] = tuple(copies)
             reduced: Sequence[Sequence[Tensor]] = list(zip(*rows, strict=True))
@@ -97,7 +97,7 @@ class HostCommunicator(Communicator):
 
     def _share_memory(self, columns: Sequence[Sequence[Tensor]]) -> bool:
         rows = list(zip(*columns, strict=True))
-        if not all(map(lie_alike, rows)):
+        if not all(map(have_same_strides, rows)):
             return super()._share_memory(columns)
         sizes_bytes = [row[0].nbytes for row in rows]
         return bool(rows) and self._library.overlap(_addresses(list(chain(*rows))), sizes_bytes)

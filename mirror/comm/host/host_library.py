@@ -47,7 +47,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
-class Places:
+class BufferAddresses:
     """Where tensors of one dtype lie in a buffer, as the library wants it.
 
     Args:
@@ -105,7 +105,7 @@ class HostLibrary:
         )
 
     def pack_sums(
-        self, addresses: Sequence[int], places: Places, scale: float, tail: bytes, to: int
+        self, addresses: Sequence[int], places: BufferAddresses, scale: float, tail: bytes, to: int
     ) -> None:
         """Leaves the replicas' sums, multiplied by ``scale``, at their places in a buffer.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mirror.comm.base import Communicator, in_place
 from mirror.comm.choose import register
-from mirror.comm.ordered import reduced
+from mirror.comm.ordered import reduce_in_order
 
 
 @register("naive")
@@ -21,7 +21,7 @@ class NaiveCommunicator(Communicator):
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
         self.check_tensors(tensors, op, scale)
         with in_place(tensors):
-            result = reduced(tensors, op, scale)
+            result = reduce_in_order(tensors, op, scale)
             for tensor in tensors:
                 tensor.copy_(result)
 
@@ -35,7 +35,7 @@ class NaiveCommunicator(Communicator):
         self.check_tensors(tensors, op)
         with in_place(tensors):
             for i, chunks in enumerate(_chunks(tensors)):
-                chunks[i].copy_(reduced(chunks, op))
+                chunks[i].copy_(reduce_in_order(chunks, op))
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
         self.check_tensors(tensors)

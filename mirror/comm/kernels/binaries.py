@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mirror.comm.checks import HALF_DTYPES
-from mirror.comm.kernels.layout import Arguments
+from mirror.comm.kernels.layout import KernelArguments
 from mirror.errors import BackendError
-from mirror.files import replacing
+from mirror.files import replace_atomically
 
 # No contraction: a * b + c must have the same bits as on simulated devices. Before CUDA 13 generic
 # lambdas are taken for functions of the host, even in those of the device.
@@ -60,7 +60,7 @@ class Unit(NamedTuple):
     Attributes:
         source: the file in csrc/, without its suffix.
         element: the element type of the file's reductions; "" for its copies, which see bytes.
-        op: the number of the operation, as in ``Arguments``.
+        op: the number of the operation, as in ``KernelArguments``.
         rounds: whether partial sums travel as elements.
     """
 
@@ -78,7 +78,7 @@ class Unit(NamedTuple):
         return tuple(f"{self.source}_{name}" for name in names)
 
 
-def unit_of(kernel: str, dtype: torch.dtype, arguments: Arguments) -> Unit:
+def unit_of(kernel: str, dtype: torch.dtype, arguments: KernelArguments) -> Unit:
     """Returns the unit that has a kernel, by name, for an element type and a call."""
     source = kernel.partition("_")[0]
     if kernel.endswith(_COPIES):
@@ -165,7 +165,7 @@ def binary(unit: Unit, capability: int) -> Path:
     if not file.exists():
         made = _compiled(nvrtc, text, options, is_machine_code=architecture.startswith("sm_"))
         # Whoever else compiles the same, in another process say, never reads half a file.
-        with replacing(file) as new:
+        with replace_atomically(file) as new:
             new.write(made)
     return file
 

@@ -21,7 +21,7 @@ import torch
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.binaries import Unit, binary, compile_all, source_folder, unit_of
 from mirror.comm.kernels.launcher import Launch, launch
-from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, Arguments, workspace_bytes
+from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, KernelArguments, workspace_bytes
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 
@@ -112,11 +112,13 @@ class CudaDevices:
             )
         self._synchronize()
 
-    def prepare(self, calls: Iterable[tuple[str, torch.dtype, Arguments]]) -> None:
+    def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
         units = dict.fromkeys(unit_of(*call) for call in calls)
         compile_all(units, {_capability(device) for device in self._rows})
 
-    def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
+    def run(
+        self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
+    ) -> None:
         """Enqueues the kernel on all devices, one right after the other."""
         num_replicas = len(self._devices)
         arguments.workspace[:num_replicas] = [w.data_ptr() for w in self._workspaces]
@@ -131,7 +133,7 @@ class CudaDevices:
                 Launch(
                     function=compiled[kernel, device].function,
                     stream=torch.cuda.current_stream(device).cuda_stream,
-                    arguments=ctypes.pointer(Arguments.from_buffer_copy(arguments)),
+                    arguments=ctypes.pointer(KernelArguments.from_buffer_copy(arguments)),
                     device=device.index,
                     blocks=blocks,
                     rows=len(rows),

@@ -9,7 +9,7 @@ import torch
 
 from mirror.comm.choose import register
 from mirror.comm.kernels.kernels import KernelCommunicator, checked_partial_sums
-from mirror.comm.kernels.layout import Arguments
+from mirror.comm.kernels.layout import KernelArguments
 from mirror.comm.topology import Topology, topology_of
 
 
@@ -80,7 +80,7 @@ class HierarchicalCommunicator(KernelCommunicator):
         # Whatever the islands: a replica talks to some of all the others.
         return list(permutations(range(num_replicas), 2))
 
-    def arrange(self, arguments: Arguments) -> None:
+    def arrange(self, arguments: KernelArguments) -> None:
         order = [replica_id for island in self.islands for replica_id in island]
         arguments.order[: len(order)] = order
         for position, replica_id in enumerate(order):

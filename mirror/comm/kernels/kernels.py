@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mirror.comm.base import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
 from mirror.comm.kernels import cuda_kernels, simulator
-from mirror.comm.kernels.layout import ABORTED, MAX_REPLICAS, Arguments
-from mirror.comm.turns import cannot_wait_for, turn_of
+from mirror.comm.kernels.layout import ABORTED, MAX_REPLICAS, KernelArguments
+from mirror.comm.turns import cannot_wait_for, lock_of
 from mirror.devices import is_simulated, parse
 from mirror.errors import BackendError, CollectiveTimeoutError
 
@@ -39,10 +39,12 @@ class Machine(Protocol):
     max_blocks: int
     bytes_per_block: int
 
-    def prepare(self, calls: Iterable[tuple[str, torch.dtype, Arguments]]) -> None:
+    def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
         """Compiles what such calls of ``run`` need; nobody has to ask for it before them."""
 
-    def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
+    def run(
+        self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
+    ) -> None:
         """Enqueues the kernel for all replicas; fills in the addresses of workspaces."""
 
     def error_words(self) -> list[int]:
@@ -162,7 +164,7 @@ class KernelCommunicator(Communicator):
         if self._closed:
             return
         super().close()
-        if cannot_wait_for(turn_of(self).is_over):
+        if cannot_wait_for(lock_of(self).is_over):
             _logger.warning("%r is closed while a collective waits; its tensors are garbage", self)
             self.abort()
         self._machine.close()
@@ -194,16 +196,16 @@ class KernelCommunicator(Communicator):
         """Returns the name of the kernel for so many bytes per replica, on so many blocks."""
         return f"{self.source}_{collective}"
 
-    def arrange(self, arguments: Arguments) -> None:
+    def arrange(self, arguments: KernelArguments) -> None:
         """Fills in the order of replicas: by default one island, in replica order."""
         num_replicas = arguments.num_replicas
         arguments.order[:num_replicas] = range(num_replicas)
         arguments.position[:num_replicas] = range(num_replicas)
         arguments.island_size = num_replicas
 
-    def _arguments(self, op: str) -> Arguments:
+    def _arguments(self, op: str) -> KernelArguments:
         """Returns what kernels are compiled for, filled in: replicas, islands, the operation."""
-        arguments = Arguments()
+        arguments = KernelArguments()
         arguments.num_replicas = len(self.devices)
         arguments.op = OPS.index(op)
         # Of elements the least and the greatest are elements: nothing is lost.

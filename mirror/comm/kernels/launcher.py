@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from mirror.comm.built import unusable_reason
-from mirror.comm.kernels.layout import Arguments
+from mirror.comm.kernels.layout import KernelArguments
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_launch.so"
@@ -27,14 +27,14 @@ NAMES = (
 class Launch(ctypes.Structure):
     """One kernel on one device: the struct of the same name in csrc/host/launch.cpp.
 
-    A kernel has one parameter, an ``Arguments``, which the driver copies when it launches. Its
+    A kernel has one parameter, an ``KernelArguments``, which the driver copies when it launches. Its
     grid is ``blocks`` x ``rows``: a row for each replica of the device.
     """
 
     _fields_ = [
         ("function", ctypes.c_void_p),
         ("stream", ctypes.c_void_p),
-        ("arguments", ctypes.POINTER(Arguments)),
+        ("arguments", ctypes.POINTER(KernelArguments)),
         ("device", ctypes.c_int),
         ("blocks", ctypes.c_uint),
         ("rows", ctypes.c_uint),

@@ -14,7 +14,7 @@ FLAG_BYTES = 128
 ABORTED = 1
 
 
-class Arguments(ctypes.Structure):
+class KernelArguments(ctypes.Structure):
     """The struct of the same name in csrc/collective.h, which says what the fields are."""
 
     _fields_ = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mirror.comm.base import DTYPES
 from mirror.comm.built import unusable_reason
-from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, Arguments, workspace_bytes
+from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, KernelArguments, workspace_bytes
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_simulate.so"
@@ -57,10 +57,12 @@ class SimulatedDevices:
         num_bytes = workspace_bytes(self.max_blocks, scratch_bytes)
         self._workspaces = [_aligned_zeros(num_bytes) for _ in range(num_replicas)]
 
-    def prepare(self, calls: Iterable[tuple[str, torch.dtype, Arguments]]) -> None:
+    def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
         """Everything was compiled when mirror was built."""
 
-    def run(self, kernel: str, dtype: torch.dtype, arguments: Arguments, blocks: int) -> None:
+    def run(
+        self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
+    ) -> None:
         num_replicas = len(self._workspaces)
         arguments.workspace[:num_replicas] = [w.data_ptr() for w in self._workspaces]
         arguments.errors = self._errors.data_ptr()
@@ -102,7 +104,7 @@ class SimulatedDevices:
 def missing_reason() -> str | None:
     """Returns why there are no simulated devices; ``None`` when there are."""
     return unusable_reason(
-        PATH, lambda: bool(library().mirror_arguments_bytes() == ctypes.sizeof(Arguments))
+        PATH, lambda: bool(library().mirror_arguments_bytes() == ctypes.sizeof(KernelArguments))
     )
 
 

@@ -32,12 +32,12 @@ from time import monotonic, sleep
 
 import torch
 
-from mirror.accelerator.events import record_event, spoil_no_capture, stream_address
+from mirror.accelerator.events import record_event, query_without_breaking_capture, stream_address
 from mirror.comm.nccl.calls import Call, are_joint
-from mirror.comm.nccl.communicators import Communicators, Place
-from mirror.comm.nccl.failures import failed, timed_out
+from mirror.comm.nccl.communicators import Communicators, RankRange
+from mirror.comm.nccl.failures import failure_message, timeout_message
 from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, NcclLibrary
-from mirror.comm.nccl.operations import Operation
+from mirror.comm.nccl.operations import Work
 from mirror.errors import MirrorError
 
 _WATCH_SECONDS = 0.05
@@ -51,7 +51,7 @@ _ABORT_SECONDS = 0.3
 _logger = logging.getLogger("mirror")
 
 
-class _Refused(Exception):
+class _CallRefused(Exception):
     """A call to NCCL, or what it had started, failed; or the clique has been given up."""
 
 
@@ -68,7 +68,7 @@ class Clique:
         devices: Sequence[torch.device],
         timeout_seconds: float,
         init_seconds: float,
-        place: Place | None = None,
+        place: RankRange | None = None,
     ) -> None:
         """Makes the communicators.
 
@@ -93,8 +93,8 @@ class Clique:
         self._failure_was_raised = False
         self._closed = False
         self._abandoned = False
-        self._calling: Operation | None = None
-        self._under_way: deque[Operation] = deque()
+        self._calling: Work | None = None
+        self._under_way: deque[Work] = deque()
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="mirror-nccl", daemon=True)
         self._watcher.start()
@@ -172,16 +172,16 @@ class Clique:
     # What the caller's thread does.
 
     @contextmanager
-    def _operation(self, what: str, seconds: float | None = None) -> Iterator[Operation]:
+    def _operation(self, what: str, seconds: float | None = None) -> Iterator[Work]:
         """Gives the caller its turn; whatever goes wrong in it is the clique's end."""
         with self._turn:
             self._raise_failure()
             seconds = self.timeout_seconds if seconds is None else seconds
-            operation = Operation(what, seconds, monotonic() + seconds)
+            operation = Work(what, seconds, monotonic() + seconds)
             self._calling = operation
             try:
                 yield operation
-            except _Refused as refused:
+            except _CallRefused as refused:
                 self._give_up(self._failed(what, str(refused)))
                 self._raise_failure()
             except BaseException as error:
@@ -220,7 +220,7 @@ class Clique:
                 if operation is not None and now > operation.deadline:
                     where = f"replica {replica_id} ({self._devices[replica_id]})"
                     self._time_out(operation, f"{where} is still in progress")
-                    raise _Refused
+                    raise _CallRefused
                 if now - begun < _SPIN_SECONDS:
                     sleep(0)  # lets go of the GIL
                 else:
@@ -239,7 +239,7 @@ class Clique:
             state = self._state_word.value
         if state not in (SUCCESS, IN_PROGRESS):
             what = self._library.explain(state)
-            raise _Refused(f"replica {replica_id} came to {what}")
+            raise _CallRefused(f"replica {replica_id} came to {what}")
         return state
 
     def _call(self, function: str, *arguments: object) -> int:
@@ -254,12 +254,12 @@ class Clique:
     def _locked_call(self, function: str, *arguments: object) -> int:
         """Does the same for whoever holds the mutex."""
         if self._failure is not None:
-            raise _Refused
+            raise _CallRefused
         result = self._library.functions[function](*arguments)
         if self._failure is not None:
-            raise _Refused
+            raise _CallRefused
         if result not in (SUCCESS, IN_PROGRESS):
-            raise _Refused(f"{function} returned {self._library.explain(result)}")
+            raise _CallRefused(f"{function} returned {self._library.explain(result)}")
         return result
 
     def _finish(self) -> None:
@@ -274,23 +274,23 @@ class Clique:
         for replica_id in range(len(self._devices)):
             self._call("ncclCommFinalize", self._communicators.handles[replica_id])
 
-    def _destroy(self, operation: Operation) -> None:
+    def _destroy(self, operation: Work) -> None:
         seconds = operation.deadline - monotonic()
-        failed = self._communicators.end("ncclCommDestroy", seconds)
-        if failed is None:
+        failure_message = self._communicators.end("ncclCommDestroy", seconds)
+        if failure_message is None:
             self._time_out(operation, "ncclCommDestroy does not return")
-            raise _Refused
-        if failed:
+            raise _CallRefused
+        if failure_message:
             # It does not fail once it has begun, so these still are there.
-            self._communicators.end_each("ncclCommAbort", failed, _ABORT_SECONDS)
-            raise _Refused(
-                f"ncclCommDestroy returned {self._library.explain(failed.popitem()[1])}"
+            self._communicators.end_each("ncclCommAbort", failure_message, _ABORT_SECONDS)
+            raise _CallRefused(
+                f"ncclCommDestroy returned {self._library.explain(failure_message.popitem()[1])}"
             )
 
     # What ends it.
 
     def _watch(self) -> None:
-        spoil_no_capture()
+        query_without_breaking_capture()
         while not self._stop.wait(_WATCH_SECONDS) and self._failure is None:
             calling = self._calling
             if calling is not None and monotonic() > calling.deadline + _HANG_SECONDS:
@@ -298,7 +298,7 @@ class Clique:
             elif self._under_way and self._turn.acquire(blocking=False):
                 try:
                     self._look_at_devices()
-                except (_Refused, RuntimeError) as error:  # the latter is what CUDA has to say
+                except (_CallRefused, RuntimeError) as error:  # the latter is what CUDA has to say
                     self._give_up(self._failed(self._under_way[0].what, str(error)))
                 finally:
                     self._turn.release()
@@ -315,15 +315,17 @@ class Clique:
                 for replica_id in range(len(self._devices)):
                     self._state(replica_id)
                 if monotonic() > operation.deadline:
-                    self._time_out(operation, f"not done: {operation.late(self._devices)}")
+                    self._time_out(
+                        operation, f"not done: {operation.timeout_message(self._devices)}"
+                    )
                 return
             self._under_way.popleft()
 
     def _failed(self, what: str, why: str) -> MirrorError:
-        return failed(self._library.version, what, self._devices, why)
+        return failure_message(self._library.version, what, self._devices, why)
 
-    def _time_out(self, operation: Operation, state: str) -> None:
-        self._give_up(timed_out(operation.seconds, operation.what, self._devices, state))
+    def _time_out(self, operation: Work, state: str) -> None:
+        self._give_up(timeout_message(operation.seconds, operation.what, self._devices, state))
 
     def _give_up(self, failure: MirrorError) -> None:
         """Notes the failure and aborts all communicators; only the first one to come does."""

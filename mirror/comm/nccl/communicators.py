@@ -18,7 +18,7 @@ from mirror.devices import using
 from mirror.errors import BackendError
 
 
-class Place(NamedTuple):
+class RankRange(NamedTuple):
     """Where this process's devices stand in a clique of several processes.
 
     Attributes:
@@ -56,7 +56,7 @@ class Communicators:
     """
 
     def __init__(
-        self, library: NcclLibrary, devices: Sequence[torch.device], place: Place | None
+        self, library: NcclLibrary, devices: Sequence[torch.device], place: RankRange | None
     ) -> None:
         self._library = library
         self._devices = tuple(devices)

@@ -21,14 +21,16 @@ _SHARED_MEMORY, _ENOUGH_BYTES = "/dev/shm", 2**29
 _SIGNS = ("ncclSystemError", "shared memory", "/shm", "No space left")
 
 
-def failed(version: int, what: str, devices: Sequence[torch.device], why: str) -> BackendError:
+def failure_message(
+    version: int, what: str, devices: Sequence[torch.device], why: str
+) -> BackendError:
     where = ", ".join(map(str, devices))
     return BackendError(
         f"NCCL {version_name(version)} failed at {what} on {where}: {why}{_hint(why)}; {_ABORTED}"
     )
 
 
-def timed_out(
+def timeout_message(
     seconds: float, what: str, devices: Sequence[torch.device], state: str
 ) -> CollectiveTimeoutError:
     where = ", ".join(map(str, devices))

@@ -36,7 +36,7 @@ from mirror.comm.nccl.calls import (
 )
 from mirror.comm.nccl.clique import Clique
 from mirror.comm.nccl.libnccl import NcclLibrary, version_name
-from mirror.comm.ordered import reduced
+from mirror.comm.ordered import reduce_in_order
 from mirror.comm.turns import cannot_wait_for
 from mirror.devices import are_distinct, is_simulated, parse
 from mirror.errors import BackendError
@@ -252,7 +252,7 @@ def shared_gpu_reason(version: int, enabled: str | None) -> str | None:
 def _reduced_rows(rows: Tensor, op: str, scale: float) -> Tensor:
     """Returns the rows of a half type, reduced in float32 and scaled; sums by one kernel."""
     if op != "sum":
-        return reduced(rows.unbind(0), op, scale)
+        return reduce_in_order(rows.unbind(0), op, scale)
     total = rows.sum(0, dtype=torch.float32)
     return total if scale == 1 else total.mul_(scale)
 

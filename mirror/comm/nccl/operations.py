@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mirror.accelerator.events import Event, has_nothing_left
+from mirror.accelerator.events import Event, is_stream_idle
 
 
 @dataclass
-class Operation:
+class Work:
     """One collective, or the making or ending of communicators.
 
     Attributes:
@@ -37,13 +37,13 @@ class Operation:
         """Whether the devices are done with it; does not wait."""
         return all(event.query() for event in self.events)
 
-    def late(self, devices: Sequence[torch.device]) -> str:
+    def timeout_message(self, devices: Sequence[torch.device]) -> str:
         """Returns who is not known to be done."""
         unasked = len(devices) - len(self.events)
         who = []
         for i, device in enumerate(devices):
             if i < unasked:
-                is_done = has_nothing_left(device, self.streams[i])
+                is_done = is_stream_idle(device, self.streams[i])
             else:
                 is_done = self.events[i - unasked].query()
             if not is_done:

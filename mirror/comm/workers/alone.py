@@ -13,7 +13,7 @@ T = TypeVar("T")
 _MOST_COUNTED = 64  # calls of one backward pass that are looked at
 
 
-class Parcel(NamedTuple):
+class Message(NamedTuple):
     """What one worker says to the others.
 
     Attributes:
@@ -25,7 +25,7 @@ class Parcel(NamedTuple):
     numbers: tuple[float, ...]
 
 
-class Alone:
+class LocalWorkerGroup:
     """Stands where other workers could be: whoever asks these has an answer at once.
 
     A *worker* is a process with replicas of its own; all run one program. Replica r of this worker
@@ -54,23 +54,23 @@ class Alone:
 
     def _have(self, rank: int, counts: Sequence[int]) -> None:
         self.rank, self.size, self.counts = rank, len(counts), tuple(counts)
-        self.first, self.num_replicas = sum(counts[:rank]), sum(counts)
+        self.replica_offset, self.num_replicas = sum(counts[:rank]), sum(counts)
         self.weight = float(counts[rank])
         self.num_runs = self.num_steps = 0
-        self.counted: list[float] = []
+        self.run_weights: list[float] = []
         self.agreed = (-1, 0.0)
         self.reference: float | None = None
 
     @property
-    def are_several(self) -> bool:
+    def is_multi_process(self) -> bool:
         """Whether there are others."""
         return self.size > 1
 
-    def ran(self, weight: float) -> None:
+    def note_run(self, weight: float) -> None:
         """Notes that an outermost run has ended, and what this worker's counted for."""
         self.weight, self.num_runs = weight, self.num_runs + 1
-        if torch.is_grad_enabled() and len(self.counted) < _MOST_COUNTED:
-            self.counted.append(weight)
+        if torch.is_grad_enabled() and len(self.run_weights) < _MOST_COUNTED:
+            self.run_weights.append(weight)
 
     def exchange(
         self, what: str, signature: object = None, payload: Callable[[], bytes] = bytes
@@ -96,15 +96,15 @@ class Alone:
         signature: object,
         tensors: Sequence[Tensor],
         numbers: Sequence[float] = (),
-    ) -> list[Parcel]:
+    ) -> list[Message]:
         """Gives every worker the tensors of each, of any shapes and dtypes, on the CPU.
 
         Raises:
             As ``exchange``.
         """
-        return [Parcel([tensor.detach().cpu() for tensor in tensors], tuple(numbers))]
+        return [Message([tensor.detach().cpu() for tensor in tensors], tuple(numbers))]
 
-    def tell(self, what: str, number: int) -> Callable[[], list[int]]:
+    def all_gather_int(self, what: str, number: int) -> Callable[[], list[int]]:
         """Begins to tell every worker a number; returns what waits for those of all.
 
         What one worker tells is begun in the order of that of every other.
@@ -128,7 +128,7 @@ class Alone:
         """
         return lambda: None
 
-    def total(self, what: str, buffer: Tensor) -> None:
+    def all_reduce_sum_(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
 
     def outermost(self, run: Callable[[], T]) -> T:

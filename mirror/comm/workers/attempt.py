@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 _PAUSE_SECONDS = 0.02
 
 
-def of_this_attempt(store: Store, rank: int, size: int, seconds: float) -> Store:
+def store_for_run(store: Store, rank: int, size: int, seconds: float) -> Store:
     """Returns the part of a store that only the workers of this attempt know.
 
     Raises:

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mirror.accelerator.forks import renew_in_forks
-from mirror.comm.workers.positions import End, Position, Wait
+from mirror.accelerator.forks import reinit_after_fork
+from mirror.comm.workers.positions import Exit, WorkerStatus, PendingOp
 
 _BEAT_SECONDS, _LOOK_SECONDS = 1.0, 0.5
 _BEATS_PER_LOOK = 10  # while nobody waits: the store may be gone when somebody does
@@ -36,7 +36,7 @@ LineOf = Callable[[BaseException | None], str]
 
 
 @dataclass(frozen=True)
-class Look:
+class HeartbeatSnapshot:
     """What was read of all at one moment.
 
     Attributes:
@@ -46,11 +46,11 @@ class Look:
     """
 
     at: float
-    positions: list[Position]
+    positions: list[WorkerStatus]
     silent: list[float]
 
 
-class Board:
+class HeartbeatStore:
     """What all workers say of themselves.
 
     Args:
@@ -68,13 +68,13 @@ class Board:
         self._own = PrefixStore("mirror/at", _another(store))
         self.line_of = line_of
         self.begun: dict[str, int] = {}
-        self.look = Look(0.0, [Position()] * size, [0.0] * size)
+        self.look = HeartbeatSnapshot(0.0, [WorkerStatus()] * size, [0.0] * size)
         self.broken: tuple[str, float] | None = None
         self.note = ""
-        self._ended: dict[str, End] = {}
-        self._end: End | None = None
+        self._ended: dict[str, Exit] = {}
+        self._end: Exit | None = None
         self._beat = self._num_strategies = 0
-        self._waits: dict[int, Wait] = {}  # by thread
+        self._waits: dict[int, PendingOp] = {}  # by thread
         self._open: dict[str, weakref.ref[Any]] = {}  # what the strategies have, by number
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when they were new
         self._is_forked = False
@@ -82,10 +82,10 @@ class Board:
         self._wakes: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._go_on, name="mirror board", daemon=True)
         self._thread.start()
-        atexit.register(self.leave)
-        renew_in_forks(self)
+        atexit.register(self.deregister)
+        reinit_after_fork(self)
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Says nothing in a forked process, which is no worker."""
         self._is_forked = True
 
@@ -99,7 +99,7 @@ class Board:
         self._open[number] = weakref.ref(links)
         self._wakes.put(None)
 
-    def end(self, number: str, end: End) -> threading.Event:
+    def end(self, number: str, end: Exit) -> threading.Event:
         """Says how a strategy has come to its end, the first time; returns what tells when."""
         said = threading.Event()
         # In a forked process it is not alive.
@@ -111,7 +111,7 @@ class Board:
         return said
 
     @contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
+    def waiting(self, wait: PendingOp) -> Iterator[None]:
         """Says meanwhile what this thread waits for, and reads what the others say."""
         ident = threading.get_ident()
         try:
@@ -121,11 +121,11 @@ class Board:
         finally:
             self._waits.pop(ident, None)
 
-    def leave(self) -> None:
+    def deregister(self) -> None:
         """Says that the program ends, and how; idempotent."""
         if self._end is not None or self._is_forked:
             return
-        self._end = End(is_loss=False, words=self._end_of_program())
+        self._end = Exit(is_loss=False, words=self._end_of_program())
         links = [known() for known in tuple(self._open.values())]
         self._wakes.put(None)
         self._thread.join(_LAST_SECONDS + 1.0)
@@ -137,7 +137,7 @@ class Board:
         error = getattr(sys, "last_value", None)  # what has ended the main thread
         if error is None:
             return "has left its program"
-        return f"has left its program with {in_short(error)} at {self.line_of(error)}"
+        return f"has left its program with {summarize(error)} at {self.line_of(error)}"
 
     # In the thread.
 
@@ -145,14 +145,14 @@ class Board:
         try:
             while True:
                 told = self._next_wake()
-                self._say()
+                self._publish()
                 if told is not None:
                     told.set()
                 if self._end is not None:
                     self._see_others_off()
                     return
                 if self._waits or (self._open and self._beat % _BEATS_PER_LOOK == 1):
-                    self.look = self._looked()
+                    self.look = self._poll()
         except Exception as error:  # the process that has the store is gone
             self.broken = str(error).splitlines()[0], monotonic()
 
@@ -164,11 +164,11 @@ class Board:
         except queue.Empty:
             return None
 
-    def position(self) -> Position:
+    def position(self) -> WorkerStatus:
         """Returns where this worker stands."""
         for number in list(self._ended)[:-_KEPT_ENDS]:
             self._ended.pop(number, None)
-        return Position(
+        return WorkerStatus(
             self._beat,
             self.line_of(None),
             dict(self.begun),
@@ -179,24 +179,24 @@ class Board:
             self.note,
         )
 
-    def _say(self) -> None:
+    def _publish(self) -> None:
         self._beat += 1
-        self._own.set(str(self.rank), self.position().said())
+        self._own.set(str(self.rank), self.position().to_json())
 
-    def _looked(self) -> Look:
+    def _poll(self) -> HeartbeatSnapshot:
         unknown = [str(rank) for rank in range(self.size) if rank not in self._heard]
         for rank in map(int, unknown):
             if self._own.check([str(rank)]):
                 self._heard[rank] = -1, 0.0
-        positions = [Position()] * self.size
+        positions = [WorkerStatus()] * self.size
         known = sorted(self._heard)
         said = self._own.multi_get(list(map(str, known))) if known else []
         for rank, text in zip(known, said, strict=True):
-            heard = positions[rank] = Position.heard(text)
+            heard = positions[rank] = WorkerStatus.from_json(text)
             if self._heard[rank][0] != heard.beat:
                 self._heard[rank] = heard.beat, monotonic()
         now = monotonic()
-        return Look(
+        return HeartbeatSnapshot(
             now, positions, [now - self._heard.get(r, (0, now))[1] for r in range(self.size)]
         )
 
@@ -206,7 +206,7 @@ class Board:
             return
         deadline = monotonic() + _LAST_SECONDS
         while monotonic() < deadline:
-            look = self._looked()
+            look = self._poll()
             every = zip(look.positions, look.silent, strict=True)
             if not any(
                 position.end is None and position.num_open and silent < _GONE_SECONDS
@@ -225,7 +225,7 @@ def _another(store: Store) -> Store:
         return store
 
 
-def in_short(error: BaseException) -> str:
+def summarize(error: BaseException) -> str:
     """Returns what an exception is, and the first line of what it says."""
     words = (str(error).splitlines() or [""])[0].rstrip(":")
     return f"{type(error).__name__}: {words[:200]}"

@@ -43,20 +43,20 @@ class Envelope:
     payload: bytes | None
 
     @classmethod
-    def of(cls, key: bytes, words: str, payload: bytes) -> Envelope:
+    def from_payload(cls, key: bytes, words: str, payload: bytes) -> Envelope:
         """Returns the envelope that says this; long words are cut."""
         words = words.encode()[:_MAX_WORDS].decode(errors="ignore")  # of a character cut, nothing
         fits = len(payload) <= ENVELOPE_BYTES - _HEAD.size - len(words.encode())
         return cls(key, words, len(payload), payload if fits else None)
 
-    def sealed(self) -> bytearray:
+    def to_bytes(self) -> bytearray:
         """Returns it as it is sent: ``ENVELOPE_BYTES`` bytes."""
         words = self.words.encode()
         body = _HEAD.pack(self.key, self.length, len(words)) + words + (self.payload or b"")
         return bytearray(body.ljust(ENVELOPE_BYTES, b"\0"))
 
     @classmethod
-    def opened(cls, sealed: bytes) -> Envelope:
+    def from_bytes(cls, sealed: bytes) -> Envelope:
         """Returns what was sealed."""
         key, length, num_words = _HEAD.unpack_from(sealed)
         begin = _HEAD.size + num_words
@@ -65,6 +65,6 @@ class Envelope:
         return cls(key, words, length, sealed[begin : begin + length] if fits else None)
 
 
-def key_of(number: int, what: str, signature: object) -> bytes:
+def fingerprint(number: int, what: str, signature: object) -> bytes:
     """Returns the hash of what a worker is at."""
     return hashlib.blake2b(f"{number} {what} {signature!r}".encode(), digest_size=8).digest()

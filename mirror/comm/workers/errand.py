@@ -12,7 +12,7 @@ T = TypeVar("T")
 TIMED_OUT = "timed out"  # what the errors of works that are not done yet have in their words
 
 
-class Errand(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A call that is waited for as the works of torch.distributed are.
 
     Ctrl-C reaches who waits for it, and no call of torch that waits for other processes.

@@ -1,4 +1,4 @@
-"""GpuSums: sums over the replicas of all workers on their GPUs, by one clique of NCCL's.
+"""NcclAllReduce: sums over the replicas of all workers on their GPUs, by one clique of NCCL's.
 
 [Note: Sums on GPUs]
 Every replica of every worker is a rank of its own, so NCCL finds all links there are: NVLink in a
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from mirror.accelerator.events import Event, record_event
 from mirror.accelerator.machine import facts_of_gpu
-from mirror.accelerator.streams import Side
+from mirror.accelerator.streams import SideStream
 from mirror.comm.nccl import libnccl
 from mirror.comm.nccl.calls import all_reduce_calls
 from mirror.comm.nccl.clique import Clique
-from mirror.comm.nccl.communicators import Place, new_identifier
+from mirror.comm.nccl.communicators import RankRange, new_identifier
 from mirror.comm.nccl.nccl import NcclCommunicator, seconds_to_get_ready
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.comm.workers.errand import TIMED_OUT
 
 _PAUSE_SECONDS = 50e-6
@@ -39,7 +39,7 @@ _PAUSE_SECONDS = 50e-6
 _logger = logging.getLogger("mirror")
 
 
-class Sum:
+class PendingSum:
     """A sum on its way."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Sum:
         self._clique.check()
 
 
-class GpuSums:
+class NcclAllReduce:
     """The sums of one strategy.
 
     Args:
@@ -77,16 +77,16 @@ class GpuSums:
 
     def __init__(self, clique: Clique, devices: Sequence[torch.device]) -> None:
         self._clique, self._devices = clique, tuple(devices)
-        self._side = Side(self._devices)
+        self._side = SideStream(self._devices)
 
-    def begin(self, what: str, buffers: Sequence[Tensor]) -> Sum:
+    def begin(self, what: str, buffers: Sequence[Tensor]) -> PendingSum:
         """Begins to sum flat buffers, one per local replica, in place.
 
         The buffers must be kept until the sum is done.
         """
         calls = all_reduce_calls(buffers, "sum")
         join = self._side.start(lambda: self._clique.run(what, calls))
-        return Sum(self._clique, self._devices, join)
+        return PendingSum(self._clique, self._devices, join)
 
     def close(self) -> None:
         """Ends the clique, without waiting for what is on its way; idempotent."""
@@ -94,9 +94,9 @@ class GpuSums:
         self._clique.abandon()
 
 
-def agreed_gpu_sums(
-    workers: Alone, devices: Sequence[torch.device], seconds: float
-) -> GpuSums | None:
+def negotiate_nccl(
+    workers: LocalWorkerGroup, devices: Sequence[torch.device], seconds: float
+) -> NcclAllReduce | None:
     """Makes the sums over the GPUs of several workers, if all can; all call it.
 
     Args:
@@ -121,9 +121,11 @@ def agreed_gpu_sums(
         _logger.log(level, "gradients go to other workers by gloo, in host memory: %s", why)
         return None
     _logger.info("gradients of all workers are summed by NCCL, over %d GPUs", workers.num_replicas)
-    place = Place(workers.first, workers.num_replicas, bytes.fromhex(every[0]["identifier"]))
+    place = RankRange(
+        workers.replica_offset, workers.num_replicas, bytes.fromhex(every[0]["identifier"])
+    )
     clique = Clique(library, devices, seconds, seconds_to_get_ready(seconds), place)
-    return GpuSums(clique, devices)
+    return NcclAllReduce(clique, devices)
 
 
 def _why_not(every: Sequence[dict[str, Any]]) -> str | None:

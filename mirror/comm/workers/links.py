@@ -13,37 +13,37 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from mirror.accelerator.forks import renew_in_forks
-from mirror.comm.workers.board import Board
-from mirror.comm.workers.errand import Errand
-from mirror.comm.workers.positions import End, Wait
-from mirror.comm.workers.watch import Watch
+from mirror.accelerator.forks import reinit_after_fork
+from mirror.comm.workers.board import HeartbeatStore
+from mirror.comm.workers.errand import BackgroundCall
+from mirror.comm.workers.positions import Exit, PendingOp
+from mirror.comm.workers.watch import MonitoredWait
 
 _POLL_SECONDS = 0.002
 _SAID_SECONDS = 1.0
 
 
-class Link:
+class SequencedGroup:
     """A process group, whose operations all workers begin in the same order.
 
     Args:
         name: "NUMBER/...", by the strategy's number.
     """
 
-    def __init__(self, name: str, board: Board) -> None:
+    def __init__(self, name: str, board: HeartbeatStore) -> None:
         self.name = name
         self.group: Any = None
         self._board = board
         self._num_begun = 0
         self._begun: dict[int, Any] = {}
 
-    def next(self, words: str) -> Wait:
+    def next(self, words: str) -> PendingOp:
         """Counts an operation that is about to be begun."""
         self._num_begun += 1
         self._board.begun[self.name] = self._num_begun
-        return Wait(self.name, self._num_begun, words)
+        return PendingOp(self.name, self._num_begun, words)
 
-    def begin(self, words: str, call: Callable[[Any], dist.Work]) -> tuple[dist.Work, Wait]:
+    def begin(self, words: str, call: Callable[[Any], dist.Work]) -> tuple[dist.Work, PendingOp]:
         """Begins an operation of the group."""
         wait = self.next(words)
         work = self._begun[wait.number] = call(self.group)
@@ -73,43 +73,43 @@ class Link:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-class Links:
+class Groups:
     """All links of one strategy.
 
     Args:
         seconds: how long a worker may take to make its end of one.
     """
 
-    def __init__(self, board: Board, watch: Watch, seconds: float) -> None:
+    def __init__(self, board: HeartbeatStore, watch: MonitoredWait, seconds: float) -> None:
         self.number = board.number()
         self._board, self._watch = board, watch
         # One that runs out breaks a group for good: who waits has a shorter one.
         self._timeout = timedelta(seconds=seconds + 60)
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, SequencedGroup] = {}
         self._is_forked = False
-        self.end: End | None = None
+        self.end: Exit | None = None
         board.keep(self.number, self)
-        renew_in_forks(self)
+        reinit_after_fork(self)
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Forgets the groups in a forked process: their threads are in the other one."""
         self._is_forked = True
 
-    def get(self, name: str, words: Callable[[], str]) -> Link:
+    def get(self, name: str, words: Callable[[], str]) -> SequencedGroup:
         """Returns a link; where there is none yet, it is made, by all workers."""
         if name not in self._links:
-            link = Link(f"{self.number}/{name}", self._board)
+            link = SequencedGroup(f"{self.number}/{name}", self._board)
             wait = link.next(words())
             try:
-                errand = Errand(partial(self._made, link.name))
-                link.group = self._watch.result(errand, lambda: wait)
+                errand = BackgroundCall(partial(self._make, link.name))
+                link.group = self._watch.wait(errand, lambda: wait)
             except BaseException:
                 self._board.begun.pop(link.name, None)  # now nobody counts on this worker there
                 raise
             self._links[name] = link
         return self._links[name]
 
-    def drop(self, end: End) -> None:
+    def drop(self, end: Exit) -> None:
         """Ends all links; the others are told of it before. Idempotent."""
         if self.end is not None:
             return
@@ -118,7 +118,7 @@ class Links:
         while self._links:
             self._links.popitem()[1].drop(forgets=self._is_forked)
 
-    def _made(self, name: str) -> Any:
+    def _make(self, name: str) -> Any:
         board = self._board
         store = PrefixStore(f"mirror/{name}", board.store)
         # torch waits for who has not come without an end that we could set, or find out whose.

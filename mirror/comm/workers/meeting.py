@@ -9,26 +9,26 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from mirror.comm.workers.attempt import of_this_attempt
-from mirror.comm.workers.board import Board, LineOf
-from mirror.comm.workers.errand import TIMED_OUT, Errand
+from mirror.comm.workers.attempt import store_for_run
+from mirror.comm.workers.board import HeartbeatStore, LineOf
+from mirror.comm.workers.errand import TIMED_OUT, BackgroundCall
 from mirror.errors import WorkerLostError
 from mirror.torch_private import default_store
 
 _SLICE = timedelta(seconds=0.5)
 # For torch to end by itself: a thread that the interpreter's end finds in torch ends the process.
 _GRACE_SECONDS = 20.0
-_boards: list[tuple[Store, Board]] = []  # one; another one with another default group
+_boards: list[tuple[Store, HeartbeatStore]] = []  # one; another one with another default group
 
 
-def met(seconds: float, line_of: LineOf) -> Board:
+def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
     """Returns the board of all workers; makes the default process group if nobody has.
 
     Raises:
         WorkerLostError: somebody has not come.
     """
     if not dist.is_initialized():
-        begin = Errand(lambda: _begin(seconds))
+        begin = BackgroundCall(lambda: _begin(seconds))
         deadline = monotonic() + seconds + _GRACE_SECONDS
         while True:
             try:
@@ -44,7 +44,9 @@ def met(seconds: float, line_of: LineOf) -> Board:
                 ) from error
     store = default_store()
     if not _boards or _boards[0][0] is not store:
-        _boards[:] = [(store, Board(store, dist.get_rank(), dist.get_world_size(), line_of))]
+        _boards[:] = [
+            (store, HeartbeatStore(store, dist.get_rank(), dist.get_world_size(), line_of))
+        ]
     board = _boards[0][1]
     board.line_of = line_of
     return board
@@ -54,5 +56,5 @@ def _begin(seconds: float) -> None:
     """Makes the default process group, as the environment says."""
     timeout = timedelta(seconds=seconds)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    fresh = of_this_attempt(store, rank, size, seconds)
+    fresh = store_for_run(store, rank, size, seconds)
     dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 
-class Wait(NamedTuple):
+class PendingOp(NamedTuple):
     """What a worker waits for: operation ``number`` of a link."""
 
     link: str
@@ -29,7 +29,7 @@ class Wait(NamedTuple):
     words: str
 
 
-class End(NamedTuple):
+class Exit(NamedTuple):
     """How a strategy, or a program, has come to its end on a worker.
 
     Attributes:
@@ -42,7 +42,7 @@ class End(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Position:
+class WorkerStatus:
     """Where a worker stands.
 
     Attributes:
@@ -59,30 +59,30 @@ class Position:
     beat: int = 0
     line: str = ""
     begun: dict[str, int] = field(default_factory=dict)
-    waits: tuple[Wait, ...] = ()
-    ended: dict[str, End] = field(default_factory=dict)
+    waits: tuple[PendingOp, ...] = ()
+    ended: dict[str, Exit] = field(default_factory=dict)
     num_open: int = 0
-    end: End | None = None
+    end: Exit | None = None
     note: str = ""
 
-    def said(self) -> str:
+    def to_json(self) -> str:
         """Returns it as text."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def heard(cls, text: bytes) -> Position:
+    def from_json(cls, text: bytes) -> WorkerStatus:
         """Returns what was said."""
         told = json.loads(text)
-        told["waits"] = tuple(Wait(*wait) for wait in told["waits"])
-        told["ended"] = {number: End(*end) for number, end in told["ended"].items()}
-        told["end"] = told["end"] and End(*told["end"])
+        told["waits"] = tuple(PendingOp(*wait) for wait in told["waits"])
+        told["ended"] = {number: Exit(*end) for number, end in told["ended"].items()}
+        told["end"] = told["end"] and Exit(*told["end"])
         return cls(**told)
 
-    def end_of(self, link: str) -> End | None:
+    def end_of(self, link: str) -> Exit | None:
         """Returns why this worker begins no more operations of a link, if it does not."""
         return self.end or self.ended.get(link.partition("/")[0])
 
-    def lacks(self, wait: Wait) -> bool:
+    def lacks(self, wait: PendingOp) -> bool:
         """Whether it has not begun what another one waits for."""
         return self.begun.get(wait.link, 0) < wait.number
 
@@ -99,7 +99,7 @@ class Position:
         return f"{told}; {self.note}" if self.note else told
 
 
-def ended_without(wait: Wait, positions: Sequence[Position]) -> list[tuple[int, End]]:
+def ended_without(wait: PendingOp, positions: Sequence[WorkerStatus]) -> list[tuple[int, Exit]]:
     """Returns who has come to its end and has never begun what is waited for, by rank."""
     found = []
     for rank, position in enumerate(positions):
@@ -109,12 +109,12 @@ def ended_without(wait: Wait, positions: Sequence[Position]) -> list[tuple[int, 
     return found
 
 
-def waiting_in_vain(positions: Sequence[Position]) -> frozenset[tuple[int, Wait]]:
+def find_deadlocks(positions: Sequence[WorkerStatus]) -> frozenset[tuple[int, PendingOp]]:
     """Returns the waits, by rank, that never end. See [Note: Who waits in vain]."""
     waits = {(rank, wait) for rank, position in enumerate(positions) for wait in position.waits}
     stuck = {rank for rank, _ in waits}
 
-    def may_end(wait: Wait) -> bool:
+    def may_end(wait: PendingOp) -> bool:
         if ended_without(wait, positions):
             return True
         late = [rank for rank, position in enumerate(positions) if position.lacks(wait)]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mirror.comm.workers.envelope import Envelope, key_of
+from mirror.comm.workers.envelope import Envelope, fingerprint
 from mirror.comm.workers.watch import listed
 from mirror.errors import DivergenceError
 
@@ -19,7 +19,7 @@ _MAX_SIGNATURE = 120  # letters
 Run = Callable[[str, Callable[[Any], dist.Work]], None]
 
 
-class Talk:
+class CheckedGather:
     """Exchanges by one link. See [Note: Envelopes].
 
     Args:
@@ -33,10 +33,12 @@ class Talk:
     def exchange(self, what: str, signature: object, said: bytes) -> list[bytes]:
         """Returns what every worker has said, by rank."""
         self._num_exchanges += 1
-        words = f"{what}{_of(signature, what)} at {self._where()}"
-        mine = Envelope.of(key_of(self._num_exchanges, what, signature), words, said)
-        sealed = self._gather(mine.sealed(), words)
-        envelopes = list(map(Envelope.opened, sealed))
+        words = f"{what}{_split_by_worker(signature, what)} at {self._where()}"
+        mine = Envelope.from_payload(
+            fingerprint(self._num_exchanges, what, signature), words, said
+        )
+        sealed = self._gather(mine.to_bytes(), words)
+        envelopes = list(map(Envelope.from_bytes, sealed))
         if any(one.key != mine.key for one in envelopes):
             raise DivergenceError(
                 "all workers must reach the same operations in the same order, with the same "
@@ -60,7 +62,7 @@ class Talk:
         return [raw.numpy().tobytes() for raw in every]
 
 
-def _of(signature: object, what: str) -> str:
+def _split_by_worker(signature: object, what: str) -> str:
     """Returns what an operation is of, in words, if its name does not say it already."""
     if signature is None or isinstance(signature, str) or " of " in what:
         return ""

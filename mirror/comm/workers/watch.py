@@ -22,9 +22,9 @@ from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any, Protocol, TypeVar
 
-from mirror.comm.workers.board import Board, Look
+from mirror.comm.workers.board import HeartbeatStore, HeartbeatSnapshot
 from mirror.comm.workers.errand import TIMED_OUT
-from mirror.comm.workers.positions import Position, Wait, ended_without, waiting_in_vain
+from mirror.comm.workers.positions import WorkerStatus, PendingOp, ended_without, find_deadlocks
 from mirror.errors import DivergenceError, MirrorError, WorkerLostError
 
 T = TypeVar("T")
@@ -41,25 +41,25 @@ _RESTART = (
 )
 
 
-class Waited(Protocol[T_co]):
+class Waitable(Protocol[T_co]):
     """What can be waited for: a work of torch.distributed."""
 
     def wait(self, timeout: timedelta) -> T_co:
         """Returns when it is done; RuntimeError, with ``TIMED_OUT`` in it, when the time is."""
 
 
-class Watch:
+class MonitoredWait:
     """Waits for works of a strategy.
 
     Args:
         seconds: for how long, at most.
     """
 
-    def __init__(self, board: Board, seconds: float) -> None:
+    def __init__(self, board: HeartbeatStore, seconds: float) -> None:
         self._board, self._seconds = board, seconds
         self._slice = timedelta(seconds=min(_SLICE_SECONDS, max(seconds, 0.001)))
 
-    def result(self, work: Waited[T], wait_of: Callable[[], Wait]) -> T:
+    def wait(self, work: Waitable[T], wait_of: Callable[[], PendingOp]) -> T:
         """Waits until a work is done; returns its result.
 
         Args:
@@ -88,12 +88,12 @@ class Watch:
                     suspicion = self._checked(wait, look, suspicion)
                 self._check_time(wait, begun)
 
-    def _checked(self, wait: Wait, look: Look, suspicion: Any) -> Any:
+    def _checked(self, wait: PendingOp, look: HeartbeatSnapshot, suspicion: Any) -> Any:
         """Raises what a look tells; returns what looks bad, to be looked at once more."""
         ended = ended_without(wait, look.positions)
         if ended:
             raise self._error_of_ended(wait, look, ended)
-        stuck = waiting_in_vain(look.positions)
+        stuck = find_deadlocks(look.positions)
         if (self._board.rank, wait) not in stuck:
             return None
         ranks = sorted({rank for rank, _ in stuck})
@@ -105,10 +105,10 @@ class Watch:
             return suspicion
         raise DivergenceError(
             "all workers must reach the same operations in the same order; they wait for each "
-            f"other at different ones:\n{self._told(wait, look.positions)}\n{_RESTART}"
+            f"other at different ones:\n{self._error_of(wait, look.positions)}\n{_RESTART}"
         )
 
-    def _check_time(self, wait: Wait, begun: float) -> None:
+    def _check_time(self, wait: PendingOp, begun: float) -> None:
         waited, board = monotonic() - begun, self._board
         if board.broken is not None and monotonic() - board.broken[1] > _REASON_SECONDS:
             raise self._lost(wait, [0], f"the store, in its process, is gone: {board.broken[0]}")
@@ -126,7 +126,7 @@ class Watch:
         late = sorted(rank for rank in others if look.positions[rank].lacks(wait))
         raise self._lost(wait, late, f"it has not come within timeout_seconds={self._seconds:g}")
 
-    def _broken(self, wait: Wait, error: RuntimeError) -> MirrorError:
+    def _broken(self, wait: PendingOp, error: RuntimeError) -> MirrorError:
         """Returns what is behind an error of torch's: what the others say, or do not any more."""
         begun, board, first = monotonic(), self._board, None
         with board.waiting(wait):
@@ -150,8 +150,10 @@ class Watch:
             silent = [1 - board.rank]
         return self._lost(wait, silent, words)
 
-    def _error_of_ended(self, wait: Wait, look: Look, ended: Sequence[Any]) -> MirrorError:
-        told = f"\n{self._told(wait, look.positions)}\n{_RESTART}"
+    def _error_of_ended(
+        self, wait: PendingOp, look: HeartbeatSnapshot, ended: Sequence[Any]
+    ) -> MirrorError:
+        told = f"\n{self._error_of(wait, look.positions)}\n{_RESTART}"
         who = _named([rank for rank, _ in ended], self._board.size)
         if any(end.is_loss for _, end in ended):
             return WorkerLostError(f"a worker is lost, says {who}:{told}")
@@ -160,12 +162,12 @@ class Watch:
             f"worker {self._board.rank} waits:{told}"
         )
 
-    def _lost(self, wait: Wait, ranks: Sequence[int], why: str) -> WorkerLostError:
+    def _lost(self, wait: PendingOp, ranks: Sequence[int], why: str) -> WorkerLostError:
         who = _named(ranks, self._board.size) if ranks else "a worker"
-        told = self._told(wait, self._board.look.positions)
+        told = self._error_of(wait, self._board.look.positions)
         return WorkerLostError(f"{who} is lost: {why}\n{told}\n{_RESTART}")
 
-    def _told(self, wait: Wait, positions: Sequence[Position]) -> str:
+    def _error_of(self, wait: PendingOp, positions: Sequence[WorkerStatus]) -> str:
         number = wait.link.partition("/")[0]
         where = [position.where(number) for position in positions]
         mine = self._board.position()

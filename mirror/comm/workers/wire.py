@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import Parcel, on_host
+from mirror.comm.workers.alone import Message, on_host
 
 _LENGTH = struct.Struct("<I")
 
 
-def packed(tensors: Sequence[Tensor], numbers: Sequence[float]) -> bytes:
+def serialize(tensors: Sequence[Tensor], numbers: Sequence[float]) -> bytes:
     """Returns tensors and numbers as a header in JSON and the tensors' bytes."""
     dense = on_host([tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
     described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in dense]
@@ -24,7 +24,7 @@ def packed(tensors: Sequence[Tensor], numbers: Sequence[float]) -> bytes:
     return b"".join([_LENGTH.pack(len(header)), header, *raw])
 
 
-def unpacked(data: bytes) -> Parcel:
+def deserialize(data: bytes) -> Message:
     """Returns what was packed."""
     (length,) = _LENGTH.unpack_from(data)
     described, numbers = json.loads(data[_LENGTH.size : _LENGTH.size + length])
@@ -38,4 +38,4 @@ def unpacked(data: bytes) -> Parcel:
             tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
             at += tensor.nbytes
         tensors.append(tensor)
-    return Parcel(tensors, tuple(map(float.fromhex, numbers)))
+    return Message(tensors, tuple(map(float.fromhex, numbers)))

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mirror.comm.packing import copy_back
-from mirror.comm.workers.alone import Alone, Parcel, on_host
-from mirror.comm.workers.board import LineOf, in_short
-from mirror.comm.workers.links import Link, Links
-from mirror.comm.workers.meeting import met
-from mirror.comm.workers.positions import End, Wait
-from mirror.comm.workers.talk import Talk
-from mirror.comm.workers.watch import Waited, Watch
-from mirror.comm.workers.wire import packed, unpacked
+from mirror.comm.workers.alone import LocalWorkerGroup, Message, on_host
+from mirror.comm.workers.board import LineOf, summarize
+from mirror.comm.workers.links import SequencedGroup, Groups
+from mirror.comm.workers.meeting import join_rendezvous
+from mirror.comm.workers.positions import Exit, PendingOp
+from mirror.comm.workers.talk import CheckedGather
+from mirror.comm.workers.watch import Waitable, MonitoredWait
+from mirror.comm.workers.wire import serialize, deserialize
 from mirror.errors import StrategyError, WorkerLostError
 
 DEFAULT_SECONDS = 600.0
@@ -44,14 +44,14 @@ T = TypeVar("T")
 class ReplicaSums(Protocol):
     """What sums over all replicas: see ``gpu_sums.py``."""
 
-    def begin(self, what: str, buffers: Sequence[Tensor]) -> Waited[None]:
+    def begin(self, what: str, buffers: Sequence[Tensor]) -> Waitable[None]:
         """Begins to sum flat buffers, one per local replica, in place."""
 
     def close(self) -> None:
         """Gives up what is on its way; idempotent."""
 
 
-class Workers(Alone):
+class DistributedWorkerGroup(LocalWorkerGroup):
     """Several workers, of which this process is one.
 
     Uses the default process group, and makes it if nobody has; has process groups of its own.
@@ -72,17 +72,17 @@ class Workers(Alone):
     ) -> None:
         self._where = where
         seconds = DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds
-        self._board = met(seconds, line_of)
+        self._board = join_rendezvous(seconds, line_of)
         self.rank, self.size = self._board.rank, self._board.size
-        self._watch = Watch(self._board, seconds)
-        self._links = Links(self._board, self._watch, seconds)
+        self._watch = MonitoredWait(self._board, seconds)
+        self._links = Groups(self._board, self._watch, seconds)
         self._failure: BaseException | None = None
         self._replica_sums: ReplicaSums | None = None
-        self._sums: dict[tuple[torch.dtype, int], Link] = {}
-        let_go = End(is_loss=False, words="has let go of its strategy")
+        self._sums: dict[tuple[torch.dtype, int], SequencedGroup] = {}
+        let_go = Exit(is_loss=False, words="has let go of its strategy")
         weakref.finalize(self, self._links.drop, let_go).atexit = False
         self._main = self._guarded(lambda: self._link("main", "the start of a strategy"))
-        self._talk = Talk(partial(self._run, self._main), where, self.size)
+        self._talk = CheckedGather(partial(self._run, self._main), where, self.size)
         said = self.exchange("the start of a strategy", None, lambda: b"%d" % num_local)
         self._have(self.rank, [int(count) for count in said])
 
@@ -99,21 +99,21 @@ class Workers(Alone):
         signature: object,
         tensors: Sequence[Tensor],
         numbers: Sequence[float] = (),
-    ) -> list[Parcel]:
+    ) -> list[Message]:
         """Gives every worker the tensors of each, of any shapes and dtypes, on the CPU."""
-        said = self.exchange(what, signature, lambda: packed(tensors, numbers))
-        return list(map(unpacked, said))
+        said = self.exchange(what, signature, lambda: serialize(tensors, numbers))
+        return list(map(deserialize, said))
 
-    def tell(self, what: str, number: int) -> Callable[[], list[int]]:
+    def all_gather_int(self, what: str, number: int) -> Callable[[], list[int]]:
         """Begins to tell every worker a number; returns what waits for those of all."""
-        return self._tell("numbers", what, number)
+        return self._all_gather_int("numbers", what, number)
 
-    def _tell(self, name: str, what: str, number: int) -> Callable[[], list[int]]:
+    def _all_gather_int(self, name: str, what: str, number: int) -> Callable[[], list[int]]:
         """Tells it over a link of this name, which has an order of its own."""
         own = torch.tensor([number], device="cpu")
         every = [torch.empty_like(own) for _ in range(self.size)]
 
-        def begun() -> tuple[Link, dist.Work, Wait]:
+        def begun() -> tuple[SequencedGroup, dist.Work, PendingOp]:
             link = self._link(name, what)
             words = f"{what} at {self._where()}"
             return link, *link.begin(words, lambda group: group.allgather([every], [own]))
@@ -154,7 +154,7 @@ class Workers(Alone):
         def finish() -> None:
             self._check_usable()
             try:
-                self._watch.result(work, lambda: Wait(link.name, number, what))
+                self._watch.wait(work, lambda: PendingOp(link.name, number, what))
             except BaseException as error:
                 self._give_up(error)
                 raise
@@ -172,15 +172,17 @@ class Workers(Alone):
         """Begins to sum flat buffers over all replicas, in place. See [Note: Sums on GPUs]."""
         sums, described = self._replica_sums, f"{buffers[0].dtype}[{buffers[0].numel()}]"
         assert sums is not None
-        told = self._tell(_OF_REPLICAS, f"{what} of {described}", zlib.crc32(described.encode()))
+        told = self._all_gather_int(
+            _OF_REPLICAS, f"{what} of {described}", zlib.crc32(described.encode())
+        )
         on_way = self._guarded(lambda: sums.begin(what, buffers))
 
         def finish() -> None:
             if len(set(told())) > 1:
                 self._guarded(lambda: self._refuse_unlike(f"{what} of {described}"))
             link = self._link(_OF_REPLICAS, what).name
-            wait = Wait(link, self._board.begun[link], what)
-            self._guarded(lambda: self._watch.result(on_way, lambda: wait))
+            wait = PendingOp(link, self._board.begun[link], what)
+            self._guarded(lambda: self._watch.wait(on_way, lambda: wait))
 
         return finish
 
@@ -188,11 +190,11 @@ class Workers(Alone):
         """Raises DivergenceError, with where all are: they sum what cannot be summed."""
         self._talk.exchange(what, what, b"")
 
-    def total(self, what: str, buffer: Tensor) -> None:
+    def all_reduce_sum_(self, what: str, buffer: Tensor) -> None:
         """Sums a flat buffer over the workers, in place: of a size that they have exchanged."""
         self._guarded(lambda: self._run(self._main, what, lambda group: group.allreduce([buffer])))
 
-    def _link_of_sums(self, what: str, buffer: Tensor) -> Link:
+    def _link_of_sums(self, what: str, buffer: Tensor) -> SequencedGroup:
         """Returns the link for buffers of a size that is new. See [Note: One size, one group]."""
         size = f"{str(buffer.dtype).removeprefix('torch.')}[{buffer.numel()}]"
         if len(self._sums) < _MAX_SIZES:
@@ -202,14 +204,14 @@ class Workers(Alone):
         self._talk.exchange(what, size, b"")
         return self._link("other sums", what)
 
-    def _link(self, name: str, what: str) -> Link:
+    def _link(self, name: str, what: str) -> SequencedGroup:
         return self._links.get(name, lambda: f"{what} at {self._where()}")
 
-    def _run(self, link: Link, words: str, call: Callable[[Any], dist.Work]) -> None:
+    def _run(self, link: SequencedGroup, words: str, call: Callable[[Any], dist.Work]) -> None:
         self._finish(link, *link.begin(words, call))
 
-    def _finish(self, link: Link, work: dist.Work, wait: Wait) -> None:
-        self._watch.result(work, lambda: wait)
+    def _finish(self, link: SequencedGroup, work: dist.Work, wait: PendingOp) -> None:
+        self._watch.wait(work, lambda: wait)
         link.ended(wait.number)
 
     def _guarded(self, call: Callable[[], T]) -> T:
@@ -225,7 +227,7 @@ class Workers(Alone):
         if self._failure is None:
             self._failure = error
             is_loss = isinstance(error, WorkerLostError)
-            self._links.drop(End(is_loss, f"has given up with {in_short(error)}"))
+            self._links.drop(Exit(is_loss, f"has given up with {summarize(error)}"))
             if self._replica_sums is not None:
                 self._replica_sums.close()
 
@@ -237,14 +239,14 @@ class Workers(Alone):
             return run()
         except Exception as error:
             if error is not self._failure:
-                said = f"{in_short(error)} at {self._board.line_of(error)}"
+                said = f"{summarize(error)} at {self._board.line_of(error)}"
                 self._board.note = f"a run there has raised {said}"
             raise
 
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise StrategyError(
-                f"this strategy came to its end with {in_short(self._failure)}; end this process, "
+                f"this strategy came to its end with {summarize(self._failure)}; end this process, "
                 "and start all workers again"
             ) from self._failure
         if self._links.end is not None:
@@ -254,4 +256,4 @@ class Workers(Alone):
         """Ends the connections; idempotent."""
         if self._replica_sums is not None:
             self._replica_sums.close()
-        self._links.drop(End(is_loss=False, words=f"has closed its strategy at {self._where()}"))
+        self._links.drop(Exit(is_loss=False, words=f"has closed its strategy at {self._where()}"))

@@ -19,7 +19,7 @@ MOST_TRIED = 16  # steps in one manner while it is decided
 WORTH = 0.97  # of one manner's time, for another one to be worth a change
 
 
-class Named(Protocol):
+class HasName(Protocol):
     """A manner, as messages call it."""
 
     @property
@@ -27,10 +27,10 @@ class Named(Protocol):
         """What replicas do, "take turns"."""
 
 
-M = TypeVar("M", bound=Named)
+M = TypeVar("M", bound=HasName)
 
 
-class Contest(Generic[M]):
+class Autotuner(Generic[M]):
     """The steps of a program, taken in one manner after the other, then in the fastest.
 
     ::

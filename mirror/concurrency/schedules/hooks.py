@@ -17,6 +17,6 @@ def num_hooks() -> int:
     return -1 if made is None else made - _Own.count
 
 
-def note_own_hooks(count: int) -> None:
+def count_own_hooks(count: int) -> None:
     """Leaves out of account the hooks that a part of this package has just made."""
     _Own.count += count

@@ -2,7 +2,7 @@
 
 [Note: Measured manners]
 What is faster depends on the program and on the machine, so on simulated devices two schedules
-choose by the clock, see ``Contest``, among manners that differ in nothing else that a program may
+choose by the clock, see ``Autotuner``, among manners that differ in nothing else that a program may
 rely on:
 
     schedule     manners                                                     what is promised
@@ -33,15 +33,15 @@ from time import perf_counter
 
 import torch
 
-from mirror.accelerator.teams import end_team
-from mirror.concurrency.schedules.contest import Contest
+from mirror.accelerator.teams import release_thread_pool
+from mirror.concurrency.schedules.contest import Autotuner
 from mirror.concurrency.schedules.hooks import num_hooks
 
 AUTO, LOCKSTEP, STAGGERED, CONCURRENT = "auto", "lockstep", "staggered", "concurrent"
 
 
 @dataclass(frozen=True)
-class Manner:
+class Policy:
     """How replicas move in a step.
 
     Attributes:
@@ -59,21 +59,21 @@ class Manner:
     shares_threads: bool = False
 
 
-IN_TURN = Manner("take turns")
-ENDING_TEAMS = Manner("take turns, and end their teams", ends_teams=True)
-BACKWARD_AT_ONCE = Manner("go backward at once", passes_at_once=True)
-AT_ONCE = Manner("move at once", moves_at_once=True, shares_threads=True)
-_ALONE = Manner("move as the schedule says")
+IN_TURN = Policy("take turns")
+ENDING_TEAMS = Policy("take turns, and end their teams", ends_teams=True)
+BACKWARD_AT_ONCE = Policy("go backward at once", passes_at_once=True)
+AT_ONCE = Policy("move at once", moves_at_once=True, shares_threads=True)
+_ALONE = Policy("move as the schedule says")
 
 
-def manners_of(schedule: str, *, num_threads: int, num_cpus: int) -> tuple[Manner, ...]:
+def policies_of(schedule: str, *, num_threads: int, num_cpus: int) -> tuple[Policy, ...]:
     """Returns what a schedule may choose from, what it begins with first.
 
     Args:
         num_threads: intra-op threads of the caller.
         num_cpus: that this process may use.
     """
-    has_teams = num_threads > 1 and end_team is not None
+    has_teams = num_threads > 1 and release_thread_pool is not None
     if schedule == CONCURRENT:
         return AT_ONCE, ENDING_TEAMS if has_teams else IN_TURN
     if schedule != AUTO:
@@ -126,16 +126,16 @@ class Schedule:
 
     def _begin(self) -> None:
         self._num_threads = torch.get_num_threads()
-        self._contest = Contest(self._candidates, self._clock)
+        self._contest = Autotuner(self._candidates, self._clock)
         self._take(self._contest.now)
 
-    def _take(self, manner: Manner) -> None:
+    def _take(self, manner: Policy) -> None:
         self.manner = manner
         self.may_move_at_once = self._name != CONCURRENT or manner.moves_at_once
 
-    def _candidates(self) -> tuple[Manner, ...]:
+    def _candidates(self) -> tuple[Policy, ...]:
         self.num_hooks = num_hooks()
-        return manners_of(self._name, num_threads=self._num_threads, num_cpus=_num_cpus())
+        return policies_of(self._name, num_threads=self._num_threads, num_cpus=_num_cpus())
 
 
 def _num_cpus() -> int:

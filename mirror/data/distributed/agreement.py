@@ -19,9 +19,9 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mirror.comm.workers.alone import Alone
-from mirror.data.digest import digest_of
-from mirror.data.distributed.steps import Step, Steps
+from mirror.comm.workers.alone import LocalWorkerGroup
+from mirror.data.digest import batch_hash
+from mirror.data.distributed.steps import DistributedStep, DistributedSteps
 from mirror.data.windows import Fetched
 from mirror.errors import BatchError, DivergenceError
 from mirror.values import leaves_of
@@ -30,15 +30,15 @@ _PLAN = struct.Struct("<q?")
 _UNKNOWN = -1
 
 
-class Reader(Protocol):
+class BatchReader(Protocol):
     """What gives the steps of a pass."""
 
-    steps: Steps
+    steps: DistributedSteps
 
     def start(self) -> None:
         """Lets it read ahead."""
 
-    def take(self) -> Step:
+    def take(self) -> DistributedStep:
         """Returns the next step; ``StopIteration`` after the last."""
 
     def has_next(self) -> bool | None:
@@ -55,7 +55,7 @@ class Reader(Protocol):
         """Whether something was read ahead that nobody will take."""
 
 
-def longest(workers: Alone, num_steps: int | None) -> int | None:
+def longest(workers: LocalWorkerGroup, num_steps: int | None) -> int | None:
     """Returns the most steps of any worker's dataset, ``None`` unless all are known."""
     own = _UNKNOWN if num_steps is None else num_steps
     said = workers.exchange("distribute_dataset", payload=lambda: _PLAN.pack(own, False))
@@ -66,7 +66,7 @@ def longest(workers: Alone, num_steps: int | None) -> int | None:
 class _Around:
     """A reader over another one."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: BatchReader) -> None:
         self._reader = reader
         self.steps = reader.steps
         self.start = reader.start
@@ -79,7 +79,7 @@ class _Around:
         return self._reader.was_left
 
 
-class Alike(_Around):
+class SameBatches(_Around):
     """Reads the same batches on all workers, and finds out if they are others.
 
     Args:
@@ -88,7 +88,11 @@ class Alike(_Around):
     """
 
     def __init__(
-        self, reader: Reader, workers: Alone, order: Mapping[str, Any], num_batches: int | None
+        self,
+        reader: BatchReader,
+        workers: LocalWorkerGroup,
+        order: Mapping[str, Any],
+        num_batches: int | None,
     ) -> None:
         super().__init__(reader)
         self._workers = workers
@@ -96,7 +100,7 @@ class Alike(_Around):
         self._told: list[object] = [*causes, num_batches]
         self._has_begun = self._has_ended = False
 
-    def take(self) -> Step:
+    def take(self) -> DistributedStep:
         """Returns the next step.
 
         Raises:
@@ -113,14 +117,14 @@ class Alike(_Around):
         self._compare(step)
         return step
 
-    def _compare(self, step: Step | None) -> None:
+    def _compare(self, step: DistributedStep | None) -> None:
         if self._has_begun:
             return
         self._has_begun = True
         told = [*self._told, None if step is None else list(map(_shown, step.batches))]
         said = self._workers.exchange(
             "the first batch of a pass over a distributed dataset",
-            payload=lambda: b"".join(map(digest_of, told)),
+            payload=lambda: b"".join(map(batch_hash, told)),
         )
         size = len(said[0]) // len(_WHAT)
         # What the order follows from need not be alike if nothing follows from it.
@@ -150,7 +154,7 @@ _WHAT = (
 )
 
 
-class Agreed(_Around):
+class AgreedBatches(_Around):
     """Reads each worker's own batches, and goes on with empty ones until all have ended.
 
     Args:
@@ -165,11 +169,11 @@ class Agreed(_Around):
 
     def __init__(
         self,
-        reader: Reader,
-        workers: Alone,
+        reader: BatchReader,
+        workers: LocalWorkerGroup,
         num_left: int | None,
         *,
-        sample: Step | None,
+        sample: DistributedStep | None,
         reads_ahead: bool,
         drops_remainder: bool,
     ) -> None:
@@ -177,10 +181,10 @@ class Agreed(_Around):
         self._workers = workers
         self._drops_remainder = drops_remainder
         self._tells = reads_ahead and not drops_remainder
-        self._held: tuple[Step, int] | None = None
+        self._held: tuple[DistributedStep, int] | None = None
         self._told: Callable[[], list[int]] | None = None
-        self._empty: Step | None = None
-        self._note(sample)
+        self._empty: DistributedStep | None = None
+        self._record(sample)
         own = _UNKNOWN if num_left is None else num_left
         said = workers.exchange(
             "the start of a pass over a distributed dataset",
@@ -194,7 +198,7 @@ class Agreed(_Around):
             if self._left:
                 self._check([is_bare for _, is_bare in plans])
 
-    def take(self) -> Step:
+    def take(self) -> DistributedStep:
         """Returns the next step, an empty one if only others have another.
 
         Raises:
@@ -210,14 +214,14 @@ class Agreed(_Around):
                 self._held = self._next()  # or it was the last
         return step
 
-    def _next(self) -> tuple[Step, int]:
+    def _next(self) -> tuple[DistributedStep, int]:
         told, self._told = self._told, None
         known = told() if told is not None else [_UNKNOWN]
         try:
-            own: Step | None = self._reader.take()
+            own: DistributedStep | None = self._reader.take()
         except StopIteration:
             own = None
-        self._note(own)
+        self._record(own)
         total = 0
         if self._left is not None:
             self._count(own)
@@ -229,16 +233,18 @@ class Agreed(_Around):
             assert self._empty is not None
             own = self._empty.empty()
         if self._left is None and self._tells:
-            self._tell()
+            self._exchange()
         return own, total
 
-    def _tell(self) -> None:
+    def _exchange(self) -> None:
         """Begins to tell whether there is another step here."""
         has_next = self._reader.has_next()
         known = _UNKNOWN if has_next is None else int(has_next)
-        self._told = self._workers.tell("whether a distributed dataset has another batch", known)
+        self._told = self._workers.all_gather_int(
+            "whether a distributed dataset has another batch", known
+        )
 
-    def _count(self, own: Step | None) -> None:
+    def _count(self, own: DistributedStep | None) -> None:
         """Counts a step of those that are left; raises ``StopIteration`` after the last."""
         if self._left:
             self._left -= 1
@@ -250,7 +256,7 @@ class Agreed(_Around):
             f"{self._workers.rank}'s has more, which the others do not wait for"
         )
 
-    def _ask(self, own: Step | None) -> int:
+    def _ask(self, own: DistributedStep | None) -> int:
         """Returns the number of examples of all workers; raises ``StopIteration`` if none has."""
         mine = _UNKNOWN if own is None else own.num_examples()
         said = self._workers.exchange(
@@ -263,7 +269,7 @@ class Agreed(_Around):
         self._check([is_bare for _, is_bare in told])
         return sum(count for count, _ in told if count != _UNKNOWN)
 
-    def _note(self, step: Step | None) -> None:
+    def _record(self, step: DistributedStep | None) -> None:
         if step is not None and self._empty is None:
             self._empty = step.empty()
 

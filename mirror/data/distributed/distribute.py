@@ -11,26 +11,26 @@ from typing import Any, cast
 
 import torch
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.data.balance import Balance, balance_of
-from mirror.data.distributed.agreement import Agreed, Alike, Reader, longest
+from mirror.data.distributed.agreement import AgreedBatches, SameBatches, BatchReader, longest
 from mirror.data.distributed.prefetch import Closed, OnDemand, Prefetcher
-from mirror.data.distributed.states import gathered, own_of
-from mirror.data.distributed.steps import Assembly, Delivery, Step, Steps
+from mirror.data.distributed.states import gather_states, own_state_of
+from mirror.data.distributed.steps import Assembly, Delivery, DistributedStep, DistributedSteps
 from mirror.data.options import InputOptions, or_default
-from mirror.data.position import Position, Saved
+from mirror.data.position import PassPosition, SavedPosition
 from mirror.data.sharding import sharding_of
-from mirror.data.source import Source, source_of
+from mirror.data.source import DatasetAdapter, adapter_of
 from mirror.data.streams import capture_streams, restore_streams, streams_at
-from mirror.signposts import signposted
+from mirror.signposts import with_hints
 from mirror.timeline import CROSS, INPUT, Timeline
-from mirror.uncopied import Uncopied
+from mirror.uncopied import NoCopy
 
 Measure = Callable[[], Callable[[], Sequence[float]]]
 
 
-@signposted
-class DistributedDataset(Uncopied):
+@with_hints
+class DistributedDataset(NoCopy):
     """What ``strategy.distribute_dataset`` returns; iterating gives one distributed batch a step.
 
     It can be iterated as often as the dataset can: a ``DataLoader`` again and again, also several
@@ -58,7 +58,7 @@ class DistributedDataset(Uncopied):
         measure: Measure | None = None,
         check_usable: Callable[[], None] = lambda: None,
         timeline: Timeline | None = None,
-        workers: Alone | None = None,
+        workers: LocalWorkerGroup | None = None,
     ) -> None:
         """Distributes the batches of ``dataset`` over ``devices``.
 
@@ -82,21 +82,23 @@ class DistributedDataset(Uncopied):
         self.num_delivered = 0
         self.before_next: list[Callable[[], None]] = []
         self._options = or_default(options, InputOptions)
-        self._workers = workers = workers or Alone(len(devices))
+        self._workers = workers = workers or LocalWorkerGroup(len(devices))
         shares = balance_of(self._options, workers, len(devices), joins=joins, measure=measure)
         policy = self._options.policy(joins=joins)
         sharding = sharding_of(dataset, policy, workers, len(devices), shares)
         self._balance = shares if isinstance(shares, Balance) else None
         self._is_own = sharding.is_own
-        is_split = workers.are_several and not self._is_own
-        self._source = source_of(sharding.dataset, sharding.window if is_split else None)
+        is_split = workers.is_multi_process and not self._is_own
+        self._source = adapter_of(sharding.dataset, sharding.window if is_split else None)
         options = replace(self._options, drop_remainder=False) if self._is_own else self._options
         self._assembly = Assembly(devices, options, sharding.window, joins=joins)
         self._check_usable = check_usable
         self._timeline = timeline
-        self._position: Position | None = None  # of the pass that began last, until it is over
-        self._saved: Saved | None = None  # a loaded position, where the next pass begins
-        self._shared: tuple[Reader, Position] | None = None  # the one pass over an iterator
+        self._position: PassPosition | None = None  # of the pass that began last, until it is over
+        self._saved: SavedPosition | None = None  # a loaded position, where the next pass begins
+        self._shared: tuple[BatchReader, PassPosition] | None = (
+            None  # the one pass over an iterator
+        )
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         if self._is_own:
             self._num_steps = longest(workers, self._own_steps())
@@ -149,16 +151,16 @@ class DistributedDataset(Uncopied):
         """
         saved = self._saved
         if saved is None:
-            saved = Saved(
+            saved = SavedPosition(
                 kind=self._source.kind,
                 num_batches=self._source.num_batches(),
                 has_begun=self._position is not None,
                 position=self._position
-                or Position(self._source.order(), own_state=self._source.own_state()),
+                or PassPosition(self._source.order(), own_state=self._source.own_state()),
                 streams=capture_streams(),
             )
         state = copy.deepcopy(saved.as_state())
-        return gathered(state, self._workers) if self._is_own else state
+        return gather_states(state, self._workers) if self._is_own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration see exactly what was left when the state was taken.
@@ -176,8 +178,8 @@ class DistributedDataset(Uncopied):
                 another number of batches, of samplers or generators. Nothing is changed then.
         """
         if self._is_own:
-            state = own_of(state, self._workers)
-        saved = Saved.from_state(state, self._source.kind, self._source.num_batches())
+            state = own_state_of(state, self._workers)
+        saved = SavedPosition.from_state(state, self._source.kind, self._source.num_batches())
         self._source.check_order(saved.position.order)
         self._end_iterations()
         self._source.load_own_state(saved.position.own_state)
@@ -202,26 +204,28 @@ class DistributedDataset(Uncopied):
         """Ends all iterations and their threads; idempotent."""
         self._end_iterations()
 
-    def _begin(self) -> tuple[Reader, Position]:
+    def _begin(self) -> tuple[BatchReader, PassPosition]:
         sample = None
         if self._saved is None:
-            position = Position(self._source.order())
+            position = PassPosition(self._source.order())
             batches = self._source.begin(0)
             position.own_state = self._source.own_state()
         else:
             position = self._saved.position
             if self._is_own and position.num_consumed:
                 found = self._source.sample(position.order)
-                sample = None if found is None else Step([found], None, self._assembly)
+                sample = None if found is None else DistributedStep([found], None, self._assembly)
             self._source.reorder(position.order)
             with streams_at(position.order["streams"]):
                 batches = self._source.begin(position.num_consumed, position.order)
             self._saved = None
-        steps = Steps(batches, self._source, self._assembly, first_size=position.first_size)
+        steps = DistributedSteps(
+            batches, self._source, self._assembly, first_size=position.first_size
+        )
         depth = self._options.prefetch
-        reader: Reader = Prefetcher(steps, depth) if depth else OnDemand(steps)
+        reader: BatchReader = Prefetcher(steps, depth) if depth else OnDemand(steps)
         if self._is_own:
-            reader = Agreed(
+            reader = AgreedBatches(
                 reader,
                 self._workers,
                 self._own_steps(position.num_consumed),
@@ -229,8 +233,8 @@ class DistributedDataset(Uncopied):
                 reads_ahead=depth > 0,
                 drops_remainder=self._options.drop_remainder,
             )
-        elif self._workers.are_several:
-            reader = Alike(reader, self._workers, position.order, self._source.num_batches())
+        elif self._workers.is_multi_process:
+            reader = SameBatches(reader, self._workers, position.order, self._source.num_batches())
         return reader, position
 
     def _own_steps(self, num_consumed: int = 0) -> int | None:
@@ -246,18 +250,18 @@ class DistributedDataset(Uncopied):
         if self._shared is not None:
             self._shared[0].close()
 
-    def _note(self, delivery: Delivery) -> None:
+    def _record(self, delivery: Delivery) -> None:
         self._assembly.streams.receive(delivery.events, delivery.tensors())
         self.num_delivered += 1
         if self._balance is not None:
-            self._balance.note(delivery.sizes)
+            self._balance.record(delivery.sizes)
 
-    def _note_end(self, position: Position) -> None:
+    def _note_end(self, position: PassPosition) -> None:
         if position is self._position and not self._source.is_shared:
             self._position = None  # the next pass begins at the start
 
 
-class DistributedIterator(Uncopied):
+class DistributedIterator(NoCopy):
     """One iteration over a ``DistributedDataset``; dropping it ends its thread and workers.
 
     Attributes:
@@ -267,7 +271,9 @@ class DistributedIterator(Uncopied):
 
     _instead = "take the state_dict() of the distributed dataset"
 
-    def __init__(self, dataset: DistributedDataset, reader: Reader, position: Position) -> None:
+    def __init__(
+        self, dataset: DistributedDataset, reader: BatchReader, position: PassPosition
+    ) -> None:
         self.waited_seconds = 0.0
         self.num_delivered = 0
         self._dataset = dataset
@@ -321,10 +327,10 @@ class DistributedIterator(Uncopied):
             self.waited_seconds += waited
             dataset.waited_seconds += waited
         self.num_delivered += 1
-        dataset._note(delivery)
+        dataset._record(delivery)
         return delivery.batch
 
-    def _take(self) -> Step:
+    def _take(self) -> DistributedStep:
         try:
             return self._reader.take()
         except (StopIteration, Closed):
@@ -338,13 +344,13 @@ class DistributedIterator(Uncopied):
         self._leave()
 
 
-def _leave(reader: Reader, source: Source, position: Position) -> None:
+def _leave(reader: BatchReader, source: DatasetAdapter, position: PassPosition) -> None:
     """Ends a pass whose iterator is gone."""
     reader.close()
     if reader.was_left:
         source.rewind(position.order, position.num_consumed, position.own_state)
 
 
-def _leave_shared(reader: Reader, source: Source, position: Position) -> None:
+def _leave_shared(reader: BatchReader, source: DatasetAdapter, position: PassPosition) -> None:
     """Ends the thread of an iterator's one pass; another iteration may go on with it."""
     reader.stop()

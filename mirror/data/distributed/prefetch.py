@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from mirror.data.distributed.steps import Step, Steps
+from mirror.data.distributed.steps import DistributedStep, DistributedSteps
 from mirror.data.streams import GlobalDraws, capture_streams, same_streams
 
 # How long a consumer that leaves waits for a loader that is in the middle of a batch.
@@ -27,13 +27,13 @@ class Closed(Exception):
 class OnDemand:
     """Reads each step when it is asked for, in the consumer's thread."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: DistributedSteps) -> None:
         self.steps = steps
 
     def start(self) -> None:
         """Nothing to do."""
 
-    def take(self) -> Step:
+    def take(self) -> DistributedStep:
         """Returns the next step."""
         return next(self.steps)
 
@@ -63,11 +63,11 @@ class Prefetcher:
     ready, or by ``close``. Everything below is guarded by ``_changed``.
     """
 
-    def __init__(self, steps: Steps, depth: int) -> None:
+    def __init__(self, steps: DistributedSteps, depth: int) -> None:
         self.steps = steps
         self._depth = depth
         self._changed = threading.Condition()
-        self._ready: deque[Step | BaseException] = deque()
+        self._ready: deque[DistributedStep | BaseException] = deque()
         self._thread: threading.Thread | None = None
         self._is_demanded = False  # the consumer waits, and nothing is ready
         self._is_reading = False  # the thread has not ended
@@ -95,7 +95,7 @@ class Prefetcher:
                 )
                 self._thread.start()
 
-    def take(self) -> Step:
+    def take(self) -> DistributedStep:
         """Returns the next step, in the order of the pass.
 
         Raises:
@@ -120,7 +120,7 @@ class Prefetcher:
                     self._is_demanded = False
             outcome = self._ready.popleft()
             self._changed.notify_all()
-        if isinstance(outcome, Step):
+        if isinstance(outcome, DistributedStep):
             return outcome
         self._join()
         try:
@@ -152,7 +152,7 @@ class Prefetcher:
             if is_first:
                 is_taken = self._is_over and not self._ready
                 self._was_left = not (self._is_reading or is_taken)
-            self._let_go()
+            self._release()
 
     @property
     def was_left(self) -> bool:
@@ -183,18 +183,18 @@ class Prefetcher:
         except BaseException as error:  # our own: it must not leave the consumer waiting
             self._hand_over(error)
         finally:
-            self._let_go()
+            self._release()
 
-    def _hand_over(self, outcome: Step | BaseException) -> bool:
+    def _hand_over(self, outcome: DistributedStep | BaseException) -> bool:
         """Gives the consumer what was read; returns whether to go on."""
         with self._changed:
             self._ready.append(outcome)
             self._is_demanded = False  # here: the consumer may be slow to wake up
-            if not isinstance(outcome, Step):
+            if not isinstance(outcome, DistributedStep):
                 self._is_over = isinstance(outcome, StopIteration)
                 self._is_reading = False
             self._changed.notify_all()
-        return isinstance(outcome, Step)
+        return isinstance(outcome, DistributedStep)
 
     def _await_turn(self) -> bool:
         with self._changed:
@@ -206,7 +206,7 @@ class Prefetcher:
             self._is_reading = False
             return False
 
-    def _read(self) -> Step | BaseException:
+    def _read(self) -> DistributedStep | BaseException:
         on_demand = not self._reads_ahead
         before = capture_streams() if on_demand else None
         self._has_drawn = False
@@ -228,7 +228,7 @@ class Prefetcher:
             if self._is_closed:
                 raise _Abandoned  # nothing drawn, as if this batch had not been begun
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Ends the pass, once nobody reads it or will."""
         with self._changed:
             if not self._is_reading and (self._is_closed or self._is_over):

@@ -14,7 +14,7 @@ from mirror.values import leaves_of, rebuild_structure
 SMALL_BYTES = 8 * 2**20
 
 
-class Reuse:
+class BufferReuse:
     """Copies what a dataset yields in memory that it uses again, which reading ahead overwrites.
 
     A plain loop is done with a batch when it asks for the next one, so a generator may fill one
@@ -44,7 +44,7 @@ class Reuse:
         self._first: list[Any] | None = None
         self._reused: set[int] = set()  # places among the leaves
 
-    def checked(self, batch: Any) -> Any:
+    def check(self, batch: Any) -> Any:
         """Returns the batch, with copies of the leaves whose memory will be written again."""
         self.must_wait = False
         if not self._num_checks:

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import Alone
-from mirror.errors import in_words
+from mirror.comm.workers.alone import LocalWorkerGroup
+from mirror.errors import short_repr
 
 WORKERS = "workers"
 
 
-def gathered(state: Mapping[str, Any], workers: Alone) -> dict[str, Any]:
+def gather_states(state: Mapping[str, Any], workers: LocalWorkerGroup) -> dict[str, Any]:
     """Returns the states of all workers; called by all of them.
 
     Raises:
@@ -31,7 +31,7 @@ def gathered(state: Mapping[str, Any], workers: Alone) -> dict[str, Any]:
     return {WORKERS: [_decoded(_read(said), others) for said, *others in sent]}
 
 
-def own_of(state: Any, workers: Alone) -> Any:
+def own_state_of(state: Any, workers: LocalWorkerGroup) -> Any:
     """Returns this worker's of the states of all.
 
     Raises:
@@ -41,7 +41,7 @@ def own_of(state: Any, workers: Alone) -> Any:
     if not isinstance(state, Mapping):
         raise TypeError(
             "load_state_dict takes what state_dict of a distributed dataset returned; got "
-            f"{in_words(state)}"
+            f"{short_repr(state)}"
         )
     states = state.get(WORKERS)
     if not isinstance(states, (list, tuple)) or len(states) != workers.size:
@@ -75,7 +75,7 @@ def _encoded(value: Any, tensors: list[Tensor]) -> Any:
         return {"dict": [[_encoded(k, tensors), _encoded(v, tensors)] for k, v in items]}
     raise TypeError(
         "a state that goes to other workers holds plain values, tensors and arrays; this one has "
-        f"{in_words(value)}"
+        f"{short_repr(value)}"
     )
 
 

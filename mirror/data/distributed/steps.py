@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mirror.accelerator.streams import CopyStreams
-from mirror.data.distributed.reuse import Reuse
+from mirror.data.distributed.reuse import BufferReuse
 from mirror.data.join import examples_of, join_batches
 from mirror.data.options import InputOptions
 from mirror.data.sharding import Window
-from mirror.data.source import Pass, Source
+from mirror.data.source import DatasetPass, DatasetAdapter
 from mirror.data.split import batch_size, host_part, is_batched, is_strings, split_batch
 from mirror.data.windows import Fetched
 from mirror.devices import is_simulated
@@ -115,7 +115,7 @@ class Assembly:
         return Delivery(batch, sizes, num_examples, self.streams.departed())
 
 
-class Step:
+class DistributedStep:
     """The batches of one step, read and perhaps assembled.
 
     Attributes:
@@ -141,9 +141,9 @@ class Step:
         if assembly.copies:
             self._delivery = assembly.assemble(batches)
 
-    def empty(self) -> Step:
+    def empty(self) -> DistributedStep:
         """Returns a step without examples, of the structure of this one."""
-        step = Step([_emptied(self.batches[0])], self.own_state, self._assembly)
+        step = DistributedStep([_emptied(self.batches[0])], self.own_state, self._assembly)
         step.num_batches = 0
         return step
 
@@ -158,7 +158,7 @@ class Step:
         return self._delivery or self._assembly.assemble(self.batches)
 
 
-class Steps:
+class DistributedSteps:
     """Reads the batches of a pass, one step at a time.
 
     Calling ``next`` again after an error goes on with the next batch, where the dataset does.
@@ -169,15 +169,22 @@ class Steps:
     """
 
     def __init__(
-        self, batches: Pass, source: Source, assembly: Assembly, *, first_size: int | None
+        self,
+        batches: DatasetPass,
+        source: DatasetAdapter,
+        assembly: Assembly,
+        *,
+        first_size: int | None,
     ) -> None:
         self.first_size = first_size
         self._pass = batches
         self._source = source
         self._assembly = assembly
-        self._reuse = Reuse(source.dataset, assembly.options.prefetch, assembly.batches_per_step)
+        self._reuse = BufferReuse(
+            source.dataset, assembly.options.prefetch, assembly.batches_per_step
+        )
         self._read: list[Any] = []  # for a step that is not complete
-        self._held: list[Step] = []
+        self._held: list[DistributedStep] = []
         # Whether copies read the dataset's own memory after they were enqueued: pinned memory.
         # From any other they read it before.
         self._is_read_later = False
@@ -188,7 +195,7 @@ class Steps:
         """Whether the next step may be read only when this one is done with."""
         return self._reuse.must_wait
 
-    def __next__(self) -> Step:
+    def __next__(self) -> DistributedStep:
         if self._error is not None:
             self._raise_held()
         step = self._held.pop() if self._held else self._next()
@@ -217,7 +224,7 @@ class Steps:
         finally:
             del error
 
-    def _next(self) -> Step:
+    def _next(self) -> DistributedStep:
         if self._is_read_later:
             # To be done with a batch, as a dataset takes it that fills the same memory again.
             self._assembly.streams.synchronize()
@@ -229,12 +236,12 @@ class Steps:
                 if not self._read:
                     raise
                 break
-            self._read.append(self._reuse.checked(batch))
+            self._read.append(self._reuse.check(batch))
         batches, self._read = self._read, []
         if self._assembly.copies:
             # Also if no step is made of them: an error may come when some copies are under way.
             self._is_read_later = any(map(_is_pinned, chain(*map(leaves_of, batches))))
-        return Step(batches, self._source.own_state(), self._assembly)
+        return DistributedStep(batches, self._source.own_state(), self._assembly)
 
     def end(self) -> None:
         """Lets go of the dataset."""

@@ -167,7 +167,7 @@ class TFRecordDataset(Dataset[Any]):
             self._numbering = Numbering(files)
         if self._numbers is None:
             for error in self._numbering.damage:
-                self._note(error)
+                self._record(error)
             self._numbers = self._numbering.intact(*self._shard)
         return self._numbering, self._numbers
 
@@ -200,7 +200,7 @@ class TFRecordDataset(Dataset[Any]):
                     except RecordError as error:
                         if not self._skips_damage:
                             raise
-                        self._note(error)
+                        self._record(error)
                         number += reader.record - record
                         reader.recover()
                         continue
@@ -294,7 +294,7 @@ class TFRecordDataset(Dataset[Any]):
         """
         return tuple(self._damage.values())
 
-    def _note(self, error: RecordError) -> None:
+    def _record(self, error: RecordError) -> None:
         self._damage[error.path, error.offset] = error.with_traceback(None)
         if len(self._damage) > MAX_DAMAGE:
             raise too_damaged(str(error.path)) from error
@@ -306,7 +306,7 @@ class TFRecordDataset(Dataset[Any]):
                 value = parse_example(data, self._features)
             return value if self._transform is None else self._transform(value)
         except RecordError as error:
-            raise RecordError.at(self.paths[file], record, offset, str(error)) from error
+            raise RecordError.at_record(self.paths[file], record, offset, str(error)) from error
 
 
 class TFRecordStream(TFRecordDataset, IterableDataset[Any]):

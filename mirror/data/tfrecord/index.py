@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mirror.data.tfrecord.checksum import masked_crc32c
 from mirror.data.tfrecord.tfrecord import RecordReader
 from mirror.errors import RecordError
-from mirror.files import replacing
+from mirror.files import replace_atomically
 
 SUFFIX = ".index.npy"
 # What a kept index begins with, all int64.
@@ -185,7 +185,7 @@ def _save(
     facts = np.array([status.st_size, status.st_mtime_ns, int(verified)], "<i8")
     offsets = offsets.astype("<i8")
     fields = np.append(facts, _checksum(facts, offsets))
-    with replacing(path, status.st_mode & 0o666) as file:  # who reads the data reads this
+    with replace_atomically(path, status.st_mode & 0o666) as file:  # who reads the data reads this
         file.write(_header(NUM_FIELDS + len(offsets)))
         file.write(fields.tobytes() + offsets.tobytes())
 

@@ -88,7 +88,9 @@ class RecordReader:
             self._file = io.BufferedReader(InflatingFile(path, compression), BUFFER_BYTES)
         try:
             if not self._pass_over(offset):
-                raise RecordError.at(path, record, offset, "the file ends before this record")
+                raise RecordError.at_record(
+                    path, record, offset, "the file ends before this record"
+                )
         except BaseException:
             self.close()
             raise
@@ -180,7 +182,7 @@ class RecordReader:
                 raise self._cut_off(length)
         elif length > MAX_INFLATED_BYTES:
             self._ended = True
-            raise RecordError.at(
+            raise RecordError.at_record(
                 self.path,
                 self.record,
                 self.offset,
@@ -221,7 +223,7 @@ class RecordReader:
                 size -= len(piece)
         except (zlib.error, EOFError) as error:
             self._ended = True
-            raise RecordError.at(
+            raise RecordError.at_record(
                 self.path,
                 self.record,
                 self.offset,
@@ -254,7 +256,7 @@ class RecordReader:
     def _cut_off(self, length: int | None) -> RecordError:
         self._ended = True
         needs = "its length" if length is None else f"its {length} bytes and their checksum"
-        return RecordError.at(
+        return RecordError.at_record(
             self.path,
             self.record,
             self.offset,
@@ -290,7 +292,7 @@ def read_record(file: int, path: str, record: int, offset: int) -> bytes:
             data += more
         footer = os.pread(file, FOOTER.size, begin + length)
     if len(data) < length or len(footer) < FOOTER.size:
-        raise RecordError.at(
+        raise RecordError.at_record(
             path, record, offset, f"the file ends before its {length} bytes; it was cut off"
         )
     error = _data_error(path, record, offset, data, footer)
@@ -317,7 +319,7 @@ def _check_format(path: str, compression: str | None) -> None:
     else:
         return
     if found != compression:
-        raise RecordError.at(
+        raise RecordError.at_record(
             path,
             0,
             0,
@@ -327,7 +329,7 @@ def _check_format(path: str, compression: str | None) -> None:
 
 
 def _length_error(path: str, record: int, offset: int) -> RecordError:
-    return RecordError.at(
+    return RecordError.at_record(
         path,
         record,
         offset,
@@ -341,7 +343,7 @@ def _data_error(
 ) -> RecordError | None:
     if masked_crc32c(data) == FOOTER.unpack(footer)[0]:
         return None
-    return RecordError.at(
+    return RecordError.at_record(
         path,
         record,
         offset,

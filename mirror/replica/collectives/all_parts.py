@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import Alone, Parcel
+from mirror.comm.workers.alone import LocalWorkerGroup, Message
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.nodes import not_differentiable
 from mirror.values import (
@@ -60,7 +60,7 @@ class _Leaf(NamedTuple):
     is_weighted: bool
 
 
-class Tie(NamedTuple):
+class GradLink(NamedTuple):
     """What has a pass reach this worker's parts, whether they have been left out or not.
 
     Attributes:
@@ -69,7 +69,7 @@ class Tie(NamedTuple):
 
     token: Tensor | None = None
 
-    def tied(self, result: Tensor) -> Tensor:
+    def link(self, result: Tensor) -> Tensor:
         """Returns what the parts were combined to, as a function of this worker's in any case."""
         floats = result.is_floating_point() or result.is_complex()
         if self.token is None or result.requires_grad or not floats:
@@ -78,7 +78,7 @@ class Tie(NamedTuple):
         return tied
 
 
-def of_all_workers(runner: Runner, what: str, value: Any) -> tuple[Any, Tie]:
+def of_all_workers(runner: Runner, what: str, value: Any) -> tuple[Any, GradLink]:
     """Returns a structure with every leaf a PerReplica of the parts of all workers.
 
     Args:
@@ -94,11 +94,11 @@ def of_all_workers(runner: Runner, what: str, value: Any) -> tuple[Any, Tie]:
         numbers += [leaf.is_weighted, len(leaf.tensors), *leaf.weights]
     structure = describe_structure(value)
     parcels = workers.exchange_tensors(what, structure, tensors, numbers)
-    tie = Tie()
+    tie = GradLink()
     if any(parcel.numbers[1] for parcel in parcels) and torch.is_grad_enabled():
         tensors, tie = _shared(runner, what, parcels, tensors)
     parcels[workers.rank] = parcels[workers.rank]._replace(tensors=tensors)
-    return rebuild_structure(value, _joined(parcels, device)), tie
+    return rebuild_structure(value, _join(parcels, device)), tie
 
 
 def _own(leaf: Any, device: torch.device, own_weight: float) -> _Leaf:
@@ -115,7 +115,7 @@ def _own_weight(runner: Runner) -> float:
     return runner.replicas.workers.weight if running is None else sum(running.weights().values())
 
 
-def _joined(parcels: Sequence[Parcel], device: torch.device) -> list[PerReplica[Tensor]]:
+def _join(parcels: Sequence[Message], device: torch.device) -> list[PerReplica[Tensor]]:
     """Returns the leaves that several workers' parcels hold the parts of, one after the other."""
     tensors = [iter(parcel.tensors) for parcel in parcels]
     numbers = [iter(parcel.numbers[2:]) for parcel in parcels]
@@ -132,21 +132,21 @@ def _joined(parcels: Sequence[Parcel], device: torch.device) -> list[PerReplica[
 
 
 def _shared(
-    runner: Runner, what: str, parcels: Sequence[Parcel], tensors: list[Tensor]
-) -> tuple[list[Tensor], Tie]:
+    runner: Runner, what: str, parcels: Sequence[Message], tensors: list[Tensor]
+) -> tuple[list[Tensor], GradLink]:
     """Returns the own parts as what the loss of all workers is made of."""
     which = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
     if runner.running is not None:
         # Its backward passes may be inside run, where every replica has a loss of its own.
         name = f"{what} in a merge_call, over several workers,"
-        views, tie = [not_differentiable(tensors[i].detach(), name) for i in which], Tie()
+        views, tie = [not_differentiable(tensors[i].detach(), name) for i in which], GradLink()
     else:
         workers = runner.replicas.workers
         workers.agreed = workers.num_runs, sum(parcel.numbers[0] for parcel in parcels)
         # Others may have parts that require a gradient where this one has none.
         anchor = torch.zeros((), requires_grad=True)
         token, *views = _share(workers, anchor, *[tensors[i] for i in which])
-        tie = Tie(token)
+        tie = GradLink(token)
     shared = list(tensors)
     for i, view in zip(which, views, strict=True):
         shared[i] = view
@@ -157,13 +157,15 @@ class Share(torch.autograd.Function):
     """A worker's parts of values that all workers' common loss is made of."""
 
     @staticmethod
-    def forward(ctx: Any, workers: Alone, anchor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, workers: LocalWorkerGroup, anchor: Tensor, *parts: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.workers = workers
         return anchor.clone(), *[part.view_as(part) for part in parts]
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        workers: Alone = ctx.workers
+        workers: LocalWorkerGroup = ctx.workers
         if workers.agreed[0] != workers.num_runs:
             parcels = workers.exchange_tensors(
                 "the weights of the workers, in a backward pass", None, [], [workers.weight]
@@ -175,7 +177,7 @@ class Share(torch.autograd.Function):
         return None, None, *[grad * (total / own) for grad in grads]
 
 
-class Tied(torch.autograd.Function):
+class LinkedGrad(torch.autograd.Function):
     """A result, as a function of what does not change it."""
 
     @staticmethod
@@ -189,4 +191,4 @@ class Tied(torch.autograd.Function):
 
 # ``apply`` is untyped.
 _share: Any = Share.apply
-_tied: Any = Tied.apply
+_tied: Any = LinkedGrad.apply

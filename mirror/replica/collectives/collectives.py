@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mirror.concurrency.merge_point import MergePoint
 from mirror.execution.replicas import Replica, Replicas
-from mirror.replica.collectives.nodes import Common, Joint, not_differentiable
-from mirror.replica.collectives.over_workers import Met, gathered_over, reduced_over
+from mirror.replica.collectives.nodes import CollectiveState, CollectiveEnd, not_differentiable
+from mirror.replica.collectives.over_workers import AllWorkersResult, gathered_over, reduced_over
 from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed
 from mirror.replica.tensors import resolve
 from mirror.timeline import CROSS, REDUCTION
@@ -33,14 +33,14 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
     name, signature, replicas = f"all_reduce({op})", (structure, shapes), replica.replicas
     detail = _detail(tensors, structure)
 
-    def reduce(payloads: Payloads, met: Met) -> tuple[Payloads, Met]:
+    def reduce(payloads: Payloads, met: AllWorkersResult) -> tuple[Payloads, AllWorkersResult]:
         what = f"{name} of {detail}"
         return all_reduce_payloads(replicas, op, payloads, met, what, signature)
 
     reduced, common, _ = _merge(replica, name, detail, signature, tensors, reduce)
     if op in ("sum", "mean"):
         scale = 1.0 / common.met.num_replicas if op == "mean" else 1.0
-        joint = Joint(common, replica, weighted_sum, scale=scale)
+        joint = CollectiveEnd(common, replica, weighted_sum, scale=scale)
         reduced = _connected(joint, tensors, reduced)
     elif common.met.differentiable:
         name = f"all_reduce({op!r})"
@@ -62,7 +62,7 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
     rest = [(t.dtype, t.shape[:a], t.shape[a + 1 :]) for t, a in zip(tensors, axes, strict=True)]
     signature, workers = (structure, axis, tuple(rest)), replica.replicas.workers
 
-    def gather(payloads: Payloads, met: Met) -> tuple[Payloads, Met]:
+    def gather(payloads: Payloads, met: AllWorkersResult) -> tuple[Payloads, AllWorkersResult]:
         gathered = {
             r: [
                 torch.cat([part[i].to(mine[i].device) for part in payloads.values()], a)
@@ -70,7 +70,7 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
             ]
             for r, mine in payloads.items()
         }
-        if not workers.are_several:
+        if not workers.is_multi_process:
             return gathered, met
         own = _first(gathered)
         what = f"all_gather of {_detail(tensors, structure, axes)}"
@@ -86,7 +86,7 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
         for i, a in enumerate(axes)
         if _floats(tensors[i])
     ]
-    joint = Joint(common, replica, weighted_sum, parts=parts)
+    joint = CollectiveEnd(common, replica, weighted_sum, parts=parts)
     return rebuild_structure(value, _connected(joint, tensors, gathered))
 
 
@@ -101,8 +101,13 @@ def weighted_sum(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def all_reduce_payloads(
-    replicas: Replicas, op: str, payloads: Payloads, met: Met, what: str, signature: object
-) -> tuple[Payloads, Met]:
+    replicas: Replicas,
+    op: str,
+    payloads: Payloads,
+    met: AllWorkersResult,
+    what: str,
+    signature: object,
+) -> tuple[Payloads, AllWorkersResult]:
     """Reduces lists of tensors over the replicas of all workers; also tells who takes part.
 
     Args:
@@ -110,7 +115,7 @@ def all_reduce_payloads(
         what: the operation, as messages to workers name it.
         signature: what must be equal on all of them.
     """
-    if not replicas.workers.are_several:
+    if not replicas.workers.is_multi_process:
         return fused_all_reduce(replicas, op, payloads), met
     ready = {r: [_mean_ready(t, op) for t in mine] for r, mine in payloads.items()}
     sum_or_op = "sum" if op == "mean" else op
@@ -171,21 +176,21 @@ def _merge(
     detail: str,
     signature: Any,
     tensors: Sequence[Tensor],
-    action: Callable[[Payloads, Met], tuple[Payloads, Met]],
-) -> tuple[list[Tensor], Common, dict[int, list[torch.Size]]]:
+    action: Callable[[Payloads, AllWorkersResult], tuple[Payloads, AllWorkersResult]],
+) -> tuple[list[Tensor], CollectiveState, dict[int, list[torch.Size]]]:
     """Runs ``action`` once on all replicas' tensors; also returns everybody's shapes."""
 
     def act(payloads: dict[int, Any]) -> dict[int, Any]:
-        met = Met(len(payloads), any(wanted for _, wanted in payloads.values()))
+        met = AllWorkersResult(len(payloads), any(wanted for _, wanted in payloads.values()))
         with torch.no_grad():
             results, met = action({r: mine for r, (mine, _) in payloads.items()}, met)
-        common = Common(tuple(payloads), met)
+        common = CollectiveState(tuple(payloads), met)
         shapes = {r: [tensor.shape for tensor in mine] for r, (mine, _) in payloads.items()}
         return {r: (result, common, shapes) for r, result in results.items()}
 
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     payload = ([tensor.detach() for tensor in tensors], wanted)
-    merged: tuple[list[Tensor], Common, dict[int, list[torch.Size]]] = replica.run.merge(
+    merged: tuple[list[Tensor], CollectiveState, dict[int, list[torch.Size]]] = replica.run.merge(
         replica.replica_id, MergePoint(name, signature, payload, act, detail)
     )
     return merged
@@ -202,7 +207,7 @@ def _for_all(replicas: Replicas, ids: Iterable[int], tensors: list[Tensor]) -> P
     return {first: tensors, **copies}
 
 
-def _connected(joint: Joint, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+def _connected(joint: CollectiveEnd, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
     """Connects the floating outputs to their inputs in the autograd graph."""
     which = [i for i, output in enumerate(outputs) if _floats(output)]
     connected = joint.connect([inputs[i] for i in which], [outputs[i] for i in which])

@@ -34,26 +34,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.errors import StrategyError
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replica
-from mirror.replica.collectives.over_workers import Met, weighted_over
+from mirror.replica.collectives.over_workers import AllWorkersResult, weighted_over
 from mirror.replica.collectives.reduction import summed
 from mirror.replica.functions import without_replica
 from mirror.torch_private import current_graph_task_id, sequence_number, set_sequence_number
 
 
-class Order:
+class SequenceNumbers:
     """Hands out the sequence numbers of exchanges, below those of every other live node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._live: weakref.WeakSet[Common] = weakref.WeakSet()
+        self._live: weakref.WeakSet[CollectiveState] = weakref.WeakSet()
         self._latest = 0
         self._is_in_use = False  # whether any has entered since there was none
 
-    def enter(self, common: Common) -> int:
+    def enter(self, common: CollectiveState) -> int:
         """Returns a number above those of all collectives whose graphs still live."""
         with self._lock:
             self._latest = self._latest + 1 if len(self._live) else 0
@@ -61,7 +61,7 @@ class Order:
             self._is_in_use = True
             return self._latest
 
-    def lift_this_thread(self, run: object = None) -> None:
+    def advance(self, run: object = None) -> None:
         """Spends the thread's sequence numbers up to the latest exchange's; often none."""
         if not self._is_in_use:
             return
@@ -77,10 +77,10 @@ class Order:
                     return
 
 
-order = Order()
+order = SequenceNumbers()
 
 
-class Common:
+class CollectiveState:
     """What all replicas' nodes of one collective share.
 
     Attributes:
@@ -90,7 +90,7 @@ class Common:
         arrived: the gradients noted in a backward pass, by graph task and replica.
     """
 
-    def __init__(self, active: Sequence[int], met: Met) -> None:
+    def __init__(self, active: Sequence[int], met: AllWorkersResult) -> None:
         self.active = tuple(active)
         self.met = met
         self.number = order.enter(self) if met.differentiable else 0
@@ -98,12 +98,12 @@ class Common:
         self._adding = threading.Lock()
         self._added: tuple[int, list[Tensor]] | None = None
 
-    def totals(self, workers: Alone, grads: Sequence[Tensor]) -> list[Tensor]:
+    def totals(self, workers: LocalWorkerGroup, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns the sums of the gradients noted in a pass outside ``run``, like ``grads``."""
         task = current_graph_task_id()
         here = self.arrived[task]
         columns = [here[r] for r in self.active if r in here]
-        if not workers.are_several:
+        if not workers.is_multi_process:
             return [
                 summed([column[i] for column in columns], grad.device)
                 for i, grad in enumerate(grads)
@@ -122,7 +122,7 @@ class Common:
         return [total.to(grad.device) for total, grad in zip(totals, grads, strict=True)]
 
 
-class Joint:
+class CollectiveEnd:
     """One replica's side of a collective.
 
     Args:
@@ -133,7 +133,7 @@ class Joint:
 
     def __init__(
         self,
-        common: Common,
+        common: CollectiveState,
         replica: Replica,
         exchange: Callable[[Replica, Sequence[Tensor]], Sequence[Tensor]],
         *,
@@ -151,7 +151,7 @@ class Joint:
         """Returns the outputs as functions of the inputs; floating tensors only."""
         if not self.common.met.differentiable or not torch.is_grad_enabled() or not outputs:
             return outputs
-        order.lift_this_thread()
+        order.advance()
         # The anchor makes nodes also where no input of this replica requires a gradient: the
         # others' backward passes wait for this one.
         passed = _exchange(self, list(outputs), _anchor(), *inputs)
@@ -165,19 +165,19 @@ class Joint:
 
 
 @without_replica
-class Exchange(torch.autograd.Function):
+class GradReduce(torch.autograd.Function):
     """Outside ``run``: turns all replicas' gradients into this one's."""
 
     @staticmethod
     def forward(
-        ctx: Any, joint: Joint, outputs: list[Tensor], anchor: Tensor, *inputs: Tensor
+        ctx: Any, joint: CollectiveEnd, outputs: list[Tensor], anchor: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.joint = joint
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        joint: Joint = ctx.joint
+        joint: CollectiveEnd = ctx.joint
         if joint.current_replica() is None:
             grads = tuple(joint.common.totals(joint.replicas.workers, grads))
         if joint.scale != 1.0:
@@ -188,17 +188,17 @@ class Exchange(torch.autograd.Function):
 
 
 @without_replica
-class Arrival(torch.autograd.Function):
+class GradSend(torch.autograd.Function):
     """Inside ``run``: merges the replicas' gradients. Outside: notes this replica's."""
 
     @staticmethod
-    def forward(ctx: Any, joint: Joint, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, joint: CollectiveEnd, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.joint = joint
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        joint: Joint = ctx.joint
+        joint: CollectiveEnd = ctx.joint
         replica = joint.current_replica()
         if replica is not None:
             return None, *joint.exchange(replica, grads)
@@ -209,7 +209,7 @@ class Arrival(torch.autograd.Function):
         return None, *grads
 
 
-class Refusal(torch.autograd.Function):
+class NotDifferentiable(torch.autograd.Function):
     """Refuses to be differentiated."""
 
     @staticmethod
@@ -235,6 +235,6 @@ def _anchor() -> Tensor:
 
 
 # ``apply`` is untyped.
-_exchange: Any = Exchange.apply
-_arrival: Any = Arrival.apply
-_refusal: Any = Refusal.apply
+_exchange: Any = GradReduce.apply
+_arrival: Any = GradSend.apply
+_refusal: Any = NotDifferentiable.apply

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import Alone, Parcel
+from mirror.comm.workers.alone import LocalWorkerGroup, Message
 from mirror.replica.collectives.reduction import summed
 
 _MOST_BYTES = 64 * 1024  # that are as fast gathered as summed on the way
@@ -24,7 +24,7 @@ _SUMMED_ON_THE_WAY = {
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class Met(NamedTuple):
+class AllWorkersResult(NamedTuple):
     """Who takes part in a collective.
 
     Attributes:
@@ -39,15 +39,20 @@ class Met(NamedTuple):
 
 
 def reduced_over(
-    workers: Alone, op: str, what: str, signature: object, own: Sequence[Tensor], met: Met
-) -> tuple[list[Tensor], Met]:
+    workers: LocalWorkerGroup,
+    op: str,
+    what: str,
+    signature: object,
+    own: Sequence[Tensor],
+    met: AllWorkersResult,
+) -> tuple[list[Tensor], AllWorkersResult]:
     """Reduces what each worker's replicas have reduced; also tells who takes part in all."""
     numbers = (met.num_replicas, met.differentiable)
     totals, told = _reduced(workers, op, what, signature, own, numbers)
     return totals, _all_of(told)
 
 
-def weighted_over(workers: Alone, what: str, own: Sequence[Tensor]) -> list[Tensor]:
+def weighted_over(workers: LocalWorkerGroup, what: str, own: Sequence[Tensor]) -> list[Tensor]:
     """Returns, at worker w, the sum over workers v of ``(W_v / W_w) own_v``.
 
     With the weights of their last outermost runs: what a gradient outside ``run`` counts for.
@@ -58,18 +63,18 @@ def weighted_over(workers: Alone, what: str, own: Sequence[Tensor]) -> list[Tens
 
 
 def gathered_over(
-    workers: Alone,
+    workers: LocalWorkerGroup,
     axes: Sequence[int],
     what: str,
     signature: object,
     own: Sequence[Tensor],
-    met: Met,
-) -> tuple[list[Tensor], Met]:
+    met: AllWorkersResult,
+) -> tuple[list[Tensor], AllWorkersResult]:
     """Concatenates what each worker's replicas have gathered, in the order of their ranks."""
     pieces = [piece for tensor in own for piece in _pieces(tensor)]
     numbers = (met.num_replicas, met.differentiable)
     parcels = workers.exchange_tensors(what, signature, pieces, numbers)
-    columns = [_joined(parcel, own) for parcel in parcels]
+    columns = [_join(parcel, own) for parcel in parcels]
     whole = [
         torch.cat([column[i].to(tensor.device) for column in columns], axes[i])
         for i, tensor in enumerate(own)
@@ -80,7 +85,7 @@ def gathered_over(
 
 
 def _reduced(
-    workers: Alone,
+    workers: LocalWorkerGroup,
     op: str,
     what: str,
     signature: object,
@@ -100,7 +105,7 @@ def _reduced(
     weights = [numbers[0] if is_weighted else 1.0 for numbers in told]
     largest = max(weights) or 1.0
     scales = [weight / largest for weight in weights]  # 1, and no bit changes, if all are equal
-    columns = [_joined(parcel, sent) for parcel in parcels]
+    columns = [_join(parcel, sent) for parcel in parcels]
     totals = list(own)
     for position, i in enumerate(others):
         parts = [column[position] for column in columns]
@@ -128,13 +133,13 @@ def _summed_on_the_way(op: str, tensors: Sequence[Tensor]) -> list[int]:
     return which if are_large else []
 
 
-def _summed_by_all(workers: Alone, what: str, flat: Tensor) -> Tensor:
+def _summed_by_all(workers: LocalWorkerGroup, what: str, flat: Tensor) -> Tensor:
     """Returns the sum of the workers' flat buffers, which have one size."""
     wide = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     # A sum of many halves is rounded once.
     wide = wide.float() if flat.dtype in _HALVES and workers.size > 2 else wide
     buffer = wide.cpu().contiguous()
-    workers.total(what, buffer)
+    workers.all_reduce_sum_(what, buffer)
     total = buffer.to(flat.device)
     if flat.is_complex():
         return torch.view_as_complex(total.view(-1, 2))
@@ -160,8 +165,10 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor * scale if scale else torch.zeros_like(tensor)
 
 
-def _all_of(told: Sequence[Sequence[float]]) -> Met:
-    return Met(int(sum(numbers[0] for numbers in told)), any(numbers[1] for numbers in told))
+def _all_of(told: Sequence[Sequence[float]]) -> AllWorkersResult:
+    return AllWorkersResult(
+        int(sum(numbers[0] for numbers in told)), any(numbers[1] for numbers in told)
+    )
 
 
 def _described(tensors: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
@@ -176,7 +183,7 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
     return [tensor.indices(), tensor.values(), torch.tensor(tensor.shape)]
 
 
-def _joined(parcel: Parcel, like: Sequence[Tensor]) -> list[Tensor]:
+def _join(parcel: Message, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors of which a parcel has the pieces."""
     pieces = iter(parcel.tensors)
     tensors = []

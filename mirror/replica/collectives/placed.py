@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from mirror.accelerator.renaming import as_named
+from mirror.accelerator.renaming import without_remap
 from mirror.comm.base import Communicator
 
 
-class Placed(Communicator):
+class PerPositionCommunicator(Communicator):
     """Has tensors reduced between the devices at their position. See [Note: Places].
 
     Lists may hold tensors of several positions; all else is of one.
@@ -34,20 +34,20 @@ class Placed(Communicator):
         vars(self)["waits"] = any(inner.waits for inner in inners)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
-        with as_named():
-            self._of(tensors).all_reduce(tensors, op, scale)
+        with without_remap():
+            self._at_position(tensors).all_reduce(tensors, op, scale)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        with as_named():
-            self._of(tensors).broadcast(tensors, root)
+        with without_remap():
+            self._at_position(tensors).broadcast(tensors, root)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
-        with as_named():
-            self._of(tensors).reduce_scatter(tensors, op)
+        with without_remap():
+            self._at_position(tensors).reduce_scatter(tensors, op)
 
     def all_gather(self, tensors: Sequence[Tensor]) -> None:
-        with as_named():
-            self._of(tensors).all_gather(tensors)
+        with without_remap():
+            self._at_position(tensors).all_gather(tensors)
 
     def all_reduce_lists(
         self,
@@ -60,7 +60,7 @@ class Placed(Communicator):
             # It says what is wrong.
             self._inners[0].all_reduce_lists(lists, op, scale, bytes_per_pack)
             return
-        with as_named():
+        with without_remap():
             for inner, columns in self._apart(lists):
                 inner.all_reduce_lists(columns, op, scale, bytes_per_pack)
 
@@ -72,7 +72,7 @@ class Placed(Communicator):
         bytes_per_pack: int,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        with as_named():  # a bucket is reduced by the replica that comes last
+        with without_remap():  # a bucket is reduced by the replica that comes last
             for inner, mine in self._apart(columns):
                 inner.all_reduce_checked(mine, op, scale, bytes_per_pack, wire_dtype)
 
@@ -98,7 +98,7 @@ class Placed(Communicator):
             for inner in self._inners:
                 stack.callback(inner.close)
 
-    def _of(self, tensors: Sequence[Tensor]) -> Communicator:
+    def _at_position(self, tensors: Sequence[Tensor]) -> Communicator:
         if not len(tensors):
             return self._inners[0]
         return self._by_device.get(tensors[0].device, self._inners[0])  # which refuses strangers
@@ -109,7 +109,7 @@ class Placed(Communicator):
         """Returns each position's communicator with its tensors, a list per replica."""
         which: dict[Communicator, list[int]] = {}
         for i, tensor in enumerate(columns[0]):
-            which.setdefault(self._of([tensor]), []).append(i)
+            which.setdefault(self._at_position([tensor]), []).append(i)
         return [
             (inner, [[column[i] for i in mine] for column in columns])
             for inner, mine in which.items()

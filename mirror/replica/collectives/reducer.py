@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mirror.accelerator.current_streams import ReplicasStreams
+from mirror.accelerator.current_streams import ReplicaStreams
 from mirror.comm.host.host import HostCommunicator
 from mirror.comm.host.host_library import missing_reason
 from mirror.comm.packing import move_into_flats
 from mirror.execution.replicas import Replicas
 
 
-class Moved(NamedTuple):
+class MovedTensors(NamedTuple):
     """Gradients where they are reduced, one list per replica.
 
     Attributes:
@@ -49,7 +49,9 @@ class Reducer:
         of_host = isinstance(replicas.communicator, HostCommunicator)
         self.is_on_host = (alone or of_host) and missing_reason() is None
 
-    def move(self, columns: Sequence[list[Tensor]], streams: ReplicasStreams | None) -> Moved:
+    def move(
+        self, columns: Sequence[list[Tensor]], streams: ReplicaStreams | None
+    ) -> MovedTensors:
         """Moves gradients to where they are reduced: into flat buffers, if the backend packs.
 
         Views replace them in their lists. What is sent in another dtype is packed on its way: to
@@ -59,18 +61,18 @@ class Reducer:
             streams: of GPUs, those on which replicas may use what is made here.
         """
         if self.wire_dtype is not None or not self._replicas.communicator.packs:
-            return Moved(columns, [], range(len(columns[0])))
+            return MovedTensors(columns, [], range(len(columns[0])))
         before = [list(column) for column in columns]
         # What is made in inference mode, where somebody may look first, could not be changed.
         with torch.inference_mode(False), torch.no_grad():
-            moved = Moved(columns, *move_into_flats(columns, self.bytes_per_pack))
+            moved = MovedTensors(columns, *move_into_flats(columns, self.bytes_per_pack))
         if streams is not None:
             staying = set(moved.staying)
             gone = [[t for i, t in enumerate(mine) if i not in staying] for mine in before]
             streams.keep(gone, moved.buffers)
         return moved
 
-    def all_reduce(self, moved: Moved, scale: float) -> None:
+    def all_reduce(self, moved: MovedTensors, scale: float) -> None:
         """Sums the gradients over the replicas, in place, and multiplies by ``scale``."""
         columns, buffers, staying = moved
         lists, bytes_per_pack = columns, self.bytes_per_pack

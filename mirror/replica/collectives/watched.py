@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mirror.comm.base import Communicator
-from mirror.concurrency.watchdog import Call
+from mirror.concurrency.watchdog import WatchedCall
 
 
-class Watched(Communicator):
+class TimeoutCommunicator(Communicator):
     """Breaks off what another communicator does for too long, in whatever thread.
 
     Its collectives raise ``CollectiveTimeoutError`` then, once ``abort`` has ended them. What
@@ -92,9 +92,11 @@ class Watched(Communicator):
         return repr(self._inner)
 
     def _call(self, name: str, work: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
-        Call(work, self._seconds, self._inner.abort, lambda: self._tell(name, tensors)).make()
+        WatchedCall(
+            work, self._seconds, self._inner.abort, lambda: self._raise_timeout(name, tensors)
+        ).make()
 
-    def _tell(self, name: str, tensors: Sequence[Tensor]) -> str:
+    def _raise_timeout(self, name: str, tensors: Sequence[Tensor]) -> str:
         """Returns what a collective is of, in words."""
         num_replicas = len(self.devices)
         mine = tensors[: len(tensors) // num_replicas]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.replica.copies.buffer import Buffer, MirroredBuffer
+from mirror.replica.copies.buffer import ReplicatedBuffer, MirroredBuffer
 
 
-def copies_apart(module: nn.Module) -> dict[str, tuple[list[int], list[Tensor]]]:
+def local_buffers(module: nn.Module) -> dict[str, tuple[list[int], list[Tensor]]]:
     """Returns which replicas have run last, and all replicas' copies, of buffers that differ.
 
     Tensors are the copies themselves, in replica order.
@@ -23,13 +23,15 @@ def copies_apart(module: nn.Module) -> dict[str, tuple[list[int], list[Tensor]]]
     return {
         name: (list(ran), copies)
         for name, buffer in _mirrored(module).items()
-        if (found := buffer.apart()) is not None
+        if (found := buffer.local_values()) is not None
         for ran, copies in (found,)
     }
 
 
-def put_copies_apart(module: nn.Module, found: Mapping[str, tuple[Any, Sequence[Tensor]]]) -> None:
-    """Gives the replicas what ``copies_apart`` returned, after the combined values were loaded.
+def set_local_buffers(
+    module: nn.Module, found: Mapping[str, tuple[Any, Sequence[Tensor]]]
+) -> None:
+    """Gives the replicas what ``local_buffers`` returned, after the combined values were loaded.
 
     Nothing happens to buffers of another number of replicas, or shape.
     """
@@ -38,10 +40,10 @@ def put_copies_apart(module: nn.Module, found: Mapping[str, tuple[Any, Sequence[
             ran, copies = found[name]
             if _fit(buffer, ran, copies):
                 with torch.no_grad():
-                    buffer.put_apart(tuple(ran), copies)
+                    buffer.set_local_values(tuple(ran), copies)
 
 
-def _mirrored(module: nn.Module) -> dict[str, Buffer]:
+def _mirrored(module: nn.Module) -> dict[str, ReplicatedBuffer]:
     return {
         name: buffer._mirrored
         for name, buffer in module.named_buffers()
@@ -49,7 +51,7 @@ def _mirrored(module: nn.Module) -> dict[str, Buffer]:
     }
 
 
-def _fit(buffer: Buffer, ran: Any, copies: Sequence[Tensor]) -> bool:
+def _fit(buffer: ReplicatedBuffer, ran: Any, copies: Sequence[Tensor]) -> bool:
     own = [(copy.shape, copy.dtype) for copy in buffer.copies]
     replicas = range(len(own))
     return own == [(copy.shape, copy.dtype) for copy in copies] and all(r in replicas for r in ran)

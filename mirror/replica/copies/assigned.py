@@ -17,18 +17,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mirror.errors import StrategyError
-from mirror.execution.part import Part
+from mirror.execution.part import LifecycleHooks
 from mirror.execution.run import Run
 from mirror.replica.bits import same_bits
-from mirror.replica.copies.variable import Variable
+from mirror.replica.copies.variable import ReplicatedParam
 
-Assigned = Mapping[Variable, bool]  # and whether it was given values
+Assigned = Mapping[ReplicatedParam, bool]  # and whether it was given values
 
 
-def assigned_part() -> Part:
+def assigned_part() -> LifecycleHooks:
     """Returns what looks at the assignments of a run. See [Note: Assigned]."""
-    return Part(
-        name="assigned", merging=lambda run: refuse_unlike_flags(run.assigned, run), finish=_finish
+    return LifecycleHooks(
+        name="assigned",
+        on_merge=lambda run: refuse_unlike_flags(run.assigned, run),
+        finish=_finish,
     )
 
 

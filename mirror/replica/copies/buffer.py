@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.errors import StrategyError
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduction import summed, weighted_mean
-from mirror.replica.copies.handles import Handles
+from mirror.replica.copies.handles import StorageAliases
 from mirror.replica.tensors import MirroredTensor, raw_set_data, resolve, share_storage
 from mirror.torch_private import make_subclass
 
@@ -59,7 +59,7 @@ class CombinedBuffer(Tensor):
     __torch_function__ = nn.Parameter.__torch_function__
 
 
-class Buffer:
+class ReplicatedBuffer:
     """The copies of one mirrored buffer.
 
     Attributes:
@@ -95,10 +95,10 @@ class Buffer:
         self._module = weakref.ref(module)
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
-        self.devices = replicas.places.at(buffer.device)
+        self.devices = replicas.places.replica_at(buffer.device)
         self.combined: CombinedBuffer = make_subclass(CombinedBuffer, buffer.detach())
         self.copies = [buffer.detach().to(d, copy=True) for d in self.devices]
-        self.handles = Handles()
+        self.handles = StorageAliases()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self._combined_version = self.combined._version
         self._copy_versions = self._versions()
@@ -118,7 +118,7 @@ class Buffer:
         self._aggregation = how
         self._distribute()
 
-    @opaque
+    @disable_dynamo
     def read(self) -> Tensor:
         """Returns the value in the cross-replica context, brought up to date."""
         if self._aggregation == "none":
@@ -164,7 +164,7 @@ class Buffer:
             idle = [r for r in range(len(self.copies)) if r not in active]
             if idle:
                 with torch.no_grad():
-                    self.bring_along(idle)
+                    self.sync_idle(idle)
 
     @torch.no_grad()
     def combine(self) -> bool:
@@ -196,7 +196,7 @@ class Buffer:
         self.combine()
         self._distribute()
 
-    def bring_along(self, idle: Sequence[int]) -> None:
+    def sync_idle(self, idle: Sequence[int]) -> None:
         """Gives replicas that sat the step out the value of those that ran; wants ``no_grad``."""
         if self._aggregation in ("sum", "none") or not self._stale:
             return
@@ -204,20 +204,20 @@ class Buffer:
         for r in idle:
             self.copies[r] = value.to(self.devices[r], copy=True)
 
-    def apart(self) -> tuple[tuple[int, ...], list[Tensor]] | None:
+    def local_values(self) -> tuple[tuple[int, ...], list[Tensor]] | None:
         """Returns who has run last, and the copies, if these may differ from what is read."""
         if not self._apart or self.must_be_given():
             return None
         return self._ran, [copy.detach() for copy in self.copies]
 
-    def put_apart(self, ran: tuple[int, ...], copies: Sequence[Tensor]) -> None:
+    def set_local_values(self, ran: tuple[int, ...], copies: Sequence[Tensor]) -> None:
         """Gives each replica a value of its own, which combine to what is read now."""
         self.give()
         for mine, copy in zip(self.copies, copies, strict=True):
             mine.data.copy_(copy)
         self._ran = ran
         self._apart = True
-        self._stale = not self.replicas.workers.are_several  # who combine it where runs end
+        self._stale = not self.replicas.workers.is_multi_process  # who combine it where runs end
         self._copy_versions = self._versions()
 
     def must_be_shared(self) -> bool:
@@ -279,7 +279,7 @@ class Buffer:
                 self.copies[r] = mine.to(self.devices[r], copy=True)
             else:
                 copy.data.copy_(mine)
-        self.handles.strike_dead()
+        self.handles.drop_dead()
         self._settle()
 
     def _settle(self) -> None:
@@ -306,16 +306,16 @@ def mean_of(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
 class MirroredBuffer(MirroredTensor):
     """A buffer that stands for the current replica's copy, or for the combined value."""
 
-    _mirrored: Buffer
+    _mirrored: ReplicatedBuffer
 
-    def _here(self) -> int | None:
+    def _replica_value(self) -> int | None:
         """Returns the current replica, if it is one of this buffer's; ``None`` outside."""
         replica = replica_of(self._mirrored.replicas)
         return None if replica is None else replica.replica_id
 
     def _resolve(self, func: object = None) -> Tensor:
         buffer = self._mirrored
-        here = self._here()
+        here = self._replica_value()
         if here is not None:
             return buffer.copies[here]
         if buffer.aggregation == "none":
@@ -328,11 +328,11 @@ class MirroredBuffer(MirroredTensor):
         return buffer.read()
 
     def _hand_out(self, handle: Tensor | None) -> None:
-        if self._here() is None:
+        if self._replica_value() is None:
             self._mirrored.handles.add(handle)
 
     def _set_data(self, data: Tensor) -> None:
-        here = self._here()
+        here = self._replica_value()
         if here is not None:
             self._mirrored.set_data(here, data)
         else:

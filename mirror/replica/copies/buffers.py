@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
-from mirror.execution.part import Part
+from mirror.execution.part import LifecycleHooks
 from mirror.execution.replicas import Replicas
-from mirror.replica.copies.buffer import Buffer, MirroredBuffer
-from mirror.replica.copies.registry import Registry, put_in_order
+from mirror.replica.copies.buffer import ReplicatedBuffer, MirroredBuffer
+from mirror.replica.copies.registry import MirroredTensors, put_in_order
 
 _logger = logging.getLogger("mirror")
 
@@ -21,27 +21,27 @@ _logger = logging.getLogger("mirror")
 class Buffers:
     """The mirrored buffers of a strategy. See [Note: Combined buffers]."""
 
-    def __init__(self, replicas: Replicas, registry: Registry) -> None:
+    def __init__(self, replicas: Replicas, registry: MirroredTensors) -> None:
         self._replicas, self._registry = replicas, registry
-        self._by_id: dict[int, Buffer] = {}
+        self._by_id: dict[int, ReplicatedBuffer] = {}
 
-    def __iter__(self) -> Iterator[Buffer]:
+    def __iter__(self) -> Iterator[ReplicatedBuffer]:
         return iter(tuple(self._by_id.values()))  # a garbage collection may take some away
 
-    def part(self) -> Part:
+    def part(self) -> LifecycleHooks:
         """Returns what gives replicas the combined values, and knows when these are stale."""
-        return Part(
+        return LifecycleHooks(
             name="buffers",
             prepare=self.give_changed,
-            ran=self._note_run,
-            bring_along=self._bring_along,
+            on_run_end=self._note_run,
+            sync_idle=self._bring_along,
         )
 
     def put_in_order(self, keys: Sequence[int]) -> None:
         """Moves the buffers with these ``id``s to the end, in this order."""
         put_in_order(self._by_id, keys)
 
-    def mirror(self, buffer: Tensor, name: str, module: nn.Module) -> Buffer:
+    def mirror(self, buffer: Tensor, name: str, module: nn.Module) -> ReplicatedBuffer:
         """Turns a buffer into a mirrored one, in place.
 
         Args:
@@ -56,10 +56,10 @@ class Buffers:
                 f"buffer {name!r} is a {type(buffer).__name__}, a tensor subclass with operations "
                 "of its own; mirror takes plain tensors"
             )
-        home = self._replicas.places.home_of(buffer.device, name)
+        home = self._replicas.places.position_of(buffer.device, name)
         if buffer.device != home:
             buffer.data = buffer.data.to(home)
-        record = self._by_id[id(buffer)] = Buffer(buffer, name, module, self._replicas)
+        record = self._by_id[id(buffer)] = ReplicatedBuffer(buffer, name, module, self._replicas)
         self._registry.own(buffer, self._forgetting())
         buffer._mirrored = record  # type: ignore[attr-defined]
         buffer.__class__ = MirroredBuffer
@@ -94,10 +94,10 @@ class Buffers:
     def _bring_along(self, source: int, idle: Sequence[int]) -> None:
         with torch.no_grad():
             for buffer in tuple(self._by_id.values()):
-                buffer.bring_along(idle)
+                buffer.sync_idle(idle)
 
 
-def _tell_if_apart(copies: Sequence[Tensor], buffer: Buffer) -> None:
+def _tell_if_apart(copies: Sequence[Tensor], buffer: ReplicatedBuffer) -> None:
     """Logs that replicas have left a buffer different, if they have."""
     first = copies[0]
     if all(c.shape == first.shape and torch.equal(c.to(first.device), first) for c in copies):

@@ -10,7 +10,7 @@ from torch import Tensor
 _MOST = 8  # that are kept without looking which of them are gone
 
 
-class Handles(list[Callable[[], object]]):
+class StorageAliases(list[Callable[[], object]]):
     """What raw storage of one variable was handed out as, as long as it lives.
 
     A list, because "is there any?" is asked of every variable before every step.
@@ -19,10 +19,10 @@ class Handles(list[Callable[[], object]]):
     def add(self, handle: Tensor | None) -> None:
         """Notes a handle; ``None`` for one that cannot be watched, which counts once."""
         if len(self) > _MOST:
-            self.strike_dead()
+            self.drop_dead()
         self.append(_gone if handle is None else weakref.ref(handle))
 
-    def strike_dead(self) -> None:
+    def drop_dead(self) -> None:
         """Forgets those through which nobody can write any more."""
         if self:
             self[:] = [known for known in self if known() is not None]

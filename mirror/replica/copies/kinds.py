@@ -41,7 +41,7 @@ def refuse_operations(kind: type, name: str) -> None:
 
 
 @functools.cache
-def derived(base: type[_Parameter], kind: type) -> type[_Parameter]:
+def derived_class(base: type[_Parameter], kind: type) -> type[_Parameter]:
     """Returns ``base``, for parameters of the class ``kind``."""
     if issubclass(base, kind):
         return base
@@ -100,7 +100,7 @@ def value_on(value: Tensor, device: torch.device) -> Tensor:
     return value.detach().to(device, copy=True)
 
 
-def alike(a: Tensor | None, b: Tensor) -> bool:
+def same_kind(a: Tensor | None, b: Tensor) -> bool:
     """Whether ``b`` can be copied into ``a``."""
     return (
         a is not None

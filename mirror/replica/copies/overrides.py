@@ -44,7 +44,7 @@ def _delete_grad(self: Any) -> None:
 @special(Tensor.detach)
 def _detach(self: Any) -> Tensor:
     if isinstance(self, MirroredParameter):
-        if sys._getframe(2).f_code is NEW_PARAMETER and self._mirrored.here() is None:
+        if sys._getframe(2).f_code is NEW_PARAMETER and self._mirrored.forward_param() is None:
             return _another(self)
         self._hand_out(None)  # its numpy array may be written without a new version
     detached: Tensor = self._resolve(Tensor.detach).detach()
@@ -82,7 +82,7 @@ def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The hook gets the whole gradient of a backward pass, once. See [Note: Gradient hooks]."""
     if not isinstance(self, MirroredParameter):
         return self._resolve().register_hook(hook)
-    if self._mirrored.here() is not None:
+    if self._mirrored.forward_param() is not None:
         refuse_own_hook()
     variable = self._mirrored
     return variable.gradients.add_hook(variable, hook)
@@ -129,7 +129,7 @@ def _spread(inputs: Any) -> list[tuple[Any, ...]]:
 
 
 def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
-    is_outside = parameter._mirrored.here() is None
+    is_outside = parameter._mirrored.forward_param() is None
     copies = parameter._mirrored.leaves if is_outside else (parameter._resolve(),)
     if not copies[0].requires_grad:
         return copies
@@ -202,7 +202,7 @@ def _is_of_workers(captured: Any) -> bool:
     if not isinstance(captured, MirroredParameter):
         return False
     variable = captured._mirrored
-    return variable.here() is None and variable.replicas.workers.are_several
+    return variable.forward_param() is None and variable.replicas.workers.is_multi_process
 
 
 def _reduce_over_workers(inputs: Sequence[Any], totals: list[Tensor | None]) -> None:

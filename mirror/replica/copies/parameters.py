@@ -9,25 +9,25 @@ from torch import Tensor, nn
 
 from mirror.execution.current import current
 from mirror.replica.copies.kinds import copied_once, set_to
-from mirror.replica.copies.variable import ReplicaParameter, Variable
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
 from mirror.replica.tensors import MirroredTensor
 
 
 class MirroredParameter(MirroredTensor, nn.Parameter):
     """A parameter that stands for the current replica's copy. See [Note: Resolution]."""
 
-    _mirrored: Variable
+    _mirrored: ReplicatedParam
 
     def _resolve(self, func: object = None) -> Tensor:
         return self._copy()
 
     def _copy(self) -> ReplicaParameter:
         variable = self._mirrored
-        here = variable.here()
+        here = variable.forward_param()
         return variable.first() if here is None else variable.copies[here]
 
     def _hand_out(self, handle: Tensor | None) -> None:
-        self._mirrored.hand_out(handle)
+        self._mirrored.expose_storage(handle)
 
     @property
     def grad(self) -> Tensor | None:

@@ -14,7 +14,7 @@ from mirror.replica.tensors import MirroredTensor
 _Modules = dict[int, weakref.ref[nn.Module]]
 
 
-class Recorded:
+class PendingModules:
     """The modules of a group that are created in its scope, or changed, since its last use.
 
     A module with tensors on the meta device, or a lazy one, has no values to mirror yet. It is
@@ -39,10 +39,10 @@ class Recorded:
             self.modules[id(module)] = weakref.ref(module)
         return is_new
 
-    def look_again(self, module: nn.Module) -> None:
+    def retry(self, module: nn.Module) -> None:
         """Notes a module for every next use, if it holds tensors without values itself."""
         own = chain(module._parameters.values(), module._buffers.values())
-        if any(map(is_unmade, own)):
+        if any(map(is_uninitialized, own)):
             self.unmade[id(module)] = weakref.ref(module)
 
     def take(self) -> Iterator[nn.Module]:
@@ -57,7 +57,7 @@ class Recorded:
                     yield module
 
 
-def is_unmade(tensor: Tensor | None) -> bool:
+def is_uninitialized(tensor: Tensor | None) -> bool:
     """Whether a tensor has no values yet."""
     if tensor is None or isinstance(tensor, MirroredTensor):
         return False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
-class Registry:
+class MirroredTensors:
     """The tensors that a strategy owns.
 
     Attributes:

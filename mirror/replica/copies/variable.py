@@ -31,16 +31,16 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.execution.current import current
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import runner_of
-from mirror.replica.copies.handles import Handles
+from mirror.replica.copies.handles import StorageAliases
 from mirror.replica.copies.hooks import GradientHook, refuse_own_hook, refuse_post_accumulate_hook
 from mirror.replica.copies.kinds import (
-    alike,
+    same_kind,
     copied_once,
-    derived,
+    derived_class,
     parameter_like,
     set_to,
     value_on,
@@ -58,7 +58,7 @@ class ReplicaParameter(nn.Parameter):
         ends_passes: whether a backward pass that reaches it is to end with a reduction.
     """
 
-    variable: Variable
+    variable: ReplicatedParam
     replica_id: int
     arrival_hook: RemovableHandle | None = None
     is_silent = False
@@ -161,29 +161,29 @@ class GradientAccess(Protocol):
     def unreduced(self) -> Unreduced:
         """Where local gradients are that are not reduced yet."""
 
-    def read(self, variable: Variable, replica_id: int | None) -> Tensor | None:
+    def read(self, variable: ReplicatedParam, replica_id: int | None) -> Tensor | None:
         """Returns the gradient that one replica's code, or the cross-replica context, sees."""
 
-    def write(self, variable: Variable, value: Tensor | None) -> None:
+    def write(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
 
     def watch(self, copy: ReplicaParameter) -> None:
         """Has the arrival of local gradients noted, once the copy requires any."""
 
-    def receive(self, variable: Variable, parameter: Tensor) -> None:
+    def receive(self, variable: ReplicatedParam, parameter: Tensor) -> None:
         """Takes what arrives at the parameter object itself. See [Note: Past resolution]."""
 
-    def add_hook(self, variable: Variable, hook: GradientHook) -> RemovableHandle:
+    def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
         """Has ``hook`` called with the reduced gradient of every backward pass from now on."""
 
-    def replaced(self, variable: Variable, known: Tensor, grad: Tensor) -> None:
+    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Notes that a reduced gradient has been replaced by another object."""
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Drops what there is of a variable that is gone; takes no lock."""
 
 
-class Variable:
+class ReplicatedParam:
     """The copies of one mirrored parameter and what is known of their coherence.
 
     Args:
@@ -227,12 +227,12 @@ class Variable:
         name: str,
         replicas: Replicas,
         gradients: GradientAccess,
-        mirror: Callable[[nn.Parameter, str], Variable],
+        mirror: Callable[[nn.Parameter, str], ReplicatedParam],
     ) -> None:
         self.replicas, self.gradients, self.mirror = replicas, gradients, mirror
-        self.name, self.devices = name, replicas.places.at(parameter.device)
+        self.name, self.devices = name, replicas.places.replica_at(parameter.device)
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
-        self.handles = Handles()
+        self.handles = StorageAliases()
         self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle wants the class
         requires_grad = parameter.requires_grad
         values = self._first_values(parameter.detach())
@@ -254,20 +254,20 @@ class Variable:
 
     def _copy(self, replica_id: int, value: Tensor, requires_grad: bool) -> ReplicaParameter:
         target = self.targets[replica_id]
-        kind = derived(self.copy_kind, type(target))
+        kind = derived_class(self.copy_kind, type(target))
         copy: ReplicaParameter = parameter_like(target, kind, value, requires_grad)
         copy.variable, copy.replica_id = self, replica_id
         self.gradients.watch(copy)
         return copy
 
-    def here(self) -> int | None:
+    def forward_param(self) -> int | None:
         """Returns the current replica, if it is one of this variable's; ``None`` outside."""
         replica = current.replica
         if replica is not None and replica.replicas is self.replicas:
             return replica.replica_id
         return None
 
-    @opaque
+    @disable_dynamo
     def first(self) -> ReplicaParameter:
         """Returns what stands for the parameter in the cross-replica context.
 
@@ -283,27 +283,27 @@ class Variable:
         """Whether the first copy may differ from the others by a change in the cross context."""
         return bool(self.handles) or self.shown._version != self.version
 
-    def hand_out(self, handle: Tensor | None) -> None:
+    def expose_storage(self, handle: Tensor | None) -> None:
         """Notes that raw storage left: in the cross-replica context, a possible change."""
-        if self.here() is None:
+        if self.forward_param() is None:
             self.handles.add(handle)
 
-    def carry(self, source: int = 0, others: Iterable[int] | None = None) -> None:
+    def broadcast(self, source: int = 0, others: Iterable[int] | None = None) -> None:
         """Gives one replica's values to others: the first one's to all."""
         value = self.targets[source].data
         for r in range(1, len(self.targets)) if others is None else others:
             # Through .data: the other replicas' version counters stay, because a change that
             # may not be one (a look at p.data) must not spoil their saved tensors.
-            if alike(self.targets[r], value):
+            if same_kind(self.targets[r], value):
                 self.targets[r].data.copy_(value)
             else:  # some were given data of another shape or kind
                 self._give(r, value)
         self.version = self.shown._version
-        self.handles.strike_dead()
+        self.handles.drop_dead()
 
     def set_data(self, data: Tensor) -> None:
         """``p.data = data``: of the current replica; of all in the cross-replica context."""
-        replica, here = current.replica, self.here()
+        replica, here = current.replica, self.forward_param()
         for r in range(len(self.copies)) if here is None else (here,):
             self._give(r, data)
         if here is None:
@@ -329,7 +329,7 @@ class Variable:
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Sets it for the current replica; for all in the cross-replica context."""
-        replica, here = current.replica, self.here()
+        replica, here = current.replica, self.forward_param()
         if here is not None and replica is not None:
             if self.copies[here].requires_grad != requires_grad:
                 replica.run.assigned.setdefault(self, False)

@@ -17,40 +17,42 @@ from typing import Any
 
 from torch import nn
 
-from mirror.execution.part import Part
+from mirror.execution.part import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.replica.copies.hooks import refuse_post_accumulate_hook
-from mirror.replica.copies.kinds import derived, refuse_operations
+from mirror.replica.copies.kinds import derived_class, refuse_operations
 from mirror.replica.copies.parameters import MirroredParameter
-from mirror.replica.copies.registry import Registry, put_in_order
-from mirror.replica.copies.variable import GradientAccess, Variable
+from mirror.replica.copies.registry import MirroredTensors, put_in_order
+from mirror.replica.copies.variable import GradientAccess, ReplicatedParam
 from mirror.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
 
 
-class Variables:
+class ReplicatedParams:
     """The mirrored parameters of a strategy.
 
     Attributes:
         kind: what each of them is.
     """
 
-    kind: type[Variable] = Variable
+    kind: type[ReplicatedParam] = ReplicatedParam
 
-    def __init__(self, replicas: Replicas, registry: Registry, gradients: GradientAccess) -> None:
+    def __init__(
+        self, replicas: Replicas, registry: MirroredTensors, gradients: GradientAccess
+    ) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
-        self._by_id: dict[int, Variable] = {}
-        self._behind: tuple[Sequence[Variable], Sequence[int]] = ((), ())
+        self._by_id: dict[int, ReplicatedParam] = {}
+        self._behind: tuple[Sequence[ReplicatedParam], Sequence[int]] = ((), ())
 
-    def __iter__(self) -> Iterator[Variable]:
+    def __iter__(self) -> Iterator[ReplicatedParam]:
         return iter(tuple(self._by_id.values()))  # a garbage collection may take some away
 
-    def part(self) -> Part:
+    def part(self) -> LifecycleHooks:
         """Returns what keeps the values equal. See [Note: Coherence]."""
-        return Part(
+        return LifecycleHooks(
             name="variables",
-            prepare=self.carry_changed,
-            bring_along=self._bring_along,
-            settle=self._settle,
+            prepare=self.sync_changed,
+            sync_idle=self._bring_along,
+            on_synced=self._settle,
             recover=self._follow_first,
         )
 
@@ -58,7 +60,7 @@ class Variables:
         """Moves the parameters with these ``id``s to the end, in this order."""
         put_in_order(self._by_id, keys)
 
-    def mirror(self, parameter: nn.Parameter, name: str) -> Variable:
+    def mirror(self, parameter: nn.Parameter, name: str) -> ReplicatedParam:
         """Turns a parameter into a mirrored one, in place: the object stays the same.
 
         Args:
@@ -72,9 +74,9 @@ class Variables:
         if has_post_accumulate_hooks(parameter):
             refuse_post_accumulate_hook()
         grad, hooks = parameter.grad, hooks_of(parameter)
-        home = self._replicas.home
-        if self._replicas.places.are_several:
-            home = self._replicas.places.home_of(parameter.device, name)
+        home = self._replicas.parameter_device
+        if self._replicas.places.is_model_parallel:
+            home = self._replicas.places.position_of(parameter.device, name)
         if parameter.device != home:
             parameter.data = parameter.data.to(home)
         variable = self.kind(parameter, name, self._replicas, gradients, self.mirror)
@@ -89,7 +91,7 @@ class Variables:
         if parameter.requires_grad:
             gradients.receive(variable, parameter)
         parameter._mirrored = variable  # type: ignore[attr-defined]
-        parameter.__class__ = derived(MirroredParameter, kind)
+        parameter.__class__ = derived_class(MirroredParameter, kind)
         if grad is not None:
             gradients.write(variable, grad)
         return variable
@@ -108,29 +110,29 @@ class Variables:
     # In every run: loops without a generator.
 
     def _settle(self) -> None:
-        settle(tuple(self._by_id.values()))
+        mark_synced(tuple(self._by_id.values()))
 
-    def leave_behind(self, variables: Sequence[Variable], others: Sequence[int]) -> None:
+    def mark_stale(self, variables: Sequence[ReplicatedParam], others: Sequence[int]) -> None:
         """Notes that replicas have not what the first one has, and get it when they next run."""
         if self._behind[0] and self._behind[0] is not variables:
             known = {*self._behind[0], *variables}
             variables = [*known]
         self._behind = variables, others
 
-    def carry_changed(self) -> None:
+    def sync_changed(self) -> None:
         """Gives all replicas what the first one has, where they may have something else."""
         variables, others = self._behind
         self._behind = ((), ())
         for variable in variables:
-            variable.carry(0, others)
+            variable.broadcast(0, others)
         for variable in tuple(self._by_id.values()):
             if variable.handles or variable.shown._version != variable.version:
-                variable.carry()
+                variable.broadcast()
 
     def _follow_first(self) -> None:
         """Makes what the first replica has that of all, after a run that failed."""
         for variable in self:
-            variable.carry()
+            variable.broadcast()
             requires_grad = variable.copies[0].requires_grad
             if any(copy.requires_grad != requires_grad for copy in variable.copies):
                 variable.set_requires_grad(requires_grad)
@@ -138,22 +140,22 @@ class Variables:
     def _bring_along(self, source: int, idle: Sequence[int]) -> None:
         """Gives replicas that sat a run out what one of the others has now."""
         for variable in self:
-            variable.carry(source, idle)
+            variable.broadcast(source, idle)
             requires_grad = variable.copies[source].requires_grad
             for r in idle:
                 if variable.copies[r].requires_grad != requires_grad:
                     variable.require_grad_of(r, requires_grad)
 
 
-def settle(variables: Iterable[Variable]) -> None:
+def mark_synced(variables: Iterable[ReplicatedParam]) -> None:
     """Takes variables as equal on all replicas, as after a step on each."""
     for variable in variables:
         variable.version = variable.shown._version
 
 
-def variable_of(key: Any) -> Variable | None:
+def param_of(key: Any) -> ReplicatedParam | None:
     """Returns the variable that a parameter, a copy or a target belongs to."""
     if isinstance(key, MirroredParameter):
         return key._mirrored
-    variable: Variable | None = getattr(key, "variable", None)
+    variable: ReplicatedParam | None = getattr(key, "variable", None)
     return variable

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from mirror.concurrency.stack import warn_user
 from mirror.data.split import GivenWeights, counts_of
-from mirror.execution.replicas import Together
+from mirror.execution.replicas import RunView
 from mirror.replica.exactness.contrasts import products_below
 from mirror.replica.exactness.meetings import meetings_below
-from mirror.replica.exactness.scalar_outputs import Mixed, Undecided, weights_of_terms
+from mirror.replica.exactness.scalar_outputs import Mixed, NotReducible, weights_of_terms
 from mirror.replica.exactness.scalar_terms import (
     Term,
-    Untold,
+    UnknownNode,
     is_loss,
     is_same,
     mask_sums,
@@ -60,13 +60,13 @@ class LocalLosses:
     """What one strategy's replicas have started backward passes from, in runs that go on."""
 
     def __init__(self) -> None:
-        self._of_runs: weakref.WeakKeyDictionary[Together, dict[Hashable, dict[int, Terms]]] = (
+        self._of_runs: weakref.WeakKeyDictionary[RunView, dict[Hashable, dict[int, Terms]]] = (
             weakref.WeakKeyDictionary()
         )
         self._told = set[Hashable]()
 
     def note(
-        self, run: Together, replica_id: int, place: Hashable, nth: int, outputs: Sequence[Any]
+        self, run: RunView, replica_id: int, place: Hashable, nth: int, outputs: Sequence[Any]
     ) -> None:
         """Notes a replica's losses, before the ``nth`` pass from a place; judges the last one's.
 
@@ -83,7 +83,7 @@ class LocalLosses:
         of_replicas = [of_pass[r] for r in run.active]
         counts = [run.counts[r] for r in run.active]
         is_weighed = run.replicas.weighted and not run.is_given
-        shares = run.shares() if is_weighed and not run.replicas.workers.are_several else None
+        shares = run.shares() if is_weighed and not run.replicas.workers.is_multi_process else None
         what = judge(
             of_replicas, counts, None if shares is None else [shares[r] for r in run.active]
         )
@@ -146,7 +146,7 @@ def judge(
         kind, weights = weights_of_terms(_with_means(of_replicas), counts)
     except Mixed as why:
         return str(why)
-    except Undecided as why:
+    except NotReducible as why:
         return None if shares is None else str(why)
     if shares is None:
         return None
@@ -193,7 +193,7 @@ def _read(loss: Tensor) -> Terms:
             for fact in _FACTS.get(term.kind, ()):
                 term.read(fact)
             terms.append(term.without_graph())
-        except (Untold, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
+        except (UnknownNode, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
             terms.append(Term("untold", facts={meetings_below: []}))
     return terms
 

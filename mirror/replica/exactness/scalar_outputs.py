@@ -36,7 +36,7 @@ from mirror.replica.exactness.meetings import are_linear, meetings_below
 from mirror.replica.exactness.scalar_terms import (
     CHOICES,
     Term,
-    Untold,
+    UnknownNode,
     is_loss,
     is_same,
     mask_sums,
@@ -49,11 +49,11 @@ from mirror.replica.exactness.scalar_terms import (
 Weights = Sequence[float | Tensor]
 
 
-class Undecided(Exception):
+class NotReducible(Exception):
     """Values that no weights join into the whole batch's; says what they are."""
 
 
-class Mixed(Undecided):
+class Mixed(NotReducible):
     """Values in which examples have come together in a way that is not linear."""
 
 
@@ -95,14 +95,14 @@ def weights_of_terms(
     for column in zip(*of_replicas, strict=True):
         try:
             found.append(_Column(column, counts, has_shares).decided())
-        except (Untold, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
+        except (UnknownNode, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
             found.append(("untold", []))
     kinds = {kind for kind, _ in found}
     if "untold" in kinds:
         return means
     if "sum" in kinds:
         if len(kinds) > 1:
-            raise Undecided("a sum over the examples, and something else added to it")
+            raise NotReducible("a sum over the examples, and something else added to it")
         return "sum", [1.0] * len(of_replicas)
     known = [weights for kind, weights in found if kind == "weighted"]
     if not known:
@@ -110,7 +110,7 @@ def weights_of_terms(
     if "mean" in kinds:
         known.append(list(counts))
     if len(known) > 1 and not all(_are_proportional(known[0], other) for other in known[1:]):
-        raise Undecided("means over different numbers, of examples and of tokens perhaps")
+        raise NotReducible("means over different numbers, of examples and of tokens perhaps")
     return "weighted", known[0]
 
 
@@ -146,7 +146,7 @@ class _Column:
             return first.kind, []
         if first.kind == "untold":
             self._inner()  # what is below may tell
-            raise Untold
+            raise UnknownNode
         if first.kind not in ("mean", "sum", "cross entropy"):
             raise Mixed(first.kind)
         if compare_examples(self._terms, self._counts):
@@ -168,7 +168,7 @@ class _Column:
             return self._of_sum()
         sizes = [math.prod(term.shape) for term in self._terms]
         if len(set(sizes)) > 1 and not _are_proportional(sizes, self._counts):
-            raise Undecided(f"sums over {', '.join(map(str, sizes))} numbers")
+            raise NotReducible(f"sums over {', '.join(map(str, sizes))} numbers")
         return "mean", []
 
     def _read(self, fact: Any) -> list[Any]:
@@ -178,7 +178,7 @@ class _Column:
         """Returns how the examples have come together before: "Mean", "Sum", or not at all."""
         found = self._read(meetings_below)
         if len({tuple((m.how, m.rows is None) for m in meetings) for meetings in found}) > 1:
-            raise Untold
+            raise UnknownNode
         hows = set()
         for meetings in zip(*found, strict=True):
             if meetings[0].is_of_examples(meetings, self._counts):
@@ -204,16 +204,16 @@ class _Column:
             return "weighted", sizes
         if len(set(sizes)) == 1:
             return "mean", []
-        raise Undecided(f"means over {', '.join(map(str, sizes))} numbers")
+        raise NotReducible(f"means over {', '.join(map(str, sizes))} numbers")
 
     def _refuse_varying_factors(self) -> None:
         for values in self._factors():
             if not _are_close(values, values[:1] * len(values)):
-                raise Undecided("a mean multiplied with what differs from part to part")
+                raise NotReducible("a mean multiplied with what differs from part to part")
 
     def _factors(self) -> Iterator[list[float]]:
         if len({tuple(is_div for is_div, _ in term.factors) for term in self._terms}) > 1:
-            raise Untold
+            raise UnknownNode
         for column in zip(*(term.factors for term in self._terms), strict=True):
             yield [abs(float(value)) for _, value in column]
 
@@ -247,7 +247,7 @@ class _Column:
                 weights = masks
             elif not _are_close(numbers, numbers[:1] * len(numbers)):
                 if not _are_proportional(numbers, self._counts):
-                    raise Undecided("a sum divided by a number that differs from part to part")
+                    raise NotReducible("a sum divided by a number that differs from part to part")
                 multiplied = multiplied or divided
                 divided = True
             elif is_div and self._has_shares:
@@ -257,16 +257,16 @@ class _Column:
         if weights is not None and not divided:
             return "weighted", weights
         if multiplied or weights is not None:
-            raise Undecided("a sum divided twice by numbers of the part")
+            raise NotReducible("a sum divided twice by numbers of the part")
         if divided:
             return "mean", []
         if unclear:
-            raise Undecided(
+            raise NotReducible(
                 "a sum divided by a number that may be the part's of examples, or a constant"
             )
         for of_replicas in zip(*self._read(mask_sums), strict=False):
             if _are_close(of_replicas, [1.0] * len(of_replicas)):
-                raise Undecided("a sum with weights whose sum is 1 in every part")
+                raise NotReducible("a sum with weights whose sum is 1 in every part")
         return "sum", []
 
     def _is_number_of_examples(self, numbers: Sequence[float]) -> bool:

@@ -39,7 +39,7 @@ _ORDERED = frozenset("Gather Sort Topk".split())  # of which one entry is not a 
 _ALSO_OF_PARAMETERS = _NONLINEAR | frozenset("Mean Select Slice Stack Sum".split())
 
 
-class Untold(Exception):
+class UnknownNode(Exception):
     """The nodes do not tell."""
 
 
@@ -78,7 +78,7 @@ def terms_or_untold(root: Any) -> list[Term]:
     """Returns the terms of a value; one of kind "untold" if the nodes do not tell of any."""
     try:
         return list(terms_of(root))
-    except (Untold, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
+    except (UnknownNode, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
         return [Term("untold")]
 
 
@@ -89,7 +89,7 @@ def terms_of(root: Any) -> Iterator[Term]:
         node, factors = found.pop()
         seen += 1
         if seen > _MOST_NODES:
-            raise Untold
+            raise UnknownNode
         if node is None:
             yield Term("constant")
             continue
@@ -108,7 +108,7 @@ def terms_of(root: Any) -> Iterator[Term]:
         else:
             try:
                 term = _of_reduction(node, name, inputs)
-            except Untold:
+            except UnknownNode:
                 term = Term("untold", node=node)  # others may tell
             within = _factors_within(inputs[0]) if term.kind in ("mean", "sum") else ()
             yield replace(term, factors=(*factors, *within))
@@ -152,7 +152,7 @@ def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
     if name == ACCUMULATES:
         if _is_parameter(node.variable):
             return Term("same")
-        raise Untold
+        raise UnknownNode
     if name in ("Mean", "Sum"):
         return Term(name.lower(), tuple(node._saved_self_sym_sizes), node)
     if name.startswith("NllLoss") and node._saved_reduction == 1:
@@ -171,7 +171,7 @@ def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
         return Term("same")
     elif _is_function_of_numbers(node):
         return Term(f"what {name.lower()} makes of numbers of the part")
-    raise Untold
+    raise UnknownNode
 
 
 def _is_function_of_numbers(node: Any) -> bool:
@@ -305,7 +305,7 @@ def saved(node: Any, name: str) -> Any:
     """Returns what a node has saved, unless a hook would have to make it anew."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     if getattr(raw, "unpack_hook", None) is not None:
-        raise Untold
+        raise UnknownNode
     return getattr(node, f"_saved_{name}")
 
 

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.errors import StrategyError
 from mirror.execution.current import replica_of
-from mirror.execution.part import Part
-from mirror.execution.replicas import Replica, Replicas, Together
+from mirror.execution.part import LifecycleHooks
+from mirror.execution.replicas import Replica, Replicas, RunView
 from mirror.execution.runner import Runner
 from mirror.replica.copies.hooks import GradientHook
-from mirror.replica.copies.kinds import alike
-from mirror.replica.copies.variable import ReplicaParameter, Variable
-from mirror.replica.copies.variables import Variables
+from mirror.replica.copies.kinds import same_kind
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
+from mirror.replica.copies.variables import ReplicatedParams
 from mirror.replica.gradients.arrivals import local_grad, plus, set_local_grad
-from mirror.replica.gradients.gradients import Gradients
-from mirror.replica.gradients.views import copied_alone
+from mirror.replica.gradients.gradients import GradReducer
+from mirror.replica.gradients.views import copy_without_bucket
 from mirror.replica.tensors import share_storage
 from mirror.torch_private import WithoutSubclass, compile_context, queue_callback
 
 _LOOKS = 64  # at gradients on GPUs
 
 
-class Access:
+class GradAccess:
     """The reduced gradients of mirrored parameters, which are reduced when they are looked at.
 
     Attributes:
@@ -36,33 +36,35 @@ class Access:
         handed_out: gradients that the cross-replica context has seen, so may have changed.
     """
 
-    def __init__(self, replicas: Replicas, runner: Runner, gradients: Gradients) -> None:
+    def __init__(self, replicas: Replicas, runner: Runner, gradients: GradReducer) -> None:
         self._replicas, self._runner = replicas, runner
         self.unreduced = gradients
-        self.handed_out: dict[Variable, Tensor] = {}
-        self._left: dict[Variable, Tensor | None] = {}
-        self._assigned: dict[Variable, None] = {}  # whose gradients replicas have set in a run
+        self.handed_out: dict[ReplicatedParam, Tensor] = {}
+        self._left: dict[ReplicatedParam, Tensor | None] = {}
+        self._assigned: dict[
+            ReplicatedParam, None
+        ] = {}  # whose gradients replicas have set in a run
         self._looks = _LOOKS
 
-    def part(self, variables: Variables) -> Part:
+    def part(self, variables: ReplicatedParams) -> LifecycleHooks:
         """Returns what keeps the reduced gradients of ``variables`` equal, as values are now."""
 
         def bring_along(source: int, idle: Sequence[int]) -> None:
             for variable in variables:
-                self.carry(variable, source, idle)
+                self.broadcast(variable, source, idle)
 
         def recover() -> None:
             for variable in variables:
-                self.carry(variable)
+                self.broadcast(variable)
 
-        return Part(
+        return LifecycleHooks(
             name="reduced gradients",
             prepare=self._carry_handed_out,
-            bring_along=bring_along,
+            sync_idle=bring_along,
             recover=recover,
         )
 
-    def leave(self, grads: dict[Variable, Tensor | None]) -> None:
+    def leave_grads(self, grads: dict[ReplicatedParam, Tensor | None]) -> None:
         """Takes gradients as what all replicas have; they get them when somebody looks."""
         self._left = self._left | grads
 
@@ -75,8 +77,8 @@ class Access:
 
     # Reading and setting
 
-    @opaque
-    def read(self, variable: Variable, replica_id: int | None) -> Tensor | None:
+    @disable_dynamo
+    def read(self, variable: ReplicatedParam, replica_id: int | None) -> Tensor | None:
         """Returns the gradient that one replica's code, or the cross-replica context, sees."""
         here, gradients = replica_of(self._replicas), self.unreduced
         if here is None or replica_id is None:
@@ -89,7 +91,7 @@ class Access:
             gradients.observe(here)
         return variable.targets[replica_id].grad
 
-    def _read_outside(self, variable: Variable) -> Tensor | None:
+    def _read_outside(self, variable: ReplicatedParam) -> Tensor | None:
         """Returns the reduced gradient in the cross-replica context, and notes that it left."""
         self._runner.check_between_runs("a gradient")
         if self._left:
@@ -97,11 +99,11 @@ class Access:
         self.unreduced.flush()
         grad = variable.targets[0].grad
         if grad is not None:
-            self.handed_out[variable] = copied_alone(grad)
+            self.handed_out[variable] = copy_without_bucket(grad)
         return grad
 
-    @opaque
-    def write(self, variable: Variable, value: Tensor | None) -> None:
+    @disable_dynamo
+    def write(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
         replica = replica_of(self._replicas)
         if replica is None:
@@ -118,7 +120,7 @@ class Access:
             return
         self._put(variable, value, here, _followers(replica))
 
-    def _write_outside(self, variable: Variable, value: Tensor | None) -> None:
+    def _write_outside(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         self._runner.check_between_runs("a gradient")
         if self._left:
             self.take_left()
@@ -128,7 +130,7 @@ class Access:
             self.handed_out[variable] = value
 
     def _put(
-        self, variable: Variable, value: Tensor | None, home: int, replicas: Sequence[int]
+        self, variable: ReplicatedParam, value: Tensor | None, home: int, replicas: Sequence[int]
     ) -> None:
         """Gives a replica ``value``, others copies of it, and drops what is not reduced."""
         for r in replicas:
@@ -138,7 +140,7 @@ class Access:
         self.unreduced.drop(variable, replicas)
 
     def clear(
-        self, variables: Sequence[Variable], targets: Sequence[Sequence[nn.Parameter]]
+        self, variables: Sequence[ReplicatedParam], targets: Sequence[Sequence[nn.Parameter]]
     ) -> bool:
         """Drops reduced gradients, if nothing is pending or deferred; returns whether it did.
 
@@ -168,7 +170,7 @@ class Access:
 
     # Keeping them equal
 
-    def refuse_unlike(self, run: Together) -> None:
+    def refuse_unlike(self, run: RunView) -> None:
         """Refuses gradients that the replicas of a run have set differently, before a step.
 
         Raises:
@@ -190,8 +192,8 @@ class Access:
                     "weighted ones for parts of unlike size), or set it outside run"
                 )
 
-    def carry(
-        self, variable: Variable, source: int = 0, others: Iterable[int] | None = None
+    def broadcast(
+        self, variable: ReplicatedParam, source: int = 0, others: Iterable[int] | None = None
     ) -> None:
         """Gives one replica's gradient to others: the first one's to all."""
         grad = variable.targets[source].grad
@@ -199,7 +201,7 @@ class Access:
             target = variable.targets[r]
             if grad is None:
                 target.grad = None
-            elif target.grad is None or not alike(target.grad, grad):
+            elif target.grad is None or not same_kind(target.grad, grad):
                 target.grad = _copy_for(grad, target)
             else:
                 target.grad.data.copy_(grad.data)
@@ -211,16 +213,16 @@ class Access:
             return
         for variable, grad in list(self.handed_out.items()):
             if variable.targets[0].grad is grad:
-                self.carry(variable)
+                self.broadcast(variable)
             else:
                 del self.handed_out[variable]
 
-    def replaced(self, variable: Variable, known: Tensor, grad: Tensor) -> None:
+    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Notes that a reduced gradient has been replaced by another object."""
         if self.handed_out.get(variable) is known:
             self.handed_out[variable] = grad
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Drops what there is of a variable that is gone; takes no lock."""
         self.handed_out.pop(variable, None)
         self._assigned.pop(variable, None)
@@ -238,7 +240,7 @@ class Access:
             copy.ends_passes = True
             copy.watch(self._reduce_after_backward)
 
-    def add_hook(self, variable: Variable, hook: GradientHook) -> RemovableHandle:
+    def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
         """Has ``hook`` called with the reduced gradient of every backward pass from now on."""
         self._runner.check_between_runs("a hook of a gradient")
         self.unreduced.flush()
@@ -262,7 +264,7 @@ class Access:
         elif gradients.awaited(replica.replica_id):
             gradients.observe(replica)
 
-    def receive(self, variable: Variable, parameter: Tensor) -> None:
+    def receive(self, variable: ReplicatedParam, parameter: Tensor) -> None:
         """Takes what arrives at the parameter object itself. See [Note: Past resolution]."""
         if "_is_received" in parameter.__dict__:
             return
@@ -275,7 +277,7 @@ class Access:
             with WithoutSubclass():
                 grad = local_grad(parameter)
                 set_local_grad(parameter, None)
-            here = variable.here() or 0
+            here = variable.forward_param() or 0
             copy = variable.copies[here]
             grad = None if grad is None else grad.to(copy.device)
             set_local_grad(copy, plus(local_grad(copy), grad))
@@ -294,7 +296,7 @@ def _followers(replica: Replica) -> tuple[int, ...]:
     return (here, *(r for r in range(replica.replicas.num_replicas) if r not in active))
 
 
-def _own(variable: Variable, value: Tensor, here: int) -> Tensor:
+def _own(variable: ReplicatedParam, value: Tensor, here: int) -> Tensor:
     """Returns a gradient that no other replica has: one given to all must be N tensors."""
     others = (target.grad for r, target in enumerate(variable.targets) if r != here)
     return value.clone() if any(_are_one(value, grad) for grad in others) else value

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.replica.copies.variable import ReplicaParameter, Variable
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
 from mirror.replica.tensors import GRAD
 from mirror.torch_private import num_sharers
 from mirror.values import are_identical
 
-Column = list[Any]  # one replica's local gradients, None where it has none
+ReplicaGrads = list[Any]  # one replica's local gradients, None where it has none
 
 # The C++ slot of a copy, where its local gradient is.
 local_grad = GRAD.__get__
 set_local_grad = GRAD.__set__
 
 
-class Arrivals:
+class ReadyGrads:
     """The copies whose local gradients arrived in a pass, and what follows from that.
 
     One pass is like the other, so this is computed once; ``are`` tells in 20 ns a copy.
@@ -37,36 +37,36 @@ class Arrivals:
 
     def __init__(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> None:
         self._arrived = tuple(map(tuple, arrived))
-        self._rest: tuple[int, Arrivals] | None = None
+        self._rest: tuple[int, ReadyGrads] | None = None
         self.variables = list(dict.fromkeys(copy.variable for copy in chain(*arrived)))
         self.copies = [[v.copies[r] for v in self.variables] for r in range(len(arrived))]
         self.targets = [[v.targets[r] for v in self.variables] for r in range(len(arrived))]
         self.is_complex = any(v.copies[0].is_complex() for v in self.variables)
         self.is_regular = all(map(are_identical, self._arrived, self.copies))
 
-    def are(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> bool:
+    def are_ready(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> bool:
         """Whether the same copies have arrived in the same order."""
         return all(map(are_identical, self._arrived, arrived))
 
-    def after(self, num_taken: int) -> Arrivals:
+    def after(self, num_taken: int) -> ReadyGrads:
         """Returns the arrivals without the first ones of every replica."""
         if num_taken == 0:
             return self
         if self._rest is None or self._rest[0] != num_taken:
-            self._rest = (num_taken, Arrivals([copies[num_taken:] for copies in self._arrived]))
+            self._rest = (num_taken, ReadyGrads([copies[num_taken:] for copies in self._arrived]))
         return self._rest[1]
 
 
-def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[Column]:
+def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
     """Takes the local gradients out of the slots of copies, a list per replica."""
-    columns: list[Column] = [list(map(local_grad, mine)) for mine in copies]
+    columns: list[ReplicaGrads] = [list(map(local_grad, mine)) for mine in copies]
     for mine in copies:
         for copy in mine:
             set_local_grad(copy, None)
     return columns
 
 
-def unshare(columns: list[Column], positions: Sequence[int]) -> None:
+def unshare(columns: list[ReplicaGrads], positions: Sequence[int]) -> None:
     """Clones the gradients whose memory others hold as well, so that it can be written to.
 
     While a backward pass goes on, what it has yet to pass on may lie there: the gradient of ``p``
@@ -88,7 +88,7 @@ def common_scale(shares: Mapping[int, float]) -> float | None:
     return different.pop() if len(different) == 1 else None
 
 
-def weigh(columns: list[Column], shares: Mapping[int, float]) -> None:
+def weigh(columns: list[ReplicaGrads], shares: Mapping[int, float]) -> None:
     """Multiplies each replica's gradients by its share, in place where that is possible."""
     for r, column in enumerate(columns):
         share = shares.get(r, 0.0)
@@ -148,5 +148,5 @@ def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
         return
     total = target.grad = plus(known, grad)
     assert total is not None
-    variable: Variable = target.variable  # type: ignore[attr-defined]
+    variable: ReplicatedParam = target.variable  # type: ignore[attr-defined]
     variable.gradients.replaced(variable, known, total)

@@ -35,17 +35,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.accelerator.streams import Side
+from mirror.accelerator.streams import SideStream
 from mirror.comm.packing import plan_packs
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.execution.current import current
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.copies.variable import ReplicaParameter, Variable
-from mirror.replica.finite import Finite
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
+from mirror.replica.finite import NonFiniteCheck
 from mirror.replica.gradients.arrivals import (
-    Arrivals,
+    ReadyGrads,
     accumulate,
     are_usual,
     common_scale,
@@ -54,15 +54,15 @@ from mirror.replica.gradients.arrivals import (
     unshare,
     weigh,
 )
-from mirror.replica.gradients.watch import Watch
-from mirror.timeline import BESIDE, CROSS, EXPOSED, REDUCTION
+from mirror.replica.gradients.watch import GradTracker
+from mirror.timeline import OVERLAPPED, CROSS, EXPOSED, REDUCTION
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """The order in which gradients arrive, and where the buckets end that are launched."""
 
-    order: Arrivals
+    order: ReadyGrads
     ends: list[int]
 
 
@@ -76,12 +76,12 @@ class _Reduction:
         dropped: those that nobody wants any more, by variable and replica.
     """
 
-    variables: list[Variable]
+    variables: list[ReplicatedParam]
     copies: list[list[ReplicaParameter]]
     targets: list[list[nn.Parameter]]
     columns: list[list[Tensor]]
     wait: Callable[[], None]
-    dropped: set[tuple[Variable, int]] = field(default_factory=set)
+    dropped: set[tuple[ReplicatedParam, int]] = field(default_factory=set)
 
 
 class Buckets:
@@ -101,14 +101,14 @@ class Buckets:
         replicas: Replicas,
         runner: Runner,
         reducer: Reducer,
-        watch: Watch,
+        watch: GradTracker,
         may_launch: Callable[[], bool],
-        finite: Finite | None,
+        finite: NonFiniteCheck | None,
     ) -> None:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
         self._watch = watch
         self._are_wanted, self._finite = may_launch, finite
-        self._side = Side(replicas.places.devices)
+        self._side = SideStream(replicas.places.devices)
         self._streams = watch.streams
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
@@ -116,7 +116,7 @@ class Buckets:
         self._is_held = False  # until what has arrived is reduced
         self.is_disordered = False
 
-    def learn(self, arrivals: Arrivals, *, again: bool) -> None:
+    def learn(self, arrivals: ReadyGrads, *, again: bool) -> None:
         """Takes the order of a pass for that of the next ones.
 
         Args:
@@ -136,7 +136,7 @@ class Buckets:
                     launch = partial(self._arrived, plan, index)
                     self._hooks.append(copies[end - 1].watch(launch))
 
-    def _ends(self, variables: Sequence[Variable]) -> list[int]:
+    def _ends(self, variables: Sequence[ReplicatedParam]) -> list[int]:
         """Returns where buckets end: each is of one position, whose stream its hook can tell."""
         ends: list[int] = []
         for _, mine in groupby(variables, attrgetter("devices")):
@@ -151,7 +151,7 @@ class Buckets:
             hook.remove()
         self._plan, self._hooks, self.is_disordered = None, [], False
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Drops the order learnt, and what is on its way of a variable that is gone.
 
         Takes no lock: a garbage collection may come here at any time.
@@ -169,7 +169,7 @@ class Buckets:
         """Ends what reduces on the side; idempotent."""
         self._side.close()
 
-    def drop(self, variable: Variable, replica_ids: Iterable[int]) -> None:
+    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
         """Has what is on its way for these replicas' copies thrown away when it arrives."""
         with self._watch.lock:
             self._is_held = True
@@ -219,19 +219,23 @@ class Buckets:
         self._is_held = False
         return reductions
 
-    @opaque
+    @disable_dynamo
     def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self._watch.lock:
             if self._streams is not None:
-                self._streams.note(copy.replica_id, copy.device)
+                self._streams.record(copy.replica_id, copy.device)
             if index > len(self.on_their_way):
                 before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
                 self.is_disordered |= local_grad(before) is None
             if plan is self._plan and index == len(self.on_their_way) and not self._is_held:
                 part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
                 if self._may_launch(copy.variable.devices):
-                    with nullcontext() if self._streams is None else self._streams.joined():
+                    with (
+                        nullcontext()
+                        if self._streams is None
+                        else self._streams.make_caller_wait()
+                    ):
                         self._launch(plan.order, part)
 
     def _may_launch(self, devices: Sequence[torch.device]) -> bool:
@@ -244,7 +248,7 @@ class Buckets:
         return is_alone or not self._watch.may_be_in_second_pass()
 
     @torch.no_grad()
-    def _launch(self, order: Arrivals, part: slice) -> None:
+    def _launch(self, order: ReadyGrads, part: slice) -> None:
         shares = self._shares()
         variables = order.variables[part]
         if shares is None or any(variable.hooks for variable in variables) or order.is_complex:
@@ -255,10 +259,10 @@ class Buckets:
         grads = [list(map(local_grad, mine)) for mine in copies]
         if not all(map(are_usual, grads)):
             return
-        if self._finite is not None and not self._finite.are(grads):
+        if self._finite is not None and not self._finite.all_finite(grads):
             return
         del grads  # who else holds them is about to be counted
-        self._watch.strike(copies)
+        self._watch.remove(copies)
         columns = take(copies)
         moved = self._reducer.move(columns, self._streams)
         unshare(columns, moved.staying)
@@ -269,10 +273,10 @@ class Buckets:
         name = f"bucket {len(self.on_their_way) + 1}: {len(variables)} parameters"
 
         def reduce() -> None:
-            self._replicas.timeline.begin(BESIDE, REDUCTION, name)
+            self._replicas.timeline.begin(OVERLAPPED, REDUCTION, name)
             with torch.no_grad():
                 self._reducer.all_reduce(moved, scale)
-            self._replicas.timeline.end(BESIDE, REDUCTION)
+            self._replicas.timeline.end(OVERLAPPED, REDUCTION)
 
         targets = [mine[part] for mine in order.targets]
         if not self.on_their_way:

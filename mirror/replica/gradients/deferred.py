@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from mirror.replica.copies.variable import Variable
-from mirror.replica.gradients.arrivals import Column, plus
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.gradients.arrivals import ReplicaGrads, plus
 
 
-class Deferred(dict[Variable, list["Tensor | None"]]):
+class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
     """Per variable the replicas' summands, weighted by the shares of their passes."""
 
-    def add(self, variables: Sequence[Variable], columns: Sequence[Column]) -> None:
+    def add(self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
         """Adds the gradients of a pass to what was kept back before."""
         for i, variable in enumerate(variables):
             if any(column[i] is not None for column in columns):
@@ -22,8 +22,8 @@ class Deferred(dict[Variable, list["Tensor | None"]]):
                     summands[r] = plus(summands[r], column[i])
 
     def take_with(
-        self, variables: Sequence[Variable], columns: Sequence[Column]
-    ) -> tuple[list[Variable], list[Column]]:
+        self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]
+    ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
         """Returns the gradients of a pass with all that was kept back, which is let go."""
         variables, columns = list(variables), [list(column) for column in columns]
         position = {variable: i for i, variable in enumerate(variables)}
@@ -38,11 +38,11 @@ class Deferred(dict[Variable, list["Tensor | None"]]):
                 column[position[variable]] = plus(column[position[variable]], summand)
         return variables, columns
 
-    def of(self, variable: Variable, replica_id: int) -> Tensor | None:
+    def grads_of(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns what one replica has kept back."""
         return self[variable][replica_id] if variable in self else None
 
-    def drop(self, variable: Variable, replica_ids: Iterable[int]) -> None:
+    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
         """Forgets what these replicas have kept back."""
         summands = self.get(variable)
         if summands is not None:

@@ -36,16 +36,16 @@ from torch import Tensor
 
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
-from mirror.execution.part import Part
-from mirror.execution.replicas import Replica, Replicas, Together
+from mirror.execution.part import LifecycleHooks
+from mirror.execution.replicas import Replica, Replicas, RunView
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.copies.variable import Variable
-from mirror.replica.finite import Finite
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.finite import NonFiniteCheck
 from mirror.replica.gradients.arrivals import (
-    Arrivals,
-    Column,
+    ReadyGrads,
+    ReplicaGrads,
     accumulate,
     are_usual,
     common_scale,
@@ -56,15 +56,15 @@ from mirror.replica.gradients.arrivals import (
     weigh,
 )
 from mirror.replica.gradients.buckets import Buckets
-from mirror.replica.gradients.deferred import Deferred
+from mirror.replica.gradients.deferred import DeferredGrads
 from mirror.replica.gradients.hooks import run_hooks
-from mirror.replica.gradients.passes import watch_passes_of
-from mirror.replica.gradients.unusual import are_unusual, or_zeros, reduce_unusual
-from mirror.replica.gradients.watch import Watch
+from mirror.replica.gradients.passes import register_listener
+from mirror.replica.gradients.unusual import are_non_dense, or_zeros, reduce_non_dense
+from mirror.replica.gradients.watch import GradTracker
 from mirror.timeline import CROSS, REDUCTION
 
 
-class Gradients:
+class GradReducer:
     """The gradients of all mirrored parameters of a strategy: those that are not reduced yet.
 
     Args:
@@ -73,20 +73,20 @@ class Gradients:
     Attributes:
         watch: sees local gradients arrive.
         pending: per replica, the copies with a local gradient, in the order of arrival.
-        unsettled: see ``Watch``.
+        unsettled: see ``GradTracker``.
         deferred: per variable the replicas' summands kept back under ``no_sync``.
         deferring: whether a ``no_sync`` is open.
     """
 
     def __init__(
-        self, replicas: Replicas, runner: Runner, reducer: Reducer, finite: Finite | None
+        self, replicas: Replicas, runner: Runner, reducer: Reducer, finite: NonFiniteCheck | None
     ) -> None:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
         self._finite = finite
-        self.watch = Watch(replicas)
+        self.watch = GradTracker(replicas)
         self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
         self._noted = (*self.pending, *self.unsettled)
-        self.deferred = Deferred()
+        self.deferred = DeferredGrads()
         self.deferring = False
         self.buckets = Buckets(
             replicas,
@@ -96,13 +96,13 @@ class Gradients:
             lambda: not (self.deferring or self.deferred),
             finite,
         )
-        self._arrivals: Arrivals | None = None  # those of the last pass: the next is like it
-        self._may_be_silent = replicas.mirrors and watch_passes_of(self.watch)
+        self._arrivals: ReadyGrads | None = None  # those of the last pass: the next is like it
+        self._may_be_silent = replicas.mirrors and register_listener(self.watch)
         self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
 
-    def part(self) -> Part:
+    def part(self) -> LifecycleHooks:
         """Returns what reduces gradients, or keeps them back, when a run is over."""
-        return Part(
+        return LifecycleHooks(
             name="gradients",
             prepare=self._prepare,
             finish=self._finish,
@@ -124,14 +124,14 @@ class Gradients:
     def has_arrived(self, replica_id: int) -> bool:
         """Whether backward passes have brought a replica what is not reduced."""
         if self.unsettled[replica_id]:
-            self.watch.look_here(replica_id)
+            self.watch.scan_replica(replica_id)
         return bool(self.pending[replica_id] or self.buckets.on_their_way)
 
     def have_arrived(self) -> bool:
         """Whether backward passes have brought any replica what is not reduced."""
         if not (self.watch.may_have_arrived or any(self._noted)):
             return False
-        self.watch.look()
+        self.watch.scan()
         return any(self.pending) or bool(self.buckets.on_their_way)
 
     def observe(self, replica: Replica) -> None:
@@ -175,7 +175,7 @@ class Gradients:
         finally:
             self.deferring = outer
 
-    def shares_in(self, run: Together) -> Mapping[int, float]:
+    def shares_in(self, run: RunView) -> Mapping[int, float]:
         """Returns the shares of backward passes inside a run."""
         return run.shares()
 
@@ -215,25 +215,25 @@ class Gradients:
         self.watch.clear()
         self.watch.forget_streams()
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Drops what is pending of a variable that is gone."""
         self._arrivals = None
         self.buckets.forget(variable)
         self.watch.forget(variable)
         self.deferred.pop(variable, None)
 
-    def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
+    def drop(self, variable: ReplicatedParam, replicas: Iterable[int]) -> None:
         """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
-        self.watch.look()
+        self.watch.scan()
         if any(self.pending[r] for r in replicas) or self.buckets.on_their_way:
             self.buckets.drop(variable, replicas)
         self.deferred.drop(variable, replicas)
 
-    def local(self, variable: Variable, replica_id: int) -> Tensor | None:
+    def local(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
         """Returns what one replica has gathered under ``no_sync``, not reduced."""
         parts = [
             variable.targets[replica_id].grad,
-            self.deferred.of(variable, replica_id),
+            self.deferred.grads_of(variable, replica_id),
             local_grad(variable.copies[replica_id]),
         ]
         present = [part for part in parts if part is not None]
@@ -274,8 +274,8 @@ class Gradients:
         self.watch.forget_streams()
 
     def _without_unusual(
-        self, variables: list[Variable], columns: list[Column], scale: float
-    ) -> tuple[list[Variable], list[Column]]:
+        self, variables: list[ReplicatedParam], columns: list[ReplicaGrads], scale: float
+    ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
         """Reduces what no list of dense tensors can hold; fills in the zeros of the rest."""
         variables, columns = self.deferred.take_with(variables, columns)
         usual = []
@@ -283,23 +283,23 @@ class Gradients:
             grads = [column[i] for column in columns]
             if all(grad is None for grad in grads):
                 continue
-            if are_unusual(grads):
-                reduce_unusual(variable, grads, scale)
+            if are_non_dense(grads):
+                reduce_non_dense(variable, grads, scale)
             else:
                 usual.append(i)
-        filled: list[Column] = [
+        filled: list[ReplicaGrads] = [
             [or_zeros(column[i], variables[i], r) for i in usual]
             for r, column in enumerate(columns)
         ]
         return [variables[i] for i in usual], filled
 
-    def _take(self, shares: Mapping[int, float]) -> tuple[Arrivals, list[Column]]:
+    def _take(self, shares: Mapping[int, float]) -> tuple[ReadyGrads, list[ReplicaGrads]]:
         """Takes the local gradients out of their slots: the variables, one list per replica."""
         launched = self.buckets.launched()
         arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
-        known = self._arrivals is not None and self._arrivals.are(arrived)
+        known = self._arrivals is not None and self._arrivals.are_ready(arrived)
         if not known:
-            self._arrivals = Arrivals(arrived)
+            self._arrivals = ReadyGrads(arrived)
         assert self._arrivals is not None
         rest = self._arrivals.after(len(launched[0]))
         if self._finite is not None:
@@ -307,16 +307,16 @@ class Gradients:
                 list(map(local_grad, mine)) if shares.get(r) else []  # counts nothing
                 for r, mine in enumerate(rest.copies)
             ]
-            if not self._finite.are(grads):
+            if not self._finite.all_finite(grads):
                 self.discard()
-                self._finite.refuse(grads, rest.variables)
+                self._finite.raise_error(grads, rest.variables)
             del grads  # who else holds them is about to be counted
         self.buckets.learn(self._arrivals, again=known)
         if self.buckets.is_disordered:
             self.buckets.forget_order()
-            self.watch.unsilence()
+            self.watch.restore_hooks()
         elif known and self._may_be_silent and self._arrivals.is_regular:
-            self.watch.silence(self._arrivals)
+            self.watch.drop_hooks(self._arrivals)
         taken = take(rest.copies)
         self.watch.clear()  # last: what an interrupt has left in the slots is found again
         return rest, taken

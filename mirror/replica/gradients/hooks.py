@@ -7,11 +7,11 @@ from typing import Any
 
 from mirror.errors import StrategyError
 from mirror.replica.copies.hooks import through_hooks
-from mirror.replica.copies.variable import ReplicaParameter, Variable
-from mirror.replica.gradients.arrivals import Column
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
+from mirror.replica.gradients.arrivals import ReplicaGrads
 
 
-def run_hooks(variables: Sequence[Variable], columns: Sequence[Column]) -> None:
+def run_hooks(variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
     """Has the hooks of variables see, and replace, the reduced gradients: a list per replica."""
     for i, variable in enumerate(variables):
         if variable.hooks:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from mirror.compiler import compiles_backward
-from mirror.concurrency.schedules.hooks import note_own_hooks
-from mirror.execution.current import current, enter, here
+from mirror.concurrency.schedules.hooks import count_own_hooks
+from mirror.execution.current import current, push_context, save_context
 from mirror.execution.runner import Runner
 from mirror.execution.thread_state import ThreadState
-from mirror.replica.gradients.seams import Node, live_seams, pieces_of
+from mirror.replica.gradients.seams import Node, live_seams, split_at_boundaries
 from mirror.timeline import BACKWARD, CROSS
 from mirror.torch_private import current_graph_task_id, functions_interpreter, num_dispatch_modes
 
@@ -39,10 +39,10 @@ def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     Returns:
         Whether the pass has been run.
     """
-    if not live_seams or len(args) != 5 or kwargs != _WHOLE_PASS or _is_followed():
+    if not live_seams or len(args) != 5 or kwargs != _WHOLE_PASS or _is_tracing():
         return False
     outputs, grads, keep_graph, create_graph, inputs = args
-    parts = None if create_graph or inputs else pieces_of(outputs)
+    parts = None if create_graph or inputs else split_at_boundaries(outputs)
     if parts is None:
         return False
     arrived: dict[Node, Tensor | None] = {}
@@ -52,7 +52,7 @@ def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
     seams = [seam for mine in parts.seams.values() for seam in mine]
     hooks = [seam.register_prehook(partial(note, seam)) for seam in seams]
-    note_own_hooks(len(hooks))
+    count_own_hooks(len(hooks))
     ends = tuple(GradientEdge(node, 0) for node in (*parts.ends, *seams))
     try:
         run(outputs, grads, keep_graph, False, ends, **kwargs)
@@ -68,11 +68,11 @@ def backward_at_once(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         if starts:
             passes[r] = partial(run, starts, own_grads, keep_graph, False, (), **kwargs)
     if passes:
-        ParallelPass(parts.runner).run(passes)
+        ParallelBackward(parts.runner).run(passes)
     return True
 
 
-class ParallelPass:
+class ParallelBackward:
     """The second step of a pass, while it goes on."""
 
     def __init__(self, runner: Runner) -> None:
@@ -123,9 +123,9 @@ class ParallelPass:
         variables, strategy, timeline = copy_context(), current.strategy, self._replicas.timeline
 
         def task() -> None:
-            before = here()
+            before = save_context()
             try:
-                enter(strategy, None)
+                push_context(strategy, None)
                 self._replica_ids[threading.get_ident()] = replica_id
                 timeline.use()
                 timeline.begin(replica_id, BACKWARD)
@@ -139,7 +139,7 @@ class ParallelPass:
         return task
 
 
-def _is_followed() -> bool:
+def _is_tracing() -> bool:
     """Whether something looks at the whole pass, or the thread is in another one."""
     return (
         current_graph_task_id() != -1

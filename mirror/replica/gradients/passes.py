@@ -15,30 +15,30 @@ from typing import Any
 
 import torch
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.execution.current import current, renaming
 from mirror.execution.runner import runner_of
 from mirror.replica.copies.overrides import all_leaves
 from mirror.replica.copies.parameters import MirroredParameter
-from mirror.replica.copies.variables import variable_of
+from mirror.replica.copies.variables import param_of
 from mirror.replica.gradients.hooks import refuse_hooks_of
 from mirror.replica.gradients.parallel_pass import backward_at_once
 from mirror.replica.gradients.plain import leaves_of, note_pass
-from mirror.replica.gradients.watch import Pass, Watch
+from mirror.replica.gradients.watch import BackwardPass, GradTracker
 from mirror.timeline import BACKWARD, CROSS, Timeline, latest
 from mirror.torch_private import PASS, current_graph_task_id, wrap_once
 
 _lock = threading.Lock()
-_watches: tuple[weakref.ref[Watch], ...] = ()  # what wants to know of backward passes
+_watches: tuple[weakref.ref[GradTracker], ...] = ()  # what wants to know of backward passes
 
 
-def watch_passes() -> None:
+def watch_backward() -> None:
     """Has every backward pass noted on the timeline it belongs to."""
     if hasattr(torch.autograd, PASS):
-        wrap_once(torch.autograd, PASS, _noting)
+        wrap_once(torch.autograd, PASS, _wrap_backward)
 
 
-def watch_passes_of(watch: Watch) -> bool:
+def register_listener(watch: GradTracker) -> bool:
     """Has ``watch`` told where backward passes begin and end; whether that is possible."""
     global _watches
     with _lock:
@@ -47,8 +47,8 @@ def watch_passes_of(watch: Watch) -> bool:
     return hasattr(torch.autograd, PASS)
 
 
-def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
-    @opaque
+def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    @disable_dynamo
     def noted(*args: Any, **kwargs: Any) -> Any:
         if current.replica is not None and current.replica.tracing is not None:
             return run(*args, **kwargs)
@@ -66,13 +66,13 @@ def _noting(run: Callable[..., Any]) -> Callable[..., Any]:
                 refuse_hooks_of(args[4])
         elif kwargs.get("accumulate_grad", True):
             _refuse_beside_runs(args)
-        this, told = Pass(), list[tuple[Watch, int | None]]()
+        this, told = BackwardPass(), list[tuple[GradTracker, int | None]]()
         try:
             if kwargs.get("accumulate_grad", True):
                 _tell_watches(this, told)
             if replica is not None:  # the engine works without the interpreter
                 replica.run.lockstep.let_next_begin(lane)
-            if replica is not None and replica.replicas.places.are_several:
+            if replica is not None and replica.replicas.places.is_model_parallel:
                 with renaming(replica):  # which torch has taken off this thread, for backward
                     return run(*args, **kwargs)
             if lane != CROSS or not backward_at_once(run, args, kwargs):
@@ -115,12 +115,12 @@ def _refuse_beside_runs(args: Any) -> None:
         if watch is None or not runner_of(watch.replicas).runs_elsewhere:
             continue
         for leaf in leaves_of(args):
-            variable = variable_of(leaf)
+            variable = param_of(leaf)
             if variable is not None and variable.replicas is watch.replicas:
                 runner_of(watch.replicas).check_between_runs("a backward pass")
 
 
-def _tell_watches(this: Pass, told: list[tuple[Watch, int | None]]) -> None:
+def _tell_watches(this: BackwardPass, told: list[tuple[GradTracker, int | None]]) -> None:
     """Tells that a pass begins: the watch of the current replica, whose it is, and all others."""
     replica = current.replica
     within = current_graph_task_id() != -1

@@ -29,12 +29,12 @@ from torch.optim import Optimizer
 from mirror.concurrency.stack import warn_user
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-from mirror.execution.part import Part
-from mirror.execution.replicas import OfReplicas, Replicas, Together
+from mirror.execution.part import LifecycleHooks
+from mirror.execution.replicas import WeakReplicaMap, Replicas, RunView
 from mirror.execution.run import Run
 from mirror.execution.runner import runner_of
-from mirror.replica.copies.recorded import Recorded
-from mirror.replica.copies.registry import Registry
+from mirror.replica.copies.recorded import PendingModules
+from mirror.replica.copies.registry import MirroredTensors
 from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.exactness.local_losses import LocalLosses
 from mirror.replica.tensors import MirroredTensor
@@ -46,7 +46,7 @@ _NODES = 20_000  # of one graph
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-class PlainVariables:
+class UnmirroredParams:
     """Notices the plain variables that a strategy's replicas train, or that are trained beside it.
 
     Attributes:
@@ -55,18 +55,22 @@ class PlainVariables:
         losses: what they have started backward passes from.
     """
 
-    def __init__(self, replicas: Replicas, registry: Registry, recorded: Recorded) -> None:
+    def __init__(
+        self, replicas: Replicas, registry: MirroredTensors, recorded: PendingModules
+    ) -> None:
         self.replicas = replicas
         self._registry, self._recorded = registry, recorded
         self._passes: dict[tuple[CodeType, int, int], int] = {}  # looked at; by place, replica
         self.losses = LocalLosses()
-        self.leaves: weakref.WeakKeyDictionary[Together, PlainLeaves] = weakref.WeakKeyDictionary()
+        self.leaves: weakref.WeakKeyDictionary[RunView, UnmirroredLeaves] = (
+            weakref.WeakKeyDictionary()
+        )
         self._is_noted = self._has_told = self._has_leaves = False
         _by_replicas.put(replicas, self)
 
-    def part(self) -> Part:
+    def part(self) -> LifecycleHooks:
         """Returns what notes that the strategy is used, and tells of models made in a run."""
-        return Part(name="plain", prepare=self.note_use, finish=self._tell)
+        return LifecycleHooks(name="plain", prepare=self.note_use, finish=self._warn)
 
     def note_use(self) -> None:
         """Notes the first use of a strategy, if it has mirrored nothing yet."""
@@ -95,12 +99,12 @@ class PlainVariables:
         self._passes[place] = seen + 1
         return seen + 1
 
-    def leaves_in(self, run: Together) -> PlainLeaves:
+    def leaves_in(self, run: RunView) -> UnmirroredLeaves:
         """Returns what the replicas of a run have trained."""
         self._has_leaves = True
-        return self.leaves.setdefault(run, PlainLeaves())
+        return self.leaves.setdefault(run, UnmirroredLeaves())
 
-    def _tell(self, run: Run) -> None:
+    def _warn(self, run: Run) -> None:
         """Warns, once per strategy, of a model that a replica of the run has made and trained."""
         if not self._has_leaves or self._has_told:
             return
@@ -114,12 +118,12 @@ class PlainVariables:
             )
 
 
-_used: weakref.WeakSet[PlainVariables] = weakref.WeakSet()  # when there was nothing mirrored
-_by_replicas: OfReplicas[PlainVariables] = OfReplicas()
-_plain_of = _by_replicas.of
+_used: weakref.WeakSet[UnmirroredParams] = weakref.WeakSet()  # when there was nothing mirrored
+_by_replicas: WeakReplicaMap[UnmirroredParams] = WeakReplicaMap()
+_plain_of = _by_replicas.get
 
 
-class PlainLeaves:
+class UnmirroredLeaves:
     """The plain leaves that the replicas of one run have trained, and which replica that was.
 
     Attributes:
@@ -162,13 +166,13 @@ class PlainLeaves:
         )
 
 
-def note_pass(run: Together, replica_id: int, args: Sequence[Any]) -> None:
+def note_pass(run: RunView, replica_id: int, args: Sequence[Any]) -> None:
     """Looks at what a backward pass of a replica starts from, and will accumulate into.
 
     Raises:
         StrategyError: into a plain leaf that another replica trains, too.
     """
-    if len(run.active) < 2 and not run.replicas.workers.are_several:
+    if len(run.active) < 2 and not run.replicas.workers.is_multi_process:
         return
     plain = _plain_of(run.replicas)
     caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper

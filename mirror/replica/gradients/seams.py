@@ -60,11 +60,11 @@ from mirror.values import PerReplica, map_structure
 Node = Any
 _KEY = "mirror.seam"
 _MOST_NODES = 256  # of step 1: what it holds runs in one thread
-live_seams: weakref.WeakSet[Seam] = weakref.WeakSet()
+live_seams: weakref.WeakSet[Boundary] = weakref.WeakSet()
 _hooks_of: dict[type, Callable[[Node], Sequence[Any]] | None] = {}  # by kind; see _unpacking
 
 
-class Seam:
+class Boundary:
     """What the node of a seam carries."""
 
     __slots__ = ("__weakref__", "replica_id", "runner", "thread_id")
@@ -76,22 +76,22 @@ class Seam:
         live_seams.add(self)
 
 
-def sewn(runner: Runner, replica_ids: Iterable[int], parts: Sequence[Any]) -> list[Any]:
+def mark_boundary(runner: Runner, replica_ids: Iterable[int], parts: Sequence[Any]) -> list[Any]:
     """Returns views of the replicas' parts with seams, where backward passes may come apart."""
     if len(parts) < 2 or not _starts_all_at_once(runner) or not torch.is_grad_enabled():
         return list(parts)
-    return [_sewn(runner, r, part) for r, part in zip(replica_ids, parts, strict=True)]
+    return [_mark_boundary(runner, r, part) for r, part in zip(replica_ids, parts, strict=True)]
 
 
-def sewn_values(runner: Runner, tree: Any) -> Any:
-    """Returns a structure with the parts of its PerReplica values ``sewn``."""
+def mark_boundaries(runner: Runner, tree: Any) -> Any:
+    """Returns a structure with the parts of its PerReplica values ``mark_boundary``."""
     if not _starts_all_at_once(runner):
         return tree
 
     def sew(leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica) or len(leaf.values) != runner.replicas.num_replicas:
             return leaf
-        views = sewn(runner, range(runner.replicas.num_replicas), leaf.values)
+        views = mark_boundary(runner, range(runner.replicas.num_replicas), leaf.values)
         return PerReplica(views, weights=leaf.weights)
 
     return map_structure(sew, tree)
@@ -101,19 +101,19 @@ def _starts_all_at_once(runner: Runner) -> bool:
     return runner.replicas.is_one_device and runner.starts_at_once
 
 
-def _sewn(runner: Runner, replica_id: int, part: Any) -> Any:
+def _mark_boundary(runner: Runner, replica_id: int, part: Any) -> Any:
     if type(part) is not Tensor or not part.requires_grad or part.layout is not torch.strided:
         return part
     view = part.view_as(part)
     seam: Any = view.grad_fn
     if seam is None:  # something follows the thread
         return part
-    seam.metadata[_KEY] = Seam(runner, replica_id)
+    seam.metadata[_KEY] = Boundary(runner, replica_id)
     return view
 
 
 @dataclass(slots=True)
-class Pieces:
+class SplitGraph:
     """What a pass comes apart into.
 
     Attributes:
@@ -126,12 +126,12 @@ class Pieces:
     seams: dict[int, list[Node]]
 
 
-def pieces_of(outputs: Sequence[Any]) -> Pieces | None:
+def split_at_boundaries(outputs: Sequence[Any]) -> SplitGraph | None:
     """Returns what the pass from ``outputs`` comes apart into, ``None`` where it does not."""
     if not all(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
         return None
     owners: dict[Node, int] = {}
-    ends, seams = [], dict[Seam, Node]()
+    ends, seams = [], dict[Boundary, Node]()
     nodes = [o.node if isinstance(o, GradientEdge) else get_gradient_edge(o).node for o in outputs]
     while nodes:
         node = nodes.pop()
@@ -152,7 +152,7 @@ def pieces_of(outputs: Sequence[Any]) -> Pieces | None:
     runner = _runner_of(seams)
     if runner is None or not runner.schedule.may_go_backward_at_once():
         return None
-    parts = Pieces(runner, ends, {})
+    parts = SplitGraph(runner, ends, {})
     for seam, node in sorted(seams.items(), key=lambda item: item[0].replica_id):
         parts.seams.setdefault(seam.replica_id, []).append(node)
     if len(parts.seams) < 2:
@@ -163,7 +163,7 @@ def pieces_of(outputs: Sequence[Any]) -> Pieces | None:
     return parts
 
 
-def _runner_of(seams: Iterable[Seam]) -> Runner | None:
+def _runner_of(seams: Iterable[Boundary]) -> Runner | None:
     """Returns the runner of all seams, if its threads are free for this one."""
     runners = {(seam.runner(), seam.thread_id) for seam in seams}
     if len(runners) != 1:

@@ -9,23 +9,25 @@ from torch import Tensor
 
 from mirror.replica.collectives.reduction import summed
 from mirror.replica.copies.hooks import through_hooks
-from mirror.replica.copies.variable import Variable
+from mirror.replica.copies.variable import ReplicatedParam
 from mirror.replica.gradients.arrivals import accumulate_one
 
 
-def or_zeros(grad: Tensor | None, variable: Variable, replica_id: int) -> Tensor:
+def or_zeros(grad: Tensor | None, variable: ReplicatedParam, replica_id: int) -> Tensor:
     """Returns a replica's gradient, or what it counts for where there is none."""
     if grad is None:
         return torch.zeros_like(variable.targets[replica_id])
     return grad
 
 
-def are_unusual(grads: Sequence[Tensor | None]) -> bool:
+def are_non_dense(grads: Sequence[Tensor | None]) -> bool:
     """Whether any of one variable's gradients is none that a communicator takes."""
     return any(g is not None and (g.is_sparse or g.requires_grad or g.is_complex()) for g in grads)
 
 
-def reduce_unusual(variable: Variable, grads: Sequence[Tensor | None], scale: float) -> None:
+def reduce_non_dense(
+    variable: ReplicatedParam, grads: Sequence[Tensor | None], scale: float
+) -> None:
     """Reduces sparse gradients, as sparse, and those that carry a graph, keeping it."""
     present = [grad for grad in grads if grad is not None]
     if not all(grad.is_sparse for grad in present):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 
-def copied_alone(grad: Tensor) -> Tensor:
+def copy_without_bucket(grad: Tensor) -> Tensor:
     """Has a gradient copied and pickled without what else lies in its storage; returns it."""
     if (
         type(grad) is Tensor
@@ -39,11 +39,11 @@ def copied_alone(grad: Tensor) -> Tensor:
         and "__deepcopy__" not in grad.__dict__
     ):
         # Both pickle and copy.deepcopy ask the object itself.
-        grad.__deepcopy__ = grad.__reduce_ex__ = _Alone(grad)  # type: ignore[method-assign]
+        grad.__deepcopy__ = grad.__reduce_ex__ = _CopyWithoutBucket(grad)  # type: ignore[method-assign]
     return grad
 
 
-class _Alone:
+class _CopyWithoutBucket:
     """Stands for two methods of a tensor, without which it would be on a circle."""
 
     __slots__ = ("_grad",)

@@ -20,15 +20,15 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from mirror.accelerator.current_streams import ReplicasStreams
-from mirror.accelerator.forks import renew_in_forks
+from mirror.accelerator.current_streams import ReplicaStreams
+from mirror.accelerator.forks import reinit_after_fork
 from mirror.execution.replicas import Replicas
-from mirror.replica.copies.variable import ReplicaParameter, Variable
-from mirror.replica.gradients.arrivals import Arrivals, local_grad
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
+from mirror.replica.gradients.arrivals import ReadyGrads, local_grad
 from mirror.values import are_identical
 
 
-class Pass:
+class BackwardPass:
     """A backward pass.
 
     Attributes:
@@ -41,7 +41,7 @@ class Pass:
         self.is_over = False
 
 
-class Watch:
+class GradTracker:
     """Sees local gradients arrive.
 
     Attributes:
@@ -60,17 +60,17 @@ class Watch:
         self.replicas = replicas
         self.pending: tuple[list[ReplicaParameter], ...] = tuple([] for _ in replicas.devices)
         self.unsettled: tuple[list[object], ...] = tuple([] for _ in self.pending)
-        self._passes: tuple[list[Pass], ...] = tuple([] for _ in self.pending)
+        self._passes: tuple[list[BackwardPass], ...] = tuple([] for _ in self.pending)
         self.may_have_arrived = False
         self.changes = 0
-        self.streams = None if replicas.are_simulated else ReplicasStreams(replicas.places.rows)
+        self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
-        self._silent_order: Arrivals | None = None  # in which the last ones came that lost hooks
+        self._silent_order: ReadyGrads | None = None  # in which the last ones came that lost hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
-        self.renew()
-        renew_in_forks(self)
+        self.after_fork()
+        reinit_after_fork(self)
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Makes the lock, which in a forked process nobody has."""
         self.lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class Watch:
 
     # Passes
 
-    def begin_pass(self, this: Pass, replica_id: int | None, *, within: bool) -> None:
+    def begin_pass(self, this: BackwardPass, replica_id: int | None, *, within: bool) -> None:
         """Notes that a backward pass begins.
 
         Args:
@@ -99,21 +99,21 @@ class Watch:
             with self.lock:
                 self._num_passes[replica_id] += 1
 
-    def end_pass(self, this: Pass, replica_id: int | None) -> None:
+    def end_pass(self, this: BackwardPass, replica_id: int | None) -> None:
         """Notes that a backward pass has ended, and what it has brought."""
         if replica_id is None:
             self.may_have_arrived = True  # should an interrupt come between
-            self._strike(this, (*self.unsettled, *self._passes))
+            self._remove(this, (*self.unsettled, *self._passes))
             self.may_have_arrived = True  # looked for when the strategy is used next
             if self.streams is not None:
-                self.look()
+                self.scan()
                 self._note_streams(range(len(self.pending)))
             return
-        self._strike(this, (self.unsettled[replica_id], self._passes[replica_id]))
+        self._remove(this, (self.unsettled[replica_id], self._passes[replica_id]))
         self.find(replica_id)
         self._note_streams((replica_id,))
 
-    def _strike(self, this: Pass, lists: Iterable[Any]) -> None:
+    def _remove(self, this: BackwardPass, lists: Iterable[Any]) -> None:
         for passes in lists:
             try:
                 passes.remove(this)
@@ -125,7 +125,7 @@ class Watch:
         for passes, unsettled in zip(self._passes, self.unsettled, strict=True):
             for this in tuple(passes):
                 if this.is_over:
-                    self._strike(this, (unsettled, passes))
+                    self._remove(this, (unsettled, passes))
 
     def may_be_in_second_pass(self) -> bool:
         """Whether a replica that others have not caught up with may be writing to its slots."""
@@ -133,14 +133,14 @@ class Watch:
 
     # What has arrived
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Finds what passes outside ``run``, or passes that go on, have brought."""
         if self.may_have_arrived or any(self._passes):
             self.drop_interrupted()
             self.find()
             self.may_have_arrived = False
 
-    def look_here(self, replica_id: int) -> None:
+    def scan_replica(self, replica_id: int) -> None:
         """Finds what a replica's pass that goes on has brought."""
         if self._passes[replica_id]:
             self.drop_interrupted()
@@ -164,7 +164,7 @@ class Watch:
             for pending, copies in zip(self.pending, order, strict=True)
         )
 
-    def strike(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
+    def remove(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
         """Strikes each replica's copies off once, whose gradients were taken; wants the lock.
 
         What came again meanwhile, from another pass, stays.
@@ -192,14 +192,14 @@ class Watch:
         if self.streams is not None:
             for r in replica_ids:
                 if self.pending[r]:
-                    self.streams.note(r)
+                    self.streams.record(r)
 
     def forget_streams(self) -> None:
         """Drops what was noted of streams: what came on them has been seen to."""
         if self.streams is not None:
             self.streams.forget()
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Strikes off a variable that is gone. A garbage collection may come here: no lock."""
         self._silent_order = None
         self._silent = [_without(variable, silent) for silent in self._silent]
@@ -210,7 +210,7 @@ class Watch:
 
     # Hooks
 
-    def silence(self, arrivals: Arrivals) -> None:
+    def drop_hooks(self, arrivals: ReadyGrads) -> None:
         """Does without the hooks of copies whose gradients come in a known order."""
         if arrivals is self._silent_order:
             return
@@ -223,7 +223,7 @@ class Watch:
             older = [copy for copy in self._silent[r] if copy.variable not in arrivals.variables]
             self._silent[r] = [*copies, *older]
 
-    def unsilence(self) -> None:
+    def restore_hooks(self) -> None:
         """Gives all copies their hooks back, to learn another order."""
         silent, self._silent = self._silent, [[] for _ in self._silent]
         self._silent_order = None
@@ -232,5 +232,7 @@ class Watch:
             self.add(copy)  # one that is frozen now has it back when it is not any more
 
 
-def _without(variable: Variable, copies: Iterable[ReplicaParameter]) -> list[ReplicaParameter]:
+def _without(
+    variable: ReplicatedParam, copies: Iterable[ReplicaParameter]
+) -> list[ReplicaParameter]:
     return [copy for copy in copies if copy.variable is not variable]

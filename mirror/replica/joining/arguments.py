@@ -36,21 +36,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from mirror.accelerator.places import Places
+from mirror.accelerator.places import DeviceMesh
 from mirror.accelerator.streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
 from mirror.execution.current import current
 from mirror.replica.joining.contents import (
     IMMUTABLE,
     contents_of,
-    fill,
-    held_by,
+    assign,
+    snapshot,
     is_consumed,
     is_leaf,
     is_shared,
     leaves_in,
     mapped,
-    shell_of,
+    empty_like,
 )
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, is_number
@@ -61,7 +61,7 @@ _COUNT = "num_items_in_batch"
 _MOST_DESCRIBED = 12
 
 
-class Split:
+class SplitPlan:
     """How one call is split.
 
     Attributes:
@@ -88,7 +88,7 @@ class Split:
     def __init__(
         self,
         sizes: Sequence[int],
-        places: Places,
+        places: DeviceMesh,
         num_examples: int | None,
         copies: CopyStreams | None = None,
     ) -> None:
@@ -97,8 +97,8 @@ class Split:
         self._reads_callers = False  # memory that the caller has pinned
         self.sizes = sizes
         self.starts = list(accumulate(sizes, initial=0))
-        self.devices = places.columns[0]
-        self._places = places if places.are_several else None
+        self.devices = places.positions[0]
+        self._places = places if places.is_model_parallel else None
         self.num_examples = num_examples
         self.active = [r for r, size in enumerate(sizes) if size] or [0]
 
@@ -128,16 +128,16 @@ class Split:
 
     def device_for(self, tensor: Tensor, replica_id: int) -> torch.device:
         """Returns where a replica is to have its part of what comes apart."""
-        devices = self.devices if self._places is None else self._places.at(tensor.device)
+        devices = self.devices if self._places is None else self._places.replica_at(tensor.device)
         return devices[replica_id]
 
-    def delivered(self, tensor: Tensor, replica_id: int) -> Tensor:
+    def to_replica(self, tensor: Tensor, replica_id: int) -> Tensor:
         """Returns a replica's rows of a tensor, or all of it, on its device; maybe itself.
 
         A host that waited for a copy would wait for the GPU's earlier work, too, and hold up the
         other replicas: see [Note: Turns].
         """
-        devices = self.devices if self._places is None else self._places.at(tensor.device)
+        devices = self.devices if self._places is None else self._places.replica_at(tensor.device)
         device, is_ready = devices[replica_id], False
         if self._copies is not None:
             is_ready = id(tensor) in self._pinned
@@ -152,7 +152,7 @@ class Split:
         return part.to(device)
 
 
-class Handed:
+class ReplicaArgs:
     """What one replica is handed of the arguments.
 
     Attributes:
@@ -165,7 +165,7 @@ class Handed:
 
     __slots__ = ("given", "has_share", "own", "replica_id", "shared", "split", "tensors")
 
-    def __init__(self, split: Split, replica_id: int) -> None:
+    def __init__(self, split: SplitPlan, replica_id: int) -> None:
         self.split = split
         self.replica_id = replica_id
         self.own: dict[int, tuple[Any, Any]] = {}
@@ -181,7 +181,7 @@ class Handed:
         ]
         return any(bool((t < 0).any()) for t in whole if t.dtype in (torch.int32, torch.int64))
 
-    def of_call(
+    def from_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the replica's arguments; ``names`` are those of the positional parameters."""
@@ -230,13 +230,13 @@ class Handed:
             self.own[key] = value, part
         elif is_shared(value):
             self.own[key] = value, value
-            self.shared.append((value, held_by(value)))
+            self.shared.append((value, snapshot(value)))
             part = value
         else:
-            part = shell_of(value)
+            part = empty_like(value)
             self.own[key] = value, part  # first: it may hold itself
             contents = {k: self._of_entry(k, child) for k, child in contents_of(value).items()}
-            fill(part, contents)
+            assign(part, contents)
             self.given.append((value, part, contents))
         return part
 
@@ -273,16 +273,16 @@ class Handed:
             return tensor
         split = self.split
         if split.is_batched(tensor):
-            part = split.delivered(tensor, self.replica_id)
+            part = split.to_replica(tensor, self.replica_id)
             if part.device == tensor.device:
                 return part  # a view
         elif len(split.active) > 1 and _is_copied(tensor):
             # Not in the caller's inference mode, so that it has a version.
             with torch.inference_mode(False), torch.no_grad():
-                part = split.delivered(tensor, self.replica_id)
+                part = split.to_replica(tensor, self.replica_id)
                 part = part.clone() if part is tensor else part
         else:
-            part = split.delivered(tensor, self.replica_id)
+            part = split.to_replica(tensor, self.replica_id)
         if not part.is_inference():
             self.tensors.append((tensor, part, part._version))
         return part
@@ -310,7 +310,7 @@ def must_move(value: Any, devices: Sequence[torch.device]) -> bool:
     return False
 
 
-def describe(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def describe_split(split: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Returns which argument went as which parts, for errors."""
     went, whole = [], []
     named = [(f"argument {key!r}", value) for key, value in (*enumerate(args), *kwargs.items())]

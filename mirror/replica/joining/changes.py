@@ -14,13 +14,15 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.replica.joining.arguments import Handed
-from mirror.replica.joining.contents import contents_of, fill, held_by, is_held, is_same
-from mirror.replica.joining.joiner import Joiner
+from mirror.replica.joining.arguments import ReplicaArgs
+from mirror.replica.joining.contents import contents_of, assign, snapshot, is_held, is_same
+from mirror.replica.joining.joiner import Gatherer
 from mirror.values import PerReplica
 
 
-def join_changes(parts: Sequence[Handed], joiner: Joiner, where: Callable[[Any], str]) -> None:
+def join_changes(
+    parts: Sequence[ReplicaArgs], joiner: Gatherer, where: Callable[[Any], str]
+) -> None:
     """Joins what the replicas have changed into the objects that the caller passed.
 
     Args:
@@ -31,7 +33,7 @@ def join_changes(parts: Sequence[Handed], joiner: Joiner, where: Callable[[Any],
         StrategyError: the changes cannot be joined, or are of what all replicas share.
     """
     for value, held in parts[0].shared:
-        if not is_held(held_by(value), held):
+        if not is_held(snapshot(value), held):
             _refuse(
                 where(value),
                 f"an object ({type(value).__name__}) that all replicas share, once by each",
@@ -46,11 +48,11 @@ def join_changes(parts: Sequence[Handed], joiner: Joiner, where: Callable[[Any],
     for write in writes:
         write()
     for value, contents in fills:
-        fill(value, contents)
+        assign(value, contents)
 
 
 def _written(
-    parts: Sequence[Handed], joiner: Joiner, where: Callable[[Any], str]
+    parts: Sequence[ReplicaArgs], joiner: Gatherer, where: Callable[[Any], str]
 ) -> list[Callable[[], object]]:
     """Returns what writes the tensors that replicas have changed in place."""
     writes: list[Callable[[], object]] = []
@@ -68,7 +70,7 @@ def _written(
             elif own is not tensor:
                 changed[id(tensor)] = tensor
     for tensor in changed.values():
-        value = joiner.unsplit([part.own[id(tensor)][1] for part in parts])
+        value = joiner.merge_unbatched([part.own[id(tensor)][1] for part in parts])
         if value is None:
             shape = tuple(tensor.shape)
             _refuse(where(tensor), f"in place a tensor of shape {shape}, differently on each")
@@ -80,7 +82,7 @@ def _changed(
     value: Any,
     now: Sequence[dict[Any, Any]],
     handed: Sequence[dict[Any, Any]],
-    joiner: Joiner,
+    joiner: Gatherer,
     where: Callable[[Any], str],
 ) -> dict[Any, Any]:
     """Returns the contents that the caller's object is to have."""
@@ -113,7 +115,7 @@ def _leave_counts_apart(
     contents: dict[Any, Any],
     before: dict[Any, Any],
     now: Sequence[dict[Any, Any]],
-    joiner: Joiner,
+    joiner: Gatherer,
 ) -> None:
     """Does not take a number for that of one device that has grown by the examples of each.
 
@@ -123,7 +125,7 @@ def _leave_counts_apart(
         old = before.get(key, 0)
         if type(value) is int and type(old) is int and value != old and len(now) > 1:
             if joiner.are_sizes([one[key] - old for one in now if key in one]):
-                contents[key] = joiner.apart([one[key] for one in now])
+                contents[key] = joiner.as_per_replica([one[key] for one in now])
 
 
 def _entry(
@@ -131,13 +133,13 @@ def _entry(
     child: Any,
     present: Sequence[Any],
     handed: Sequence[dict[Any, Any]],
-    joiner: Joiner,
+    joiner: Gatherer,
 ) -> Any:
     same = list(map(is_same, present, [was[key] for was in handed]))
     if all(same):
         return child
     if isinstance(child, PerReplica):
-        return joiner.apart(present)
+        return joiner.as_per_replica(present)
     if any(same):  # some only, which has it for one of its examples
         which = [i for i, is_same in enumerate(same) if not is_same]
         return joiner.of_some(which, [present[i] for i in which])
@@ -148,7 +150,7 @@ def _sequence(
     value: Any,
     now: Sequence[dict[Any, Any]],
     handed: Sequence[dict[Any, Any]],
-    joiner: Joiner,
+    joiner: Gatherer,
     where: Callable[[Any], str],
 ) -> dict[Any, Any]:
     """Returns what a list has, whose replicas' copies have grown, shrunk or changed."""
@@ -160,7 +162,7 @@ def _sequence(
         one[i] is was[i] for one, was in zip(now, handed, strict=True) for i in range(kept)
     )
     if only_grown and joiner.are_per_example(grown):
-        return dict(enumerate([*before.values(), *joiner.concatenated(grown)]))
+        return dict(enumerate([*before.values(), *joiner.concatenate(grown)]))
     if len(set(lengths)) > 1:
         _refuse(where(value), f"to lengths {lengths} that are not those of their examples")
     rows = [[one[i] for one in lists] for i in range(lengths[0])]
@@ -168,7 +170,7 @@ def _sequence(
     added = [joiner.added(row, len(rows) - kept) for row in rows[kept:]]
     if only_grown and joiner.are_as_many(grown):
         if any(isinstance(entry, PerReplica) for entry in added):
-            added = joiner.concatenated(grown)
+            added = joiner.concatenate(grown)
     return dict(enumerate(entries + added))
 
 

@@ -72,7 +72,7 @@ def is_object(value: Any) -> bool:
     return not is_leaf(value) and _has_attributes(type(value))
 
 
-def held_by(value: Any) -> dict[Any, Any]:
+def snapshot(value: Any) -> dict[Any, Any]:
     """Returns what shows that an object has been changed: its attributes, and what those hold."""
     if isinstance(value, _THINGS):
         return {}  # torch's and the library's own: they change as they work
@@ -88,7 +88,7 @@ def held_by(value: Any) -> dict[Any, Any]:
 
 
 def is_held(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether two contents, or two results of ``held_by``, are the very same objects."""
+    """Whether two contents, or two results of ``snapshot``, are the very same objects."""
     same = len(now) == len(before) and all(map(eq, now, before))
     return same and all(map(is_same, now.values(), before.values()))
 
@@ -112,7 +112,7 @@ def is_data(value: Any) -> bool:
         value = found.popleft()
         if is_leaf(value):
             continue
-        if len(seen) > _MOST_VALUES or _is_thing(value):
+        if len(seen) > _MOST_VALUES or _is_opaque(value):
             return False
         for child in contents_of(value).values():
             if type(child) not in IMMUTABLE and id(child) not in seen:
@@ -159,7 +159,7 @@ def is_in(value: Any, holder: Any) -> bool:
         holder = found.popleft()
         if holder is value:
             return True
-        if not is_leaf(holder) and not _is_thing(holder):
+        if not is_leaf(holder) and not _is_opaque(holder):
             new = [child for child in contents_of(holder).values() if id(child) not in seen]
             seen.update(map(id, new))
             found += new
@@ -181,7 +181,7 @@ def contents_of(value: Any) -> dict[Any, Any]:
     return held
 
 
-def shell_of(value: Any) -> Any:
+def empty_like(value: Any) -> Any:
     """Returns a new value of the same kind, to be filled; not of a tuple, which is filled once."""
     if isinstance(value, deque):
         return deque(maxlen=value.maxlen)
@@ -190,7 +190,7 @@ def shell_of(value: Any) -> Any:
     return object.__new__(type(value))
 
 
-def fill(value: Any, contents: dict[Any, Any]) -> Any:
+def assign(value: Any, contents: dict[Any, Any]) -> Any:
     """Gives a value these contents and no others; returns it, or of a tuple a new one."""
     if isinstance(value, (list, deque)):
         value.clear()
@@ -225,7 +225,7 @@ def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
         if all(new[key] is child for key, child in contents.items()):
             return value
         return rebuild_node(value, new)
-    return fill(shell_of(value), new)
+    return assign(empty_like(value), new)
 
 
 def _is_structure(value: Any) -> bool:
@@ -234,10 +234,10 @@ def _is_structure(value: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not _is_thing(value)
+    return dataclasses.is_dataclass(value) and not _is_opaque(value)
 
 
-def _is_thing(value: Any) -> bool:
+def _is_opaque(value: Any) -> bool:
     if isinstance(value, _THINGS) or is_consumed(value):
         return True
     if isinstance(value, _STRUCTURES):

@@ -8,14 +8,14 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from mirror.concurrency.stack import warn_user
-from mirror.replica.exactness.scalar_outputs import Undecided
-from mirror.replica.joining.arguments import Handed
+from mirror.replica.exactness.scalar_outputs import NotReducible
+from mirror.replica.joining.arguments import ReplicaArgs
 
 _known: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
 _looked: WeakSet[nn.Module] = WeakSet()
 
 
-def look_for_ignored(module: nn.Module, parts: Sequence[Handed]) -> None:
+def warn_of_ignored(module: nn.Module, parts: Sequence[ReplicaArgs]) -> None:
     """Looks at what compiled code was handed, at the first call: it waits for the devices.
 
     Raises:
@@ -25,7 +25,7 @@ def look_for_ignored(module: nn.Module, parts: Sequence[Handed]) -> None:
         return
     _looked.add(module)
     if any(part.has_ignored() for part in parts):
-        raise Undecided("of compiled code, and of labels below zero, ignored perhaps")
+        raise NotReducible("of compiled code, and of labels below zero, ignored perhaps")
 
 
 def warn_once(kind: type[nn.Module], what: str) -> None:

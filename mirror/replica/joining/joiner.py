@@ -30,25 +30,25 @@ from torch import Tensor, nn
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduction import weighted_mean
 from mirror.replica.exactness.scalar_outputs import (
-    Undecided,
+    NotReducible,
     Weights,
     is_compiled,
     joined_value,
     weights_of,
 )
-from mirror.replica.gradients.seams import sewn
-from mirror.replica.joining.arguments import Handed
+from mirror.replica.gradients.seams import mark_boundary
+from mirror.replica.joining.arguments import ReplicaArgs
 from mirror.replica.joining.contents import (
     IMMUTABLE,
     contents_of,
-    fill,
+    assign,
     is_consumed,
     is_leaf,
     is_object,
     is_shared,
-    shell_of,
+    empty_like,
 )
-from mirror.replica.joining.inexact import look_for_ignored, warn_once
+from mirror.replica.joining.inexact import warn_of_ignored, warn_once
 from mirror.replica.joining.sequences import is_state
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_node
 
@@ -59,7 +59,7 @@ class _NotJoined(Exception):
     """Parts that are not one value together."""
 
 
-class Joiner:
+class Gatherer:
     """Joins values of the replicas that ran.
 
     Args:
@@ -74,7 +74,7 @@ class Joiner:
         runner: Runner,
         sizes: Sequence[float],
         ids: Sequence[int],
-        parts: Sequence[Handed] = (),
+        parts: Sequence[ReplicaArgs] = (),
         module: nn.Module | None = None,
     ) -> None:
         self._runner = runner
@@ -83,7 +83,10 @@ class Joiner:
         self._parts = parts
         self._module = module
         places = runner.replicas.places
-        self._home, self._places = places.columns[0][0], places if places.are_several else None
+        self._home, self._places = (
+            places.positions[0][0],
+            places if places.is_model_parallel else None,
+        )
         self._counts = [sizes[r] for r in ids]
         self._total = sum(self._counts)
         self._origins: list[dict[int, Any]] | None = None  # by id of a replica's copy
@@ -111,22 +114,22 @@ class Joiner:
                 return origin
             self._is_new = True
             try:
-                return self.joined(parts)
+                return self.join(parts)
             except _NotJoined:
                 pass
             finally:
                 self._is_new = False
-        return self.apart(parts)
+        return self.as_per_replica(parts)
 
     def entry(self, parts: Sequence[Any], before: Any = None) -> Any:
         """Joins one entry of an argument, which was ``before``."""
         if _stays_whole(parts, before) and not self._parts[0].split.is_batched(before):
-            value = self.unsplit(parts)
-            return self.apart(parts) if value is None else value
+            value = self.merge_unbatched(parts)
+            return self.as_per_replica(parts) if value is None else value
         try:
-            return self.joined(parts)
+            return self.join(parts)
         except _NotJoined:
-            return self.apart(parts)
+            return self.as_per_replica(parts)
 
     def of_some(self, which: Sequence[int], parts: Sequence[Any]) -> Any:
         """Joins an entry that only some of those that ran have made, ``which`` by position."""
@@ -134,10 +137,10 @@ class Joiner:
             return self.entry(parts)
         split = isinstance(parts[0], Tensor) and parts[0].shape[:1] == (self._counts[which[0]],)
         if len(which) == 1 and not split:
-            return self.at_home(parts[0])
-        return self.apart(parts, [self._ids[i] for i in which])
+            return self.to_first_device(parts[0])
+        return self.as_per_replica(parts, [self._ids[i] for i in which])
 
-    def unsplit(self, parts: Sequence[Tensor]) -> Tensor | None:
+    def merge_unbatched(self, parts: Sequence[Tensor]) -> Tensor | None:
         """Joins tensors of which none has a dimension of examples; ``None``: they differ."""
         here = [part.to(self._home) for part in parts]
         if all(part.shape == here[0].shape and torch.equal(part, here[0]) for part in here):
@@ -146,14 +149,16 @@ class Joiner:
             return weighted_mean(here, self._counts)
         return None
 
-    def apart(self, parts: Sequence[Any], ids: Sequence[int] | None = None) -> PerReplica[Any]:
+    def as_per_replica(
+        self, parts: Sequence[Any], ids: Sequence[int] | None = None
+    ) -> PerReplica[Any]:
         """Returns the parts as they are."""
         values: list[Any] = [ABSENT] * len(self._sizes)
         for replica_id, part in zip(self._ids if ids is None else ids, parts, strict=True):
             values[replica_id] = part
         return PerReplica(values, weights=self._sizes)._left_apart(bool(self._parts))
 
-    def joined(self, parts: Sequence[Any]) -> Any:
+    def join(self, parts: Sequence[Any]) -> Any:
         """Returns the value that the parts are together.
 
         Raises:
@@ -175,11 +180,11 @@ class Joiner:
             self._made[id(first)] = self._holder(parts)
         return self._made[id(first)]
 
-    def concatenated(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
+    def concatenate(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns the entries of all parts, one replica after the other."""
-        return [self.at_home(entry) for part in parts for entry in part]
+        return [self.to_first_device(entry) for part in parts for entry in part]
 
-    def at_home(self, value: Any) -> Any:
+    def to_first_device(self, value: Any) -> Any:
         """Returns one replica's value on the first replica's device."""
         if not isinstance(value, Tensor):
             return value
@@ -208,20 +213,20 @@ class Joiner:
         """Joins one of the entries that a list has got."""
         is_any = num_added == 1 and set(self._counts) == {1} and len(parts) > 1
         if is_any and is_leaf(parts[0]) and not isinstance(parts[0], Tensor):
-            return self.apart(parts)  # of every example, or of the call: nothing tells
+            return self.as_per_replica(parts)  # of every example, or of the call: nothing tells
         return self.entry(parts)
 
     def _home_of(self, part: Tensor) -> torch.device:
         """Returns the first replica's device at the position that a part is at."""
-        return self._home if self._places is None else self._places.at(part.device)[0]
+        return self._home if self._places is None else self._places.replica_at(part.device)[0]
 
     def _tensor(self, parts: Sequence[Tensor]) -> Tensor | None:
         home = self._home if self._places is None else self._home_of(parts[0])
         if _are_batched(parts, self._counts) and (len(parts) == 1 or not is_state(parts[0])):
-            here = [part.to(home) for part in sewn(self._runner, self._ids, parts)]
+            here = [part.to(home) for part in mark_boundary(self._runner, self._ids, parts)]
             return here[0] if len(here) == 1 else torch.cat(here)
         if self._total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
-            here = [part.to(home) for part in sewn(self._runner, self._ids, parts)]
+            here = [part.to(home) for part in mark_boundary(self._runner, self._ids, parts)]
             weights = self._weights_of(parts)
             if weights is None:
                 return weighted_mean(here, self._counts)
@@ -234,9 +239,9 @@ class Joiner:
             return None
         try:
             if is_compiled(parts) and not any(part.has_share for part in self._parts):
-                look_for_ignored(self._module, self._parts)
+                warn_of_ignored(self._module, self._parts)
             return weights_of(parts, self._counts, any(part.has_share for part in self._parts))
-        except Undecided as why:
+        except NotReducible as why:
             warn_once(type(self._module), str(why))
             return None
 
@@ -292,15 +297,15 @@ class Joiner:
             return set[Any]().union(*held)
         if any(one.keys() != held[0].keys() for one in held):
             if isinstance(first, (list, deque)) and self.are_per_example(parts):
-                return fill(shell_of(first), dict(enumerate(self.concatenated(parts))))
+                return assign(empty_like(first), dict(enumerate(self.concatenate(parts))))
             raise _NotJoined
         if isinstance(first, tuple):
             return rebuild_node(first, self._by_key(held))
-        shell = self._made[id(first)] = shell_of(first)
-        return fill(shell, self._by_key(held))
+        shell = self._made[id(first)] = empty_like(first)
+        return assign(shell, self._by_key(held))
 
     def _by_key(self, held: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
-        return {key: self.joined([one[key] for one in held]) for key in held[0]}
+        return {key: self.join([one[key] for one in held]) for key in held[0]}
 
     def _origin_of(self, parts: Sequence[Any], default: Any) -> Any:
         """Returns the argument of the caller's of which the parts are the replicas' copies."""

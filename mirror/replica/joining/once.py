@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mirror.accelerator.places import Places
+from mirror.accelerator.places import DeviceMesh
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica
@@ -28,7 +28,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def call_once(
+def merge_call_joined(
     replica: Replica,
     metric: Any,
     call: Callable[..., Any],
@@ -61,7 +61,7 @@ def call_once(
         own_args = [join(*values) for values in zip(*(a for a, _ in every), strict=True)]
         own_kwargs = {key: join(*(k[key] for _, k in every)) for key in first.kwargs}
         result = first.call(*own_args, **own_kwargs)
-        return {r: _moved(result, places, r) for r in calls}
+        return {r: _move(result, places, r) for r in calls}
 
     def action(calls: dict[int, _Call]) -> dict[int, Any]:
         of_object: dict[int, dict[int, _Call]] = {}
@@ -97,7 +97,7 @@ class Join:
     """
 
     def __init__(
-        self, metric: Any, places: Places, weights: Sequence[float], is_placed: bool = False
+        self, metric: Any, places: DeviceMesh, weights: Sequence[float], is_placed: bool = False
     ) -> None:
         self.metric = metric
         self._places = places
@@ -131,7 +131,7 @@ class Join:
         home = self._home
         if home is not None and home.type == device.type:
             return home
-        return self._places.at(device)[0]
+        return self._places.replica_at(device)[0]
 
     def _tensor(self, parts: list[Tensor]) -> Tensor:
         if parts[0].dim() == 0:
@@ -163,12 +163,12 @@ class Join:
         """Raises StrategyError for what cannot be joined."""
         raise StrategyError(
             f"{type(self.metric).__name__} is updated once with what all replicas give it, and "
-            f"this cannot be joined: {in_words(parts)}; give it the values of the examples, one "
+            f"this cannot be joined: {describe_call(parts)}; give it the values of the examples, one "
             "row each, or update it outside strategy.run and the module, with joined values"
         )
 
 
-def in_words(parts: Sequence[Any]) -> str:
+def describe_call(parts: Sequence[Any]) -> str:
     """Returns what the replicas have given, for an error."""
     return ", ".join(
         f"a tensor of shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"{p!r:.40}"
@@ -188,10 +188,10 @@ def _device_of(metric: Any) -> torch.device | None:
     return None
 
 
-def _moved(result: Any, places: Places, replica_id: int) -> Any:
+def _move(result: Any, places: DeviceMesh, replica_id: int) -> Any:
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.device in places.devices:
-            return leaf.to(places.at(leaf.device)[replica_id])
+            return leaf.to(places.replica_at(leaf.device)[replica_id])
         return leaf
 
     return map_structure(moved, result)

@@ -9,8 +9,8 @@ from torch import nn
 
 from mirror.errors import StructureError
 from mirror.execution.runner import Runner
-from mirror.replica.joining.arguments import Handed
-from mirror.replica.joining.joiner import Joiner
+from mirror.replica.joining.arguments import ReplicaArgs
+from mirror.replica.joining.joiner import Gatherer
 from mirror.values import map_structure
 
 
@@ -18,7 +18,7 @@ def join_outputs(
     runner: Runner,
     results: dict[int, Any],
     sizes: Sequence[float],
-    parts: Sequence[Handed] = (),
+    parts: Sequence[ReplicaArgs] = (),
     module: nn.Module | None = None,
 ) -> Any:
     """Joins the replicas' outputs into what one device would have returned.
@@ -35,7 +35,7 @@ def join_outputs(
     Raises:
         StructureError: the replicas' outputs differ in structure.
     """
-    joiner = Joiner(runner, sizes, list(results), parts, module)
+    joiner = Gatherer(runner, sizes, list(results), parts, module)
     try:
         return map_structure(joiner.output, *results.values())
     except StructureError as error:

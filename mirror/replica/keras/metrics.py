@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.execution.current import current
-from mirror.replica.joining.once import Join, call_once
+from mirror.replica.joining.once import Join, merge_call_joined
 from mirror.replica.keras.library import computing_on, is_stateless, library
 from mirror.torch_private import wrap_once
 from mirror.values import leaves_of
@@ -51,7 +51,7 @@ def _watch_kind(kind: type) -> None:
 
 
 def _once_for_all(method: Callable[..., Any]) -> Callable[..., Any]:
-    @opaque
+    @disable_dynamo
     def call(metric: Any, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         if replica is None or not replica.replicas.mirrors or is_stateless():
@@ -62,7 +62,7 @@ def _once_for_all(method: Callable[..., Any]) -> Callable[..., Any]:
             with computing_on(device):
                 return method(metric, *args, **kwargs)
 
-        return call_once(replica, metric, once, args, kwargs, _Given)
+        return merge_call_joined(replica, metric, once, args, kwargs, _Given)
 
     return call
 

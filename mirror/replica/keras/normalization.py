@@ -69,7 +69,7 @@ def _whole_batch(replica: Replica, x: Tensor, mask: Tensor | None) -> tuple[Tens
     mean = rows.sum(0) / max(1, rows.shape[0])
     row = torch.cat([mean, (rows - mean).square().sum(0), count]).unsqueeze(0)
     workers = replica.replicas.workers
-    above = workers.first + replica.replica_id
+    above = workers.replica_offset + replica.replica_id
     table = F.pad(row, (0, 0, above, workers.num_replicas - 1 - above))
     table = all_reduce(replica, "sum", table)
     means, squares, counts = table.split([channels, channels, 1], dim=1)

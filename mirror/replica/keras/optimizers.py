@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError
 from mirror.execution.current import current
@@ -26,11 +26,11 @@ from mirror.timeline import OPTIMIZER
 from mirror.torch_private import wrap_once
 
 
-class _Thread(threading.local):
+class _StepState(threading.local):
     is_applying = False
 
 
-_thread = _Thread()
+_thread = _StepState()
 
 
 def watch_optimizers() -> None:
@@ -48,7 +48,7 @@ def watch_optimizers() -> None:
 def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Tells the timeline and the listeners, as the hooks of torch's optimizers do."""
 
-    @opaque
+    @disable_dynamo
     def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if _thread.is_applying:
             return original(optimizer, *args, **kwargs)
@@ -69,7 +69,7 @@ def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once_for_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    @opaque
+    @disable_dynamo
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         replica = current.replica
         if replica is None or not replica.replicas.mirrors:
@@ -96,7 +96,7 @@ def _merged(replica: Replica, call: Callable[..., Any], grads: Any, variables: A
             with computing_on(home), torch.no_grad():
                 return call([None if g is None else g.to(home) for g in own], named)
 
-        result = runner.call_outside(run, step)
+        result = runner.call_cross_replica(run, step)
         return dict.fromkeys(payloads, result)
 
     point = MergePoint("optimizer.apply", len(grads), (grads, variables), action)

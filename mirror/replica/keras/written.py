@@ -31,7 +31,7 @@ _SEED = "seed_generator_state"
 _COUNTS = "_mirror_counts_examples"  # on a variable, once that has been seen
 
 
-class Written:
+class LayerWrites:
     """What one replica's call has assigned, and the losses it has added.
 
     Attributes:
@@ -46,7 +46,7 @@ class Written:
         self.losses: list[Tensor] = []
         self._is_reading = False
 
-    def of(self, call: Callable[[], Any]) -> Any:
+    def of_layer(self, call: Callable[[], Any]) -> Any:
         """Calls, and notes what is assigned instead of assigning it."""
         scope = _scope_class()(self)
         with scope:
@@ -82,7 +82,7 @@ class Written:
 
 
 def assign_joined(
-    written: Sequence[Written],
+    written: Sequence[LayerWrites],
     sizes: Sequence[float],
     home: torch.device,
     *,
@@ -102,10 +102,10 @@ def assign_joined(
         values = [one.values.get(key, before).to(home) for one in written]
         if variable.name == _SEED and key not in written[0].values:
             continue
-        variable.assign(_joined(variable, before, values, sizes, counted))
+        variable.assign(_join(variable, before, values, sizes, counted))
 
 
-def _joined(
+def _join(
     variable: Any, before: Tensor, values: list[Tensor], sizes: Sequence[float], counted: bool
 ) -> Tensor:
     first = values[0]
@@ -156,7 +156,7 @@ def _made_scope() -> Any:
     class ReplicaScope(library().StatelessScope):  # type: ignore[misc]
         """Notes which variables are assigned, which Keras's own scope does not keep."""
 
-        def __init__(self, written: Written) -> None:
+        def __init__(self, written: LayerWrites) -> None:
             super().__init__(collect_losses=True, initialize_variables=False)
             self._written = written
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.execution.replicas import Replica
 from mirror.replica.collectives.collectives import all_gather
 
@@ -20,7 +20,7 @@ def renormalizes(module: nn.Module) -> bool:
     return is_embedding and module.max_norm is not None
 
 
-@opaque
+@disable_dynamo
 def renormalize_everywhere(module: Any, replica: Replica, indices: Tensor) -> None:
     """Renormalizes, on every replica alike, the rows that any replica is about to look up.
 

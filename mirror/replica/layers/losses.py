@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.concurrency.merge_point import MergePoint
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.execution.current import current
 
 
@@ -70,7 +70,7 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
     _check_context("scale_regularization_loss")
     replica = current.replica
     num_replicas = 1 if replica is None else len(replica.run.active)
-    if replica is not None and replica.replicas.workers.are_several:
+    if replica is not None and replica.replicas.workers.is_multi_process:
         num_replicas = _total("scale_regularization_loss", 1)  # others may sit out, elsewhere
     return torch.as_tensor(regularization_loss).sum() / num_replicas
 
@@ -131,7 +131,7 @@ def _checked(global_batch_size: Any) -> int:
         size = operator.index(global_batch_size)
     except TypeError:
         raise TypeError(
-            f"global_batch_size must be an integer, got {in_words(global_batch_size)}"
+            f"global_batch_size must be an integer, got {short_repr(global_batch_size)}"
         ) from None
     if size <= 0:
         raise ValueError(f"global_batch_size must be positive, got {size}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.execution.current import current
 from mirror.execution.replicas import Replica
 from mirror.replica.collectives.collectives import all_reduce
@@ -113,7 +113,7 @@ def _synchronized(layer: _BatchNorm, x: Tensor) -> Tensor:
     return _over_batch(layer, x, replica)
 
 
-@opaque
+@disable_dynamo
 def _over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)
@@ -161,7 +161,7 @@ def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Ten
         table = replica.tracing.own_row(row)
     else:
         workers = replica.replicas.workers
-        above = workers.first + replica.replica_id
+        above = workers.replica_offset + replica.replica_id
         table = F.pad(row, (0, 0, above, workers.num_replicas - 1 - above))
     table = all_reduce(replica, "sum", table)
     means, squares, counts = table.split([channels, channels, 1], dim=1)

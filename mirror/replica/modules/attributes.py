@@ -36,14 +36,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mirror.compiler import forget_compiled, opaque
+from mirror.compiler import forget_compiled, disable_dynamo
 from mirror.execution.current import current
 from mirror.execution.replicas import Replica
 from mirror.replica.copies.variable import ReplicaParameter
-from mirror.replica.modules.own_values import MISSING, OwnValues
-from mirror.replica.modules.transparent_call import TransparentCall
+from mirror.replica.modules.own_values import MISSING, PerReplicaAttribute
+from mirror.replica.modules.transparent_call import CallInterceptor
 from mirror.replica.modules.wrappers import IGNORED, tell_of_ignored
-from mirror.replica.routing import owner_of, route_of
+from mirror.replica.routing import owner_of, interceptor_of
 from mirror.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
 
 # What torch itself keeps on a module, ``training`` among it, says the same on every replica.
@@ -60,7 +60,7 @@ class ReplicaAttribute:
         self._name = name
         self._default = default  # of the class
 
-    @opaque
+    @disable_dynamo
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         value = MISSING
         if module is not None:
@@ -78,7 +78,7 @@ class ReplicaAttribute:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
         return value
 
-    @opaque
+    @disable_dynamo
     def __set__(self, module: nn.Module, value: Any) -> None:
         found = own_values(module, self._name)
         if found is not None:
@@ -87,7 +87,7 @@ class ReplicaAttribute:
         else:
             module.__dict__[self._name] = value
 
-    @opaque
+    @disable_dynamo
     def __delete__(self, module: nn.Module) -> None:
         found = own_values(module, self._name)
         if found is not None:
@@ -98,19 +98,19 @@ class ReplicaAttribute:
             raise AttributeError(self._name)
 
 
-def own_values(module: nn.Module, name: str) -> tuple[OwnValues, Replica] | None:
+def own_values(module: nn.Module, name: str) -> tuple[PerReplicaAttribute, Replica] | None:
     """Returns the replicas' values of an attribute, and the current one of a module's replicas."""
     replica = current.replica
     if replica is None:
         return None
-    call = route_of(module)
-    if not isinstance(call, TransparentCall) or call.replicas is not replica.replicas:
+    call = interceptor_of(module)
+    if not isinstance(call, CallInterceptor) or call.replicas is not replica.replicas:
         return None
     if not call.replicas.mirrors:
         return None
-    # On the TransparentCall, because copies and pickles of a module leave that out.
+    # On the CallInterceptor, because copies and pickles of a module leave that out.
     if name not in call.own:
-        call.own[name] = OwnValues(module, name, call.recorder.attributes)
+        call.own[name] = PerReplicaAttribute(module, name, call.recorder.attributes)
     return call.own[name], replica
 
 
@@ -150,7 +150,7 @@ def _noticing_delete(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _record(module: nn.Module) -> None:
-    route = route_of(module)
+    route = interceptor_of(module)
     if route is not None:
         route.recorder.record(module)
 
@@ -180,7 +180,7 @@ def is_own(module: nn.Module, name: str) -> bool:
     return isinstance(inspect.getattr_static(type(module), name, None), ReplicaAttribute)
 
 
-@opaque
+@disable_dynamo
 def _notice(module: nn.Module, name: str, value: Any) -> None:
     """Installs the descriptor of an attribute that a replica is about to set, or to delete."""
     attributes = module.__dict__

@@ -45,7 +45,7 @@ class _Staying:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         converted = self.fn(tensor)
-        if self.replicas.places.are_several:
+        if self.replicas.places.is_model_parallel:
             self._check_place(tensor, converted)
             return converted
         devices = self.replicas.devices
@@ -61,12 +61,12 @@ class _Staying:
     def _check_place(self, tensor: Tensor, converted: Tensor) -> None:
         """Raises StrategyError for a move away from where a variable is."""
         places, is_mirrored = self.replicas.places, isinstance(tensor, MirroredTensor)
-        devices = () if is_mirrored else places.rows[0]
+        devices = () if is_mirrored else places.replicas[0]
         stays = converted.device == tensor.device or converted.is_meta
         if not stays and converted.device not in devices:
             raise StrategyError(
                 f"layers are placed on the first replica's devices "
-                f"({', '.join(map(str, places.rows[0]))}), before the model is used for the first "
+                f"({', '.join(map(str, places.replicas[0]))}), before the model is used for the first "
                 f"time; a variable on {tensor.device} was to be moved to {converted.device}: move "
                 "it in __init__, or before strategy.mirror(model)"
             )

@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.errors import StrategyError
 from mirror.execution.current import current
 from mirror.replica.copies.buffer import MirroredBuffer
 from mirror.replica.copies.parameters import MirroredParameter
 from mirror.replica.copies.variable import ReplicaParameter
-from mirror.replica.routing import Recorder
+from mirror.replica.routing import ModuleRecorder
 from mirror.replica.tensors import MirroredTensor
 
 
-class Swapping(Recorder, Protocol):
+class OverrideCheck(ModuleRecorder, Protocol):
     """Who hears of parameters that are replaced inside ``run``."""
 
     @property
@@ -34,7 +34,9 @@ class Swapping(Recorder, Protocol):
 class WatchedDict(dict[str, Any]):
     """A module's dict that tells when an entry is set."""
 
-    def __init__(self, entries: Mapping[str, Any], module: nn.Module, recorder: Recorder) -> None:
+    def __init__(
+        self, entries: Mapping[str, Any], module: nn.Module, recorder: ModuleRecorder
+    ) -> None:
         super().__init__(entries)
         self.module = weakref.ref(module)
         self.recorder = recorder
@@ -68,11 +70,13 @@ class ReplicaDict(WatchedDict):
             ``torch.func.functional_call`` does until its call ends.
     """
 
-    def __init__(self, entries: Mapping[str, Any], module: nn.Module, recorder: Swapping) -> None:
+    def __init__(
+        self, entries: Mapping[str, Any], module: nn.Module, recorder: OverrideCheck
+    ) -> None:
         super().__init__(entries, module, recorder)
         self.replicas = recorder.replicas
         self.aggregations: dict[str, str] = {}
-        self.swapped: dict[tuple[int, str], Any] = {}
+        self.overrides: dict[tuple[int, str], Any] = {}
         self._swaps = recorder.swaps
 
     def __getitem__(self, name: str) -> Any:
@@ -83,8 +87,8 @@ class ReplicaDict(WatchedDict):
         record = value._mirrored  # type: ignore[attr-defined]
         if replica.replicas is not record.replicas:
             return value
-        if self.swapped and (replica.replica_id, name) in self.swapped:
-            return self.swapped[replica.replica_id, name]
+        if self.overrides and (replica.replica_id, name) in self.overrides:
+            return self.overrides[replica.replica_id, name]
         return record.copies[replica.replica_id]
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -103,16 +107,16 @@ class ReplicaDict(WatchedDict):
         elif not isinstance(existing, MirroredParameter):
             super().__setitem__(name, value)
         elif value is existing or value is existing._mirrored.copies[replica.replica_id]:
-            self.swapped.pop((replica.replica_id, name), None)
+            self.overrides.pop((replica.replica_id, name), None)
         else:
-            self.swapped[replica.replica_id, name] = value
+            self.overrides[replica.replica_id, name] = value
             self._swaps.append(self)
 
     def refuse_swaps(self) -> None:
         """Raises for a parameter that was replaced inside ``run`` and not put back."""
-        if self.swapped:
-            (_, name), *_ = self.swapped
-            self.swapped.clear()
+        if self.overrides:
+            (_, name), *_ = self.overrides
+            self.overrides.clear()
             raise StrategyError(
                 f"parameter {name!r} was replaced inside strategy.run, where each replica would "
                 "have one of its own; replace parameters outside run"
@@ -122,9 +126,9 @@ class ReplicaDict(WatchedDict):
 class OpaqueDict(ReplicaDict):
     """The parameters of a module whose calls the compiler must not follow.
 
-    It goes past the TransparentCall, to ``forward``, and ends where that reads one of these.
+    It goes past the CallInterceptor, to ``forward``, and ends where that reads one of these.
     """
 
-    @opaque
+    @disable_dynamo
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name)

@@ -31,16 +31,16 @@ from mirror.replica.keras.library import (
 )
 from mirror.replica.keras.metrics import watch_metrics
 from mirror.replica.keras.optimizers import watch_optimizers
-from mirror.replica.keras.written import Written, assign_joined
+from mirror.replica.keras.written import LayerWrites, assign_joined
 from mirror.replica.modules.recording import recording
-from mirror.replica.modules.transparent_call import TransparentCall
+from mirror.replica.modules.transparent_call import CallInterceptor
 from mirror.torch_private import WHOLE_CALL, wrap_once
 from mirror.values import leaves_of, map_structure
 
 _MASK = "_keras_mask"
 
 
-class KerasCall(TransparentCall):
+class KerasCall(CallInterceptor):
     """What calling a mirrored Keras layer does."""
 
     __slots__ = ()
@@ -65,9 +65,9 @@ class KerasCall(TransparentCall):
         call = partial(getattr(module, WHOLE_CALL), *args, **kwargs)
         if is_stateless() or not self.replicas.mirrors:  # a layer around it has done all this
             return call()
-        written = Written(replica.replica_id)
+        written = LayerWrites(replica.replica_id)
         with computing_on(replica.device):
-            outputs = written.of(call)
+            outputs = written.of_layer(call)
         if written.losses:
             raise StrategyError(
                 f"{type(module).__name__} was called inside run, or by a module that is no Keras "
@@ -116,7 +116,7 @@ class _Calls:
     def __init__(self, layer: Any, masks: dict[int, Any]) -> None:
         self._layer, self._masks = layer, masks
         self._state = CallersState()
-        self._written: dict[int, Written] = {}
+        self._written: dict[int, LayerWrites] = {}
         self._sizes: dict[int, float] = {}
 
     def call(self, replica_id: int, call: partial[Any]) -> tuple[Any, list[Any], dict[int, Any]]:
@@ -130,12 +130,12 @@ class _Calls:
         if self._masks:
             *_, args, kwargs = call.args
             _set_masks((args, kwargs), self._masks_on(replica))
-        written = self._written[replica_id] = Written(replica_id)
+        written = self._written[replica_id] = LayerWrites(replica_id)
         self._sizes[replica_id] = replica.weight
         before = self._state.enter()
         try:
             with computing_on(replica.device):
-                outputs = written.of(call)
+                outputs = written.of_layer(call)
         finally:
             self._state.leave(before)
         losses = written.losses
@@ -169,7 +169,7 @@ class _Calls:
         return outputs
 
 
-def _merge(runner: Runner, replica: Replica, name: str, written: Written) -> None:
+def _merge(runner: Runner, replica: Replica, name: str, written: LayerWrites) -> None:
     """Assigns what all replicas have written, when the last of them has called."""
     run = replica.run
     assert isinstance(run, Run)
@@ -183,7 +183,7 @@ def _merge(runner: Runner, replica: Replica, name: str, written: Written) -> Non
             replica.replicas.devices[0],
             counted=run.is_weighted,
         )
-        runner.call_outside(run, join)
+        runner.call_cross_replica(run, join)
         return dict.fromkeys(payloads)
 
     point = MergePoint(f"a call of Keras layer {name}", name, written, action)

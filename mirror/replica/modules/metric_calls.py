@@ -37,10 +37,10 @@ from typing import Any
 
 from torch import nn
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.errors import StrategyError
 from mirror.execution.current import current
-from mirror.replica.joining.once import Join, call_once, in_words
+from mirror.replica.joining.once import Join, merge_call_joined, describe_call
 from mirror.replica.routing import owner_of
 from mirror.torch_private import wrap_once
 
@@ -125,7 +125,7 @@ def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Call
     """Wraps a bound method of ``module``, or a method of a class."""
 
     @functools.wraps(method)
-    @opaque
+    @disable_dynamo
     def call(*args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         if replica is None:
@@ -139,7 +139,7 @@ def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Call
         if module is None:
             own, given = functools.partial(method, metric), args[1:]
         joining = Join if is_kind else _Logged
-        return call_once(replica, metric, own, given, kwargs, joining, is_loose=is_loose)
+        return merge_call_joined(replica, metric, own, given, kwargs, joining, is_loose=is_loose)
 
     setattr(call, _WRAPPED, True)
     return call
@@ -151,6 +151,6 @@ class _Logged(Join):
     def refuse(self, parts: Sequence[Any]) -> Any:
         raise StrategyError(
             f"{type(self.metric).__name__}.log logs once what all replicas give it, and this "
-            f"cannot be joined: {in_words(parts)}; give it a mean over examples, or log it in "
+            f"cannot be joined: {describe_call(parts)}; give it a mean over examples, or log it in "
             "training_step"
         )

@@ -7,7 +7,7 @@ instance attribute are replaced:
     _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs; with one
                             replica a WatchedDict
     _modules                WatchedDict: notes a submodule put in later
-    _compiled_call_impl     TransparentCall: splits the call in the cross-replica context.
+    _compiled_call_impl     CallInterceptor: splits the call in the cross-replica context.
                             ``Module.__call__`` looks at it first; copies and pickles have None.
 
 Of torch itself these are wrapped when the first module is mirrored: the module's ``compile``,
@@ -25,19 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.accelerator.renaming import as_named
+from mirror.accelerator.renaming import without_remap
 from mirror.compiler import is_compiled, refuse_unknown_compiler
 from mirror.concurrency.merge_point import MergePoint
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
-from mirror.execution.part import Part
-from mirror.execution.random_streams import alike
+from mirror.execution.part import LifecycleHooks
+from mirror.execution.random_streams import same_seed
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.copies.buffers import Buffers
-from mirror.replica.copies.recorded import Recorded, is_unmade
-from mirror.replica.copies.registry import Registry
-from mirror.replica.copies.variables import Variables
+from mirror.replica.copies.recorded import PendingModules, is_uninitialized
+from mirror.replica.copies.registry import MirroredTensors
+from mirror.replica.copies.variables import ReplicatedParams
 from mirror.replica.functions import watch_functions
 from mirror.replica.keras.library import is_layer
 from mirror.replica.layers.embedding import renormalizes
@@ -53,20 +53,20 @@ from mirror.replica.modules.metric_calls import (
     watch_metric,
 )
 from mirror.replica.modules.own_copies import watch_copies
-from mirror.replica.modules.own_values import Attributes
-from mirror.replica.modules.transparent_call import TransparentCall
+from mirror.replica.modules.own_values import ModuleAttributes
+from mirror.replica.modules.transparent_call import CallInterceptor
 from mirror.replica.modules.wrappers import (
     IGNORED,
     refuse_wrapper,
     tell_of_ignored,
     watch_wrappers,
 )
-from mirror.replica.routing import route_of, watch_compile
+from mirror.replica.routing import interceptor_of, watch_compile
 from mirror.replica.tensors import MirroredTensor
 from mirror.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_lacking
 
 
-class Modules:
+class ModuleRegistry:
     """The modules of one strategy; the part "modules".
 
     Args:
@@ -84,11 +84,11 @@ class Modules:
         self,
         replicas: Replicas,
         runner: Runner,
-        registry: Registry,
-        recorded: Recorded,
-        variables: Variables,
+        registry: MirroredTensors,
+        recorded: PendingModules,
+        variables: ReplicatedParams,
         buffers: Buffers,
-        attributes: Attributes,
+        attributes: ModuleAttributes,
     ) -> None:
         self.replicas = replicas
         self.runner = runner
@@ -111,12 +111,12 @@ class Modules:
             else:
                 yield module, path
 
-    def part(self) -> Part:
+    def part(self) -> LifecycleHooks:
         """Returns what is told of runs. See [Note: Parts]."""
-        return Part(
+        return LifecycleHooks(
             name="modules",
             prepare=self.mirror_recorded,
-            returned=self._refuse_swaps,
+            on_return=self._refuse_swaps,
             recover=self._drop_swaps,
         )
 
@@ -178,7 +178,7 @@ class Modules:
         if isinstance(module, nn.SyncBatchNorm):
             watch_torchs_own()
         self._watch_dicts(module)
-        self._recorded.look_again(module)
+        self._recorded.retry(module)
         self.route(module)
 
     def _first_path(self, module: nn.Module, path: str) -> str:
@@ -205,7 +205,7 @@ class Modules:
         def action(payloads: dict[int, Any]) -> dict[int, None]:
             args, kwargs = payloads[min(payloads)]
             replica.run.enter_first_stream()
-            with alike(self.replicas.workers), as_named():
+            with same_seed(self.replicas.workers), without_remap():
                 getattr(module, INFER)(module, args, kwargs)
                 if not self.replicas.mirrors:
                     self._move(module)
@@ -219,17 +219,17 @@ class Modules:
 
     def route(self, module: nn.Module) -> None:
         """Has calls of a module split."""
-        if not self.routes_calls or route_of(module) is not None:
+        if not self.routes_calls or interceptor_of(module) is not None:
             return
         if isinstance(module, torch.jit.ScriptModule):  # its forward is not Python
             return
         refuse_lacking(SPLIT_CALL)
         call = module.__dict__.get(SPLIT_CALL)
-        if isinstance(call, TransparentCall):
+        if isinstance(call, CallInterceptor):
             call = None  # it came with a copied dict
         if call is not None or is_compiled(module):
             refuse_unknown_compiler()
-        kind = KerasCall if is_layer(module) else TransparentCall
+        kind = KerasCall if is_layer(module) else CallInterceptor
         module.__dict__[SPLIT_CALL] = kind(module, self, call)
         watch_compile()
         watch_wrappers()
@@ -245,10 +245,10 @@ class Modules:
             if not isinstance(submodule, torch.jit.ScriptModule):
                 self._watch_dicts(submodule)
             self.route(submodule)
-            self._recorded.look_again(submodule)
+            self._recorded.retry(submodule)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if not (self._registry.owns(tensor) or is_unmade(tensor)):
-                home = self.replicas.places.home_of(tensor.device, name)
+            if not (self._registry.owns(tensor) or is_uninitialized(tensor)):
+                home = self.replicas.places.position_of(tensor.device, name)
                 if tensor.device != home:
                     tensor.data = tensor.data.to(home)
                 self._registry.own(tensor)
@@ -282,7 +282,7 @@ class Modules:
         return value.device.type == self.replicas.devices[0].type
 
     def _is_new(self, tensor: Any, name: str) -> bool:
-        if tensor is None or is_unmade(tensor):
+        if tensor is None or is_uninitialized(tensor):
             return False
         if isinstance(tensor, MirroredTensor):
             if tensor._mirrored.replicas is not self.replicas:  # type: ignore[attr-defined]
@@ -299,4 +299,4 @@ class Modules:
 
     def _drop_swaps(self) -> None:
         while self.swaps:
-            self.swaps.pop().swapped.clear()
+            self.swaps.pop().overrides.clear()

@@ -10,8 +10,8 @@ from torch import nn
 from mirror.execution.current import current
 from mirror.replica.modules.attributes import is_own, own_values
 from mirror.replica.modules.own_values import MISSING
-from mirror.replica.modules.transparent_call import TransparentCall
-from mirror.replica.routing import route_of
+from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.replica.routing import interceptor_of
 from mirror.torch_private import wrap_once
 
 
@@ -25,8 +25,8 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
         reduced = original(self, protocol)
         if current.replica is None or not isinstance(reduced, tuple) or len(reduced) < 3:
             return reduced
-        route, state = route_of(self), reduced[2]
-        if not isinstance(route, TransparentCall):
+        route, state = interceptor_of(self), reduced[2]
+        if not isinstance(route, CallInterceptor):
             return reduced
         if isinstance(state, dict):
             state = _own_state(self, state, route)
@@ -37,7 +37,7 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_ex
 
 
-def _own_state(module: nn.Module, state: dict[str, Any], route: TransparentCall) -> dict[str, Any]:
+def _own_state(module: nn.Module, state: dict[str, Any], route: CallInterceptor) -> dict[str, Any]:
     """Returns what a module is reduced to, with the replica's own values in it."""
     own_state = dict(state)
     # What has been set in this run for the first time; unless the class chooses what to give.

@@ -37,13 +37,13 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError, StructureError
-from mirror.execution.part import Part
-from mirror.execution.replicas import Replica, Together
+from mirror.execution.part import LifecycleHooks
+from mirror.execution.replicas import Replica, RunView
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduction import weighted_mean
-from mirror.replica.gradients.seams import sewn
-from mirror.replica.joining.arguments import Split
+from mirror.replica.gradients.seams import mark_boundary
+from mirror.replica.joining.arguments import SplitPlan
 from mirror.replica.joining.outputs import join_outputs
 from mirror.replica.tensors import MirroredTensor
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
@@ -51,22 +51,22 @@ from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 MISSING: Any = object()
 
 
-class Attributes:
+class ModuleAttributes:
     """The attributes that replicas look at, to be joined when they have run; a part."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         # Weakly: what a backward pass recomputes is a run that nobody ends.
-        self._of_runs: weakref.WeakKeyDictionary[Together, list[OwnValues]] = (
+        self._of_runs: weakref.WeakKeyDictionary[RunView, list[PerReplicaAttribute]] = (
             weakref.WeakKeyDictionary()
         )
         self._has_noted = False  # else every run would look there
 
-    def part(self) -> Part:
+    def part(self) -> LifecycleHooks:
         """Returns what is told of runs. See [Note: Parts]."""
-        return Part(name="attributes", finish=self._join, recover=self._of_runs.clear)
+        return LifecycleHooks(name="attributes", finish=self._join, recover=self._of_runs.clear)
 
-    def note(self, run: Together, own: OwnValues) -> None:
+    def record(self, run: RunView, own: PerReplicaAttribute) -> None:
         """Has an attribute joined when the replicas of a run have returned, or merge."""
         self._of_runs.setdefault(run, []).append(own)
         self._has_noted = True
@@ -89,13 +89,13 @@ class _InRun:
         flags: the bools that were set.
     """
 
-    run: Together | None = None
+    run: RunView | None = None
     values: dict[int, Any] = field(default_factory=dict)
     read: dict[int, tuple[list[Any], tuple[int, ...]]] = field(default_factory=dict)
     flags: dict[int, bool] = field(default_factory=dict)
 
 
-class OwnValues:
+class PerReplicaAttribute:
     """What the replicas have of one attribute of one module. See [Note: States of an attribute].
 
     ``_now`` is its state in a run; ``_left`` and ``_joined`` are that between runs.
@@ -103,7 +103,7 @@ class OwnValues:
 
     __slots__ = ("_attributes", "_is_batched", "_joined", "_left", "_module", "_name", "_now")
 
-    def __init__(self, module: nn.Module, name: str, attributes: Attributes) -> None:
+    def __init__(self, module: nn.Module, name: str, attributes: ModuleAttributes) -> None:
         self._attributes = attributes
         self._module = weakref.ref(module)
         self._name = name
@@ -149,7 +149,7 @@ class OwnValues:
             )
         if not values:
             self._left = {}
-        elif all(r in now.read and _is_as(value, *now.read[r]) for r, value in values.items()):
+        elif all(r in now.read and _equals(value, *now.read[r]) for r, value in values.items()):
             # Only read: the attribute is what it was, whatever the sizes of the parts are now.
             self._left |= values
         else:
@@ -161,14 +161,14 @@ class OwnValues:
         module = self._module()
         return {} if module is None else module.__dict__
 
-    def _in(self, run: Together) -> _InRun:
+    def _in(self, run: RunView) -> _InRun:
         if self._now.run is not run:
             self._now = _InRun(run)
             joined, versions = self._joined
             value = self._ordinary().get(self._name, MISSING)
             if value is not joined or versions != _versions(joined):
                 self._left = {}  # the cross-replica context has set it
-            self._attributes.note(run, self)
+            self._attributes.record(run, self)
         return self._now
 
     def _first(self, replica: Replica) -> Any:
@@ -181,7 +181,7 @@ class OwnValues:
         sizes = replica.run.all_weights() if self._is_batched else None
         split, places = None, replica.replicas.places
         if sizes is not None:
-            split = Split([int(n) for n in sizes], places, int(sum(sizes)))
+            split = SplitPlan([int(n) for n in sizes], places, int(sum(sizes)))
 
         def part(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
@@ -197,8 +197,8 @@ class OwnValues:
             if split is not None and split.is_batched(leaf):
                 leaf = split.rows(leaf, replica.replica_id)
             device = replica.device
-            if places.are_several:
-                device = places.at(leaf.device)[replica.replica_id]
+            if places.is_model_parallel:
+                device = places.replica_at(leaf.device)[replica.replica_id]
             own: Tensor = leaf.to(device, copy=True)
             return own
 
@@ -222,8 +222,8 @@ class OwnValues:
         # What was batched is so again, also when the parts are now as large as all of it was.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
         if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
-            home = run.replicas.places.at(parts[0].device)[0]
-            here = [part.to(home) for part in sewn(runner, values, parts)]
+            home = run.replicas.places.replica_at(parts[0].device)[0]
+            here = [part.to(home) for part in mark_boundary(runner, values, parts)]
             return _mean(here, [weights[r] for r in values])
         self._is_batched = False
         try:
@@ -257,7 +257,7 @@ def _versions(value: Any) -> tuple[int, ...]:
     return tuple(0 if leaf.is_inference() else leaf._version for leaf in tensors)
 
 
-def _is_as(value: Any, leaves: list[Any], versions: tuple[int, ...]) -> bool:
+def _equals(value: Any, leaves: list[Any], versions: tuple[int, ...]) -> bool:
     """Whether a value holds what it did, unwritten."""
     now = leaves_of(value)
     same = len(now) == len(leaves) and all(map(operator.is_, now, leaves))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from mirror.execution.current import current
-from mirror.replica.routing import Recorder
+from mirror.replica.routing import ModuleRecorder
 
 
 class _Recording(threading.local):
@@ -24,7 +24,7 @@ class _Recording(threading.local):
         recorders: of the scopes that are open, innermost last. Set back to leave one.
     """
 
-    recorders: tuple[Recorder, ...] = ()
+    recorders: tuple[ModuleRecorder, ...] = ()
 
 
 recording = _Recording()
@@ -38,7 +38,7 @@ def _record(module: nn.Module, name: str, value: object) -> None:
         recording.recorders[-1].record(module)
 
 
-def begin_recording(recorder: Recorder) -> None:
+def begin_recording(recorder: ModuleRecorder) -> None:
     """Has the modules recorded that this thread creates, until ``end_recording``."""
     global _open_scopes
     with _hooks_lock:

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mirror.compiler import Hold, call_held, limits_for, take_hold
+from mirror.compiler import DynamoCallback, call_under_dynamo, limits_for, resume_dynamo
 from mirror.concurrency.stack import add_note
 from mirror.data.split import split_sizes
 from mirror.execution.current import current
 from mirror.execution.runner import Runner
-from mirror.replica.joining.arguments import Handed, Split, describe, must_move
+from mirror.replica.joining.arguments import ReplicaArgs, SplitPlan, describe_split, must_move
 from mirror.replica.joining.changes import join_changes
 from mirror.replica.joining.contents import IMMUTABLE, is_in, leaves_in
-from mirror.replica.joining.joiner import Joiner
+from mirror.replica.joining.joiner import Gatherer
 from mirror.replica.joining.outputs import join_outputs
 from mirror.replica.joining.sequences import LAYERS, is_sequence_first
 from mirror.replica.modules.metric_calls import is_metric
-from mirror.replica.routing import Recorder
+from mirror.replica.routing import ModuleRecorder
 from mirror.replica.tensors import MirroredTensor
 from mirror.torch_private import WHOLE_CALL, Loss, functions_interpreter, is_tracing
 from mirror.values import PerReplica
@@ -32,7 +32,7 @@ from mirror.values import PerReplica
 Each = Callable[[int, "partial[Any]"], Any]
 
 
-class Mirroring(Recorder, Protocol):
+class MirroringModules(ModuleRecorder, Protocol):
     """Who keeps modules mirrored, as a call in the cross-replica context sees it."""
 
     @property
@@ -43,14 +43,14 @@ class Mirroring(Recorder, Protocol):
         """Mirrors what has been recorded."""
 
 
-def call_in_turn(
-    modules: Mirroring,
+def call_split(
+    modules: MirroringModules,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     whole: Callable[..., Any],
-    hold: Hold,
+    hold: DynamoCallback,
     each: Each | None = None,
 ) -> Any:
     """Calls a mirrored module in the cross-replica context.
@@ -70,7 +70,7 @@ def call_in_turn(
         BatchError: an argument is a PackedSequence, which cannot be split along its data.
         StrategyError: an argument is an iterator, or was changed in ways that cannot be joined.
     """
-    if _is_followed():
+    if _is_tracing():
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
     modules.mirror_recorded()
     runner, replicas = modules.runner, modules.replicas
@@ -81,8 +81,8 @@ def call_in_turn(
         runner.prepare("a call of a mirrored module")
         if _is_lazy(module):
             modules.record(module)  # it gets its parameters now, and is mirrored at its next use
-        elif replicas.is_apart and next(module.parameters(), None) is not None:
-            return _call_on_first(runner, args, kwargs, partial(call_held, hold, module))
+        elif replicas.has_parameter_device and next(module.parameters(), None) is not None:
+            return _call_on_first(runner, args, kwargs, partial(call_under_dynamo, hold, module))
         current.in_whole_call = True
         try:
             return _call_whole(runner, args, kwargs, whole)
@@ -90,19 +90,19 @@ def call_in_turn(
             current.in_whole_call = False
     if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
         return _call_lone(runner, module, args, kwargs, hold, sizes)
-    split = Split(sizes, replicas.places, sum(sizes), runner.copies)
+    split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)
     split.pin((args, kwargs))
-    parts = {r: Handed(split, r) for r in split.active}
+    parts = {r: ReplicaArgs(split, r) for r in split.active}
     names = _positional_names(module)
 
     def call(replica_id: int) -> Any:
         replica = current.replica
         assert replica is not None
         replica.run.is_split = True
-        own_args, own_kwargs = parts[replica_id].of_call(args, kwargs, names)
+        own_args, own_kwargs = parts[replica_id].from_call(args, kwargs, names)
         if each is not None:
-            return each(replica_id, partial(call_held, hold, module, own_args, own_kwargs))
-        return call_held(hold, module, own_args, own_kwargs)
+            return each(replica_id, partial(call_under_dynamo, hold, module, own_args, own_kwargs))
+        return call_under_dynamo(hold, module, own_args, own_kwargs)
 
     try:
         with limits_for(replicas.num_replicas):
@@ -111,7 +111,7 @@ def call_in_turn(
         joined = join_outputs(runner, run.results, sizes, own, module)
         _take_changes(runner, own, list(run.results), args, kwargs)
     except Exception as error:
-        add_note(error, _told(module, split, args, kwargs))
+        add_note(error, _describe_sizes(module, split, args, kwargs))
         raise
     finally:
         split.finish()
@@ -137,7 +137,7 @@ def _call_lone(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    hold: Hold,
+    hold: DynamoCallback,
     sizes: Sequence[int],
 ) -> Any:
     """Calls a module on the only replica of one of several workers.
@@ -149,18 +149,18 @@ def _call_lone(
         replica = current.replica
         assert replica is not None
         replica.run.is_split = True
-        return call_held(hold, module, args, kwargs)
+        return call_under_dynamo(hold, module, args, kwargs)
 
     try:
         run = runner.run(call, (0,), weights=sizes)
         result = run.results[0]
         if type(result) is Tensor and result.shape[:1] == (sizes[0],):
             return result
-        part = Handed(Split(sizes, runner.replicas.places, sizes[0]), 0)
+        part = ReplicaArgs(SplitPlan(sizes, runner.replicas.places, sizes[0]), 0)
         return join_outputs(runner, run.results, sizes, [part], module)
     except Exception as error:
-        split = Split(sizes, runner.replicas.places, sizes[0])
-        add_note(error, _told(module, split, args, kwargs))
+        split = SplitPlan(sizes, runner.replicas.places, sizes[0])
+        add_note(error, _describe_sizes(module, split, args, kwargs))
         raise
 
 
@@ -168,13 +168,13 @@ def _call_whole(
     runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[..., Any]
 ) -> Any:
     """Calls a module on the first replica, with its arguments moved there."""
-    if not must_move((args, kwargs), runner.replicas.places.rows[0]):
+    if not must_move((args, kwargs), runner.replicas.places.replicas[0]):
         return whole(*args, **kwargs)
-    split = Split([1], runner.replicas.places, None, runner.copies)
-    part = Handed(split, 0)
+    split = SplitPlan([1], runner.replicas.places, None, runner.copies)
+    part = ReplicaArgs(split, 0)
     split.pin((args, kwargs))
     try:
-        own_args, own_kwargs = part.of_call(args, kwargs)
+        own_args, own_kwargs = part.from_call(args, kwargs)
         result = whole(*own_args, **own_kwargs)
     finally:
         split.finish()
@@ -197,22 +197,22 @@ def _call_on_first(
 
 
 def _held(
-    hold: Hold, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    hold: DynamoCallback, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    take_hold(hold)
+    resume_dynamo(hold)
     return whole(*args, **kwargs)
 
 
 def _take_changes(
     runner: Runner,
-    parts: Sequence[Handed],
+    parts: Sequence[ReplicaArgs],
     ids: Sequence[int],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
     if not any(part.given or part.tensors or part.shared for part in parts):
         return
-    joiner = Joiner(runner, parts[0].split.sizes, ids, parts)
+    joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
     join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
 
 
@@ -225,11 +225,13 @@ def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return f"an argument ({type(value).__name__})"
 
 
-def _told(module: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _describe_sizes(
+    module: nn.Module, split: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
     """Returns how a call was split, for the error that it ended in."""
     return (
         f"this call of {type(module).__name__} was split over {len(split.active)} replicas by the "
-        f"first dimension, {split.num_examples}: {describe(split, args, kwargs)}. If something "
+        f"first dimension, {split.num_examples}: {describe_split(split, args, kwargs)}. If something "
         "was split that holds no examples, give it another first dimension (x[None]) or make it "
         "in forward; to split by hand, call the module inside strategy.run"
     )
@@ -296,7 +298,7 @@ def _splits(module: nn.Module) -> bool:
     return False
 
 
-def _is_followed() -> bool:
+def _is_tracing() -> bool:
     """Whether something follows this thread through one plain module: tracing, torch.func."""
     return is_tracing() or torch.compiler.is_exporting() or functions_interpreter() is not None
 

@@ -18,33 +18,39 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mirror.compiler import let_go, letting_go, not_compiled, take_hold
-from mirror.execution.current import current, enter, here, refuse_within_another, renaming
+from mirror.compiler import suspend_dynamo, disable_and_suspend, skip_frame, resume_dynamo
+from mirror.execution.current import (
+    current,
+    push_context,
+    save_context,
+    refuse_within_another,
+    renaming,
+)
 from mirror.execution.replicas import Replica
 from mirror.execution.run import recomputing
-from mirror.replica.joining.once import call_once
+from mirror.replica.joining.once import merge_call_joined
 from mirror.replica.joining.sequences import LAYERS, call_with_sequences
 from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes
 from mirror.replica.modules.metric_calls import is_metric
-from mirror.replica.modules.own_values import Attributes, OwnValues
+from mirror.replica.modules.own_values import ModuleAttributes, PerReplicaAttribute
 from mirror.replica.modules.recompute import replica_of_backward, saves_are_hooked
-from mirror.replica.modules.split_call import Each, Mirroring, call_in_turn
-from mirror.replica.routing import Route
+from mirror.replica.modules.split_call import Each, MirroringModules, call_split
+from mirror.replica.routing import Interceptor
 from mirror.torch_private import SPLIT_CALL, WHOLE_CALL
 
 
-class Keeper(Mirroring, Protocol):
+class ModuleKeeper(MirroringModules, Protocol):
     """Who keeps modules mirrored, as the calls of a module see it."""
 
     @property
-    def attributes(self) -> Attributes:
+    def attributes(self) -> ModuleAttributes:
         """What notes the attributes that replicas set."""
 
     def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
         """Gives a lazy module its parameters, when all replicas have come by, and mirrors it."""
 
 
-class TransparentCall(Route):
+class CallInterceptor(Interceptor):
     """What calling a mirrored module does.
 
     Args:
@@ -63,10 +69,10 @@ class TransparentCall(Route):
         "own",
         "renormalizes",
     )
-    recorder: Keeper
+    recorder: ModuleKeeper
 
     def __init__(
-        self, module: nn.Module, keeper: Keeper, compiled: Callable[..., Any] | None = None
+        self, module: nn.Module, keeper: ModuleKeeper, compiled: Callable[..., Any] | None = None
     ) -> None:
         super().__init__(module, keeper)
         self.compiled = compiled
@@ -74,10 +80,10 @@ class TransparentCall(Route):
         self.has_sequences = isinstance(module, LAYERS)
         is_special = self.renormalizes or self.has_sequences or is_metric(module)
         self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
-        self.own: dict[str, OwnValues] = {}
+        self.own: dict[str, PerReplicaAttribute] = {}
         self.is_checkpointed = False
 
-    @not_compiled
+    @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         try:
@@ -115,16 +121,16 @@ class TransparentCall(Route):
         if self.compiled is not None and not self.renormalizes:
             return self.compiled(*args, **kwargs)
         if is_metric(module):
-            return call_once(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
+            return merge_call_joined(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
         if self.renormalizes:
             renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
 
-    @letting_go
+    @disable_and_suspend
     def _call_outside(
         self, module: nn.Module, args: Any, kwargs: Any, each: Each | None = None
     ) -> Any:
-        hold = let_go()
+        hold = suspend_dynamo()
         try:
             whole: Callable[..., Any] = self.compiled or getattr(module, WHOLE_CALL)
             if current.in_whole_call:
@@ -135,20 +141,20 @@ class TransparentCall(Route):
             if of is None or self.is_checkpointed:
                 if saves_are_hooked():
                     self.is_checkpointed = True
-                return call_in_turn(
+                return call_split(
                     self.recorder, module, args, kwargs, whole=whole, hold=hold, each=each
                 )
-            before = here()
+            before = save_context()
             try:
-                enter(self.replicas.strategy, replica := recomputing(self.replicas, of))
-                if self.replicas.places.are_several:
+                push_context(self.replicas.strategy, replica := recomputing(self.replicas, of))
+                if self.replicas.places.is_model_parallel:
                     with renaming(replica):
                         return whole(*args, **kwargs)
                 return whole(*args, **kwargs)
             finally:
                 current.replica, current.strategy, current.below = before
         finally:
-            take_hold(hold)
+            resume_dynamo(hold)
 
     def _is_copied_into(self, holder: Any) -> bool:
         """Whether another module holds this call. See [Note: Copied routes]."""

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.copies.parameters import MirroredParameter
-from mirror.replica.copies.variable import ReplicaParameter, Variable
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
 
 
-class Parameters:
+class ParamGroupsView:
     """What an optimizer's groups held when last looked at: one step is like the other.
 
     Attributes:
@@ -31,7 +31,7 @@ class Parameters:
         self._of_replicas: dict[int, list[list[Tensor]]] = {}
         held = [parameter for parameters in self._lists for parameter in parameters]
         mirrored = [p for p in held if isinstance(p, MirroredParameter)]
-        self.variables: list[Variable] = [parameter._mirrored for parameter in mirrored]
+        self.variables: list[ReplicatedParam] = [parameter._mirrored for parameter in mirrored]
         self.targets = list(zip(*[variable.targets for variable in self.variables], strict=True))
         self.are_mirrored = len(mirrored) == len(held)
 
@@ -67,7 +67,7 @@ def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
     ]
 
 
-def stepped_by(variable: Variable, replica_id: int) -> nn.Parameter:
+def stepped_by(variable: ReplicatedParam, replica_id: int) -> nn.Parameter:
     """Returns the parameter under which a replica has optimizer state: the first one, home."""
     return variable.targets[replica_id] if replica_id else variable.home
 
@@ -130,7 +130,7 @@ def refuse_what_is_not_mirrored(optimizer: Optimizer) -> None:
                 )
 
 
-class Once:
+class StepOnce:
     """A closure that was evaluated before the replicas merged."""
 
     def __init__(self, loss: Any) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mirror.compiler import let_go, letting_go, not_compiled, opaque, take_hold
+from mirror.compiler import (
+    suspend_dynamo,
+    disable_and_suspend,
+    skip_frame,
+    disable_dynamo,
+    resume_dynamo,
+)
 from mirror.execution.current import current, refuse_within_another, replica_of
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.step_ends import step_ends
@@ -20,10 +26,10 @@ from mirror.replica.gradients.passes import lane_here
 from mirror.replica.gradients.plain import note_step
 from mirror.replica.optimizer.global_hooks import global_hooks
 from mirror.replica.optimizer.grad_scaler import watch_torchs_scaler
-from mirror.replica.optimizer.groups import Once, Parameters, replicas_in
+from mirror.replica.optimizer.groups import StepOnce, ParamGroupsView, replicas_in
 from mirror.replica.optimizer.making import watch_making
 from mirror.replica.optimizer.once import whole_loss
-from mirror.replica.optimizer.optimizer import OptimizerMirror
+from mirror.replica.optimizer.optimizer import MirroredOptimizer
 from mirror.replica.optimizer.optimizers import optimizers_of
 from mirror.replica.optimizer.schedulers import watch_schedulers
 from mirror.replica.optimizer.steps import watch_steps
@@ -46,14 +52,14 @@ def watch_optimizer_steps(*, are_mirrored: bool) -> None:
             watch_schedulers()
             watch_torchs_scaler()
             # Both hooks must see one frame, which the compiler would break up.
-            not_compiled(put_hooks_around(lambda self: None))  # they share their code
+            skip_frame(put_hooks_around(lambda self: None))  # they share their code
 
 
-@letting_go
+@disable_and_suspend
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if current.replica is not None and current.replica.tracing is not None:
         return None  # who traces has lent it
-    mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
+    mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     step = sys._getframe(1)
     if mirror is not None:
         if mirror.loan.is_within_step(step):
@@ -70,11 +76,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     replica = replica_of(mirror.replicas)
     if replica is None and current.replica is not None:
         refuse_within_another(mirror.replicas, "optimizer.step")
-    mirror.holds[threading.get_ident()] = let_go()
+    mirror.holds[threading.get_ident()] = suspend_dynamo()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if replica is None:
-        mirror.step_everywhere(step, args, kwargs, closure)
-        if closure is None or not mirror.replicas.workers.are_several:
+        mirror.step_cross_replica(step, args, kwargs, closure)
+        if closure is None or not mirror.replicas.workers.is_multi_process:
             return None
         workers = mirror.replicas.workers
 
@@ -84,9 +90,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return _with_closure(args, kwargs, whole)
     if closure is not None:
         with torch.enable_grad():
-            once = Once(closure())
+            once = StepOnce(closure())
         args, kwargs = _with_closure(args, kwargs, once)
-    mirror.step_here(step, replica, closure is not None)
+    mirror.step_in_run(step, replica, closure is not None)
     return args, kwargs
 
 
@@ -96,31 +102,31 @@ def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:
 
 
 def _step_by_turns(step: Any, optimizer: Optimizer, context: Replica) -> Any:
-    mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
+    mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         mirror = _mirror_of(optimizer, context.replicas)
-    return mirror.step_by_turns(step, context)
+    return mirror.step_leader_first(step, context)
 
 
-def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> OptimizerMirror:
+def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
     with _watching:  # replicas that run at once come here at once
-        mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
+        mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
         if mirror is None or mirror.replicas is not replicas:
             # There it goes with the optimizer; its copies and pickles leave it out.
-            mirror = OptimizerMirror(optimizer, optimizers_of(replicas))
+            mirror = MirroredOptimizer(optimizer, optimizers_of(replicas))
             optimizer.__dict__["_mirror"] = mirror
-        mirror.loan.parameters = Parameters(optimizer.param_groups)
+        mirror.loan.parameters = ParamGroupsView(optimizer.param_groups)
         return mirror
 
 
-@letting_go
+@disable_and_suspend
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    mirror: OptimizerMirror | None = optimizer.__dict__.get("_mirror")
+    mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and mirror.loan.step is sys._getframe(1):
         try:
             mirror.end_step()
         finally:
-            take_hold(mirror.holds.pop(threading.get_ident(), None))
+            resume_dynamo(mirror.holds.pop(threading.get_ident(), None))
 
 
 def _clearing_at_once(original: Callable[..., None]) -> Callable[..., None]:
@@ -129,9 +135,9 @@ def _clearing_at_once(original: Callable[..., None]) -> Callable[..., None]:
     Torch's own goes through the parameters one by one, and every look at ``p.grad`` asks.
     """
 
-    @opaque
+    @disable_dynamo
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        mirror: OptimizerMirror | None = self.__dict__.get("_mirror")  # from its first step on
+        mirror: MirroredOptimizer | None = self.__dict__.get("_mirror")  # from its first step on
         if current.replica is not None and current.replica.tracing is not None:
             mirror = None
         if mirror is None or not set_to_none or not mirror.clear_gradients():

@@ -22,19 +22,19 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mirror.accelerator.forks import renew_in_forks
-from mirror.concurrency.merge_point import Released
+from mirror.accelerator.forks import reinit_after_fork
+from mirror.concurrency.merge_point import RunCancelled
 from mirror.execution.current import current
-from mirror.execution.replicas import Lent
-from mirror.replica.optimizer.groups import Parameters
+from mirror.execution.replicas import SwappedOptimizer
+from mirror.replica.optimizer.groups import ParamGroupsView
 from mirror.replica.optimizer.options import keep_options
 from mirror.replica.optimizer.state import ReplicaStates
 
 HEARING_SECONDS = 0.05
-NOBODY = -1  # who is lent no parameter groups
+NO_REPLICA = -1  # who is lent no parameter groups
 
 
-class Loan:
+class ParamGroupSwap:
     """One optimizer's groups and state, one replica's at a time. See [Note: Lending...].
 
     Args:
@@ -49,26 +49,30 @@ class Loan:
     """
 
     def __init__(
-        self, optimizer: Optimizer, states: ReplicaStates, num_replicas: int, lent: set[Lent]
+        self,
+        optimizer: Optimizer,
+        states: ReplicaStates,
+        num_replicas: int,
+        lent: set[SwappedOptimizer],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._states = states
         self._lent = lent
-        self.parameters = Parameters(())
+        self.parameters = ParamGroupsView(())
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self._of_replicas: list[list[dict[str, Any]]] = [[] for _ in range(num_replicas)]
         self._to: int | None = None
         self._alone = threading.Lock()  # held while lent
         self.step: FrameType | None = None
         self.is_begun = False
-        renew_in_forks(self)
+        reinit_after_fork(self)
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Takes the optimizer back in a forked process, where no replica has it."""
         self._alone = threading.Lock()
         if self._to is not None:
             self._alone.acquire()
-            self.give_back()
+            self.swap_out()
 
     def refresh(self, *, only_first: bool = False, is_whole: bool = False) -> None:
         """Brings the replicas' groups and state in line with the optimizer's own.
@@ -80,30 +84,30 @@ class Loan:
         optimizer = self.optimizer
         self.groups = optimizer.param_groups
         if not self.parameters.are_in(self.groups):
-            self.parameters = Parameters(self.groups)
+            self.parameters = ParamGroupsView(self.groups)
         for r in range(1 if only_first else len(self._of_replicas)):
             self._of_replicas[r] = self.parameters.groups_of(r, self.groups)
         self._states.read(optimizer, is_whole=is_whole)
         if not only_first:
             self._states.catch_up()  # before the first one steps
 
-    def lend(self, replica_id: int, step: FrameType) -> None:
+    def swap_in(self, replica_id: int, step: FrameType) -> None:
         """Gives the optimizer to a replica for a step; waits until nobody else has it."""
         self._hand_over(replica_id, self._of_replicas[replica_id], step)
 
-    def lend_nothing(self, step: FrameType) -> None:
+    def swap_in_nothing(self, step: FrameType) -> None:
         """Lends no groups, for the steps of those who have been stepped."""
-        self._hand_over(NOBODY, [], step)
+        self._hand_over(NO_REPLICA, [], step)
 
     def _hand_over(self, replica_id: int, groups: list[dict[str, Any]], step: FrameType) -> None:
-        state = {} if replica_id == NOBODY else self._states.of(replica_id)
+        state = {} if replica_id == NO_REPLICA else self._states.state_of(replica_id)
         alone = self._alone
         while not alone.acquire(timeout=HEARING_SECONDS):
             # Who has it may have failed, and not have given it back.
             if current.replica is not None:
                 current.replica.run.lockstep.check_going_on()
         if alone is not self._alone:
-            raise Released
+            raise RunCancelled
         optimizer = self.optimizer
         self.step, self._to = step, replica_id
         self.is_begun |= replica_id == 0
@@ -111,7 +115,7 @@ class Loan:
         optimizer.param_groups = groups
         optimizer.state = state  # type: ignore[assignment]
 
-    def give_back(self) -> None:
+    def swap_out(self) -> None:
         """Puts the shared groups and state back; idempotent."""
         optimizer = self._optimizer()
         self.step = None
@@ -128,15 +132,15 @@ class Loan:
         self._to = None  # last: until then an interrupt leaves it all to be done again
         self._alone.release()
 
-    def take_back(self) -> None:
+    def force_out(self) -> None:
         """Ends the loan, whoever has it or waits for it, after a failure; idempotent."""
-        self.give_back()
+        self.swap_out()
         alone, self._alone = self._alone, threading.Lock()
         with suppress(RuntimeError):  # it was not lent
             alone.release()  # who waits for it finds another one
 
     @property
-    def is_lent(self) -> bool:
+    def is_swapped_in(self) -> bool:
         """Whether a step has the optimizer, or had it and raised."""
         return self._to is not None
 

@@ -21,7 +21,7 @@ from mirror.execution.current import current
 from mirror.execution.replicas import Replica
 from mirror.replica.copies.variable import ReplicaParameter
 from mirror.replica.optimizer.groups import replicas_reached
-from mirror.replica.optimizer.once import call_once, watched, wrap_in_subclasses
+from mirror.replica.optimizer.once import merge_call_shared, watched, wrap_in_subclasses
 from mirror.values import map_structure
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
@@ -80,7 +80,7 @@ def _add_in_run(
         return add(optimizer, *args, **kwargs)
     args = tuple(map(_of_all, args))
     kwargs = {name: _of_all(value) for name, value in kwargs.items()}
-    result, _ = call_once(context, add, optimizer, args, kwargs)
+    result, _ = merge_call_shared(context, add, optimizer, args, kwargs)
     return result
 
 

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.compiler import let_go, letting_go, take_hold
+from mirror.compiler import suspend_dynamo, disable_and_suspend, resume_dynamo
 from mirror.concurrency.merge_point import MergePoint
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.execution.current import current
 from mirror.execution.part import nothing
-from mirror.execution.replicas import Replica, Replicas, Together
+from mirror.execution.replicas import Replica, Replicas, RunView
 from mirror.execution.run import Run
 from mirror.execution.runner import runner_of
 from mirror.replica.bits import same_bits
 from mirror.replica.collectives.reduction import summed
-from mirror.replica.gradients.seams import sewn
+from mirror.replica.gradients.seams import mark_boundary
 from mirror.values import map_structure
 
 Method = Callable[..., Any]
@@ -77,18 +77,18 @@ def watched(
         failed: is told, with ``self``, of what the method has raised.
     """
 
-    @letting_go
+    @disable_and_suspend
     @functools.wraps(method)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
         try:
             if replica is None or not replica.replicas.mirrors:
                 return method(self, *args, **kwargs)
-            hold = let_go()
+            hold = suspend_dynamo()
             try:
                 return in_run(method, self, replica, args, kwargs)
             finally:
-                take_hold(hold)
+                resume_dynamo(hold)
         except BaseException as error:
             failed(self, error)
             raise
@@ -103,7 +103,7 @@ def is_watched(method: Any) -> bool:
     return getattr(method, "_is_watched", None) is method
 
 
-def call_once(
+def merge_call_shared(
     context: Replica,
     method: Method,
     target: Any,
@@ -142,11 +142,11 @@ def call_once(
 
         def call() -> Any:
             trees = [payloads[r][1:3] for r in run.active]
-            joined = functools.partial(_joined, run, what, closures)
+            joined = functools.partial(_join, run, what, closures)
             one_args, one_kwargs = map_structure(joined, *trees)
             return method(target, *one_args, **one_kwargs)
 
-        result = runner_of(run.replicas).call_outside(run, call)
+        result = runner_of(run.replicas).call_cross_replica(run, call)
         has_called = any(closure.losses is not None for closure in closures)
         for closure in closures:
             if closure.losses is not None and closure.loss is result:
@@ -161,7 +161,7 @@ def call_once(
 class _Closure:
     """One closure made of the replicas': runs them as replicas, and returns their common loss."""
 
-    def __init__(self, run: Together, closures: dict[int, Callable[[], Any]]) -> None:
+    def __init__(self, run: RunView, closures: dict[int, Callable[[], Any]]) -> None:
         self._run, self._closures = run, closures
         self.loss: Any = None  # what the last call returned
         self.losses: dict[int, Any] | None = None  # and what it was on each replica
@@ -176,14 +176,14 @@ class _Closure:
         return self.loss
 
 
-def _joined(run: Together, what: str, closures: list[_Closure], *leaves: Any) -> Any:
+def _join(run: RunView, what: str, closures: list[_Closure], *leaves: Any) -> Any:
     """Returns the one argument that the replicas' make. See [Note: Once]."""
     first = leaves[0]
     if callable(first) and not isinstance(first, (type, Tensor, nn.Module)):
         closures.append(_Closure(run, dict(zip(run.active, leaves, strict=True))))
         return closures[-1]
     if all(leaf is first for leaf in leaves):
-        is_own = isinstance(first, Tensor) and run.replicas.workers.are_several
+        is_own = isinstance(first, Tensor) and run.replicas.workers.is_multi_process
         return _mean(run, *leaves) if is_own else first
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
@@ -194,12 +194,12 @@ def _joined(run: Together, what: str, closures: list[_Closure], *leaves: Any) ->
         return first
     raise StrategyError(
         f"{what} is done once for all replicas, which have passed it different values: "
-        f"{', '.join(map(in_words, leaves))}; give all the same, all_reduce('mean', ...) of a "
+        f"{', '.join(map(short_repr, leaves))}; give all the same, all_reduce('mean', ...) of a "
         "replica's context, or call it outside strategy.run"
     )
 
 
-def _mean(run: Together, *leaves: Any) -> Any:
+def _mean(run: RunView, *leaves: Any) -> Any:
     """Returns the loss of the whole batch, of the replicas' losses."""
     first = leaves[0]
     if not _is_loss(first):
@@ -208,11 +208,11 @@ def _mean(run: Together, *leaves: Any) -> Any:
     if isinstance(first, float):
         loss: Any = sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
     else:
-        parts = sewn(runner_of(run.replicas), run.active, leaves)
-        home = run.replicas.places.at(parts[0].device)[0]
+        parts = mark_boundary(runner_of(run.replicas), run.active, leaves)
+        home = run.replicas.places.replica_at(parts[0].device)[0]
         scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
         loss = summed(scaled, home)
-    if not run.replicas.workers.are_several:
+    if not run.replicas.workers.is_multi_process:
         return loss
     return whole_loss(run.replicas, loss, sum(run.weights().values()))
 

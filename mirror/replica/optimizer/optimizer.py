@@ -34,18 +34,18 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mirror.compiler import Hold
+from mirror.compiler import DynamoCallback
 from mirror.concurrency.stack import add_note
 from mirror.devices import using
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replica
-from mirror.replica.comparison import Look, See
-from mirror.replica.copies.variables import settle
+from mirror.replica.comparison import SumOfReplica, SeeReplica
+from mirror.replica.copies.variables import mark_synced
 from mirror.replica.optimizer.global_hooks import has_hooks
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored
-from mirror.replica.optimizer.loan import Loan
+from mirror.replica.optimizer.loan import ParamGroupSwap
 from mirror.replica.optimizer.making import Action, step_point
-from mirror.replica.optimizer.optimizers import Optimizers
+from mirror.replica.optimizer.optimizers import OptimizerRegistry
 from mirror.replica.optimizer.options import Options, keep_options, options_of, refuse_different
 from mirror.replica.optimizer.state import ReplicaStates
 from mirror.replica.optimizer.steps import is_torchs_own, kept_by, raw_step, refusing_draws
@@ -62,7 +62,7 @@ _AS_THE_FIRST = (
 _serials = itertools.count(1)
 
 
-class OptimizerMirror:
+class MirroredOptimizer:
     """One optimizer over mirrored parameters. See [Note: Steps].
 
     Attributes:
@@ -73,18 +73,22 @@ class OptimizerMirror:
             caller.
     """
 
-    def __init__(self, optimizer: Optimizer, optimizers: Optimizers) -> None:
+    def __init__(self, optimizer: Optimizer, optimizers: OptimizerRegistry) -> None:
         self.replicas = optimizers.replicas
         self.runner = optimizers.runner
         self._optimizers = optimizers
         self._optimizer = weakref.ref(optimizer)
         self._serial = next(_serials)
         self.states = ReplicaStates(self.replicas)
-        self.loan = Loan(optimizer, self.states, self.replicas.num_replicas, optimizers.lent)
-        self._is_whole = False  # whether the step in progress runs on the mirrored parameters
+        self.loan = ParamGroupSwap(
+            optimizer, self.states, self.replicas.num_replicas, optimizers.lent
+        )
+        self._on_mirrored_params = (
+            False  # whether the step in progress runs on the mirrored parameters
+        )
         self._met: set[int] = set()  # the replicas that step by turns
         self.steps_once = False
-        self.holds: dict[int, Hold] = {}
+        self.holds: dict[int, DynamoCallback] = {}
         optimizers.add(self)
 
     @property
@@ -94,16 +98,16 @@ class OptimizerMirror:
 
     # Steps inside run
 
-    def step_here(self, step: FrameType, context: Replica, has_closure: bool) -> None:
+    def step_in_run(self, step: FrameType, context: Replica, has_closure: bool) -> None:
         """Merges the replicas before their steps, and lends to the calling one."""
         optimizer, loan = self.loan.optimizer, self.loan
         if context.replica_id in self._met:
-            loan.lend(context.replica_id, step)
+            loan.swap_in(context.replica_id, step)
             context.lent.append(loan)
             return
         if not loan.parameters.are_mirrored:
             refuse_what_is_not_mirrored(optimizer)
-        by_itself = has_closure and not self.replicas.is_apart
+        by_itself = has_closure and not self.replicas.has_parameter_device
         steps_once = self._steps_once(optimizer) and not by_itself
 
         def action(payloads: dict[int, Any]) -> dict[int, Any]:
@@ -115,12 +119,12 @@ class OptimizerMirror:
 
         self._merge(context, "optimizer.step", action, options_of(optimizer))
         if steps_once:
-            loan.lend_nothing(step)
+            loan.swap_in_nothing(step)
         else:
-            loan.lend(context.replica_id, step)
+            loan.swap_in(context.replica_id, step)
         context.lent.append(loan)
 
-    def step_by_turns(self, step: Callable[..., Any], context: Replica) -> Any:
+    def step_leader_first(self, step: Callable[..., Any], context: Replica) -> Any:
         """Has the first replica step, then the others, or follow. See [Note: Whose step]."""
         optimizer = self.loan.optimizer
         leader, others = context.run.active[0], context.run.active[1:]
@@ -135,8 +139,8 @@ class OptimizerMirror:
         def follow(payloads: dict[int, Any]) -> dict[int, Any]:
             if payloads[leader][0]:
                 self.steps_once = True
-                self._optimizers.carry(self.loan.parameters.variables, leader, others)
-                self.states.bring_along(leader, others)
+                self._optimizers.broadcast(self.loan.parameters.variables, leader, others)
+                self.states.sync_idle(leader, others)
             return dict.fromkeys(payloads, payloads[leader])
 
         def drawless() -> Any:
@@ -163,7 +167,7 @@ class OptimizerMirror:
         refuse_different(self.loan.optimizer, seen, _BEFORE)
         context.run.stepped.setdefault(self, {})
         self._optimizers.reduce(context.run)
-        self._is_whole = False  # one that was may have raised
+        self._on_mirrored_params = False  # one that was may have raised
 
     def _merge(self, context: Replica, what: str, action: Action, payload: Any) -> Any:
         point = step_point(self.loan.optimizer, self._serial, what, payload, action)
@@ -200,71 +204,73 @@ class OptimizerMirror:
         """Steps the first replica, and has the others take over. See [Note: One device...]."""
         self._optimizers.gather(self.loan.parameters, leader)
         try:
-            self.loan.lend(0, sys._getframe())
+            self.loan.swap_in(0, sys._getframe())
             with using(self.replicas.devices[0]):
                 raw_step(type(optimizer))(optimizer)
             self.loan.is_begun = False
         finally:
-            self.loan.give_back()
+            self.loan.swap_out()
             self._optimizers.spread(self.loan.parameters)
             self.states.follow_first()
 
     # Steps outside run
 
-    def step_everywhere(self, step: FrameType, args: Any, kwargs: Any, closure: Any) -> None:
+    def step_cross_replica(self, step: FrameType, args: Any, kwargs: Any, closure: Any) -> None:
         """Steps replicas 1 .. N-1 and lends to replica 0."""
         self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
         optimizer, loan = args[0], self.loan
         is_own = is_torchs_own(type(optimizer))
-        self._is_whole = closure is not None or has_hooks(optimizer) or not is_own
+        self._on_mirrored_params = closure is not None or has_hooks(optimizer) or not is_own
         steps_once = self._steps_once(optimizer)
-        loan.refresh(only_first=self._is_whole or steps_once, is_whole=self._is_whole)
-        if self._is_whole:
+        loan.refresh(
+            only_first=self._on_mirrored_params or steps_once, is_whole=self._on_mirrored_params
+        )
+        if self._on_mirrored_params:
             loan.step, loan.is_begun = step, True
             return
         self.runner.unfinished = True
         if steps_once:
             self._step_first(optimizer, 0)
-            loan.lend_nothing(step)
+            loan.swap_in_nothing(step)
             return
         function = raw_step(type(optimizer))
         for replica_id in range(1, self.replicas.num_replicas):
-            loan.lend(replica_id, step)
+            loan.swap_in(replica_id, step)
             with using(self.replicas.devices[replica_id]):
                 function(*args, **kwargs)
-            loan.give_back()
-        loan.lend(0, step)
+            loan.swap_out()
+        loan.swap_in(0, step)
 
     # The end of a step, regular or not
 
     def end_step(self) -> None:
         """Gives back after a step; outside ``run`` all replicas are now equal again."""
         self.loan.is_begun = False
-        if self._is_whole:
+        if self._on_mirrored_params:
             self._end_whole()
             return
         replica = replica_of(self.replicas)
         if replica is not None and self.loan in replica.lent:
             replica.lent.remove(self.loan)
             left = self.options()
-            self.loan.give_back()
+            self.loan.swap_out()
             if replica.replica_id not in self._met:
                 self._end_together(replica, left)
             return
-        was_lent = self.loan.is_lent
-        self.loan.give_back()
+        was_lent = self.loan.is_swapped_in
+        self.loan.swap_out()
         if was_lent:
-            settle(self.loan.parameters.variables)
+            mark_synced(self.loan.parameters.variables)
         self.runner.unfinished = self.runner.running is not None
 
     def _end_whole(self) -> None:
         self.loan.step = None
         for variable in self.loan.parameters.variables:
-            variable.carry()
+            variable.broadcast()
         self.states.shared.seen = True
         self.loan.refresh(only_first=True, is_whole=True)
-        self._is_whole = False
+        self._on_mirrored_params = False
 
     def recover(self) -> None:
         """Takes back from a step of the same replica, or of the cross context, that raised."""
@@ -272,10 +278,10 @@ class OptimizerMirror:
         if replica is not None:
             if self.loan in replica.lent:
                 replica.lent.remove(self.loan)
-                self.loan.give_back()
+                self.loan.swap_out()
             return
-        self._is_whole, self.loan.step = False, None
-        if self.runner.running is None and (self.loan.is_lent or self.runner.unfinished):
+        self._on_mirrored_params, self.loan.step = False, None
+        if self.runner.running is None and (self.loan.is_swapped_in or self.runner.unfinished):
             self.runner.recover()
 
     def end_failed(self, error: BaseException) -> None:
@@ -308,21 +314,21 @@ class OptimizerMirror:
             return False
         return self._optimizers.clear(parameters)
 
-    def bring_along(self, source: int, others: Sequence[int]) -> None:
+    def sync_idle(self, source: int, others: Sequence[int]) -> None:
         """Gives one replica's state to others."""
-        self.states.bring_along(source, others)
+        self.states.sync_idle(source, others)
 
     def follow_first(self) -> None:
         """Takes the optimizer back, and makes the first replica's state that of all."""
-        self.loan.take_back()
+        self.loan.force_out()
         self.states.follow_first()
 
-    def check(self, look: Look) -> None:
+    def check(self, look: SumOfReplica) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
         self.loan.refresh(only_first=True)
         self.states.check(self.loan.parameters.variables, look)
 
-    def show_first(self, see: See) -> None:
+    def show_first(self, see: SeeReplica) -> None:
         """Shows the first replica's state to ``see``."""
         self.loan.refresh(only_first=True)
         self.states.show_first(self.loan.parameters.variables, see)

@@ -8,67 +8,69 @@ from typing import Protocol
 
 import torch
 
-from mirror.execution.part import Part
-from mirror.execution.replicas import Lent, OfReplicas, Replicas, Together
+from mirror.execution.part import LifecycleHooks
+from mirror.execution.replicas import SwappedOptimizer, WeakReplicaMap, Replicas, RunView
 from mirror.execution.run import Run
 from mirror.execution.runner import Runner
-from mirror.replica.comparison import Look, See
-from mirror.replica.copies.variable import Variable
-from mirror.replica.copies.variables import settle
-from mirror.replica.gradients.access import Access
-from mirror.replica.optimizer.groups import Parameters
+from mirror.replica.comparison import SumOfReplica, SeeReplica
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.copies.variables import mark_synced
+from mirror.replica.gradients.access import GradAccess
+from mirror.replica.optimizer.groups import ParamGroupsView
 
-_known: OfReplicas[Optimizers] = OfReplicas()
-optimizers_of = _known.of
+_known: WeakReplicaMap[OptimizerRegistry] = WeakReplicaMap()
+optimizers_of = _known.get
 
 
-class Mirrored(Protocol):
+class OptimizerOfReplicas(Protocol):
     """What is asked of one optimizer over mirrored parameters."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer, while it lives."""
 
-    def bring_along(self, source: int, others: Sequence[int]) -> None:
+    def sync_idle(self, source: int, others: Sequence[int]) -> None:
         """Gives one replica's state to others."""
 
     def follow_first(self) -> None:
         """Takes the optimizer back, and makes the first replica's state that of all."""
 
-    def check(self, look: Look) -> None:
+    def check(self, look: SumOfReplica) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
 
-    def show_first(self, see: See) -> None:
+    def show_first(self, see: SeeReplica) -> None:
         """Shows the first replica's state to ``see``."""
 
 
-class Optimizers:
+class OptimizerRegistry:
     """The optimizers over the mirrored parameters of one strategy.
 
     Attributes:
         lent: those that a step has; or had, and raised.
     """
 
-    def __init__(self, replicas: Replicas, runner: Runner, gradients: Access) -> None:
+    def __init__(self, replicas: Replicas, runner: Runner, gradients: GradAccess) -> None:
         self.replicas = replicas
         self.runner = runner
-        self.lent: set[Lent] = set()
+        self.lent: set[SwappedOptimizer] = set()
         self._gradients = gradients
         # In the order in which they were made.
-        self._all: weakref.WeakKeyDictionary[Mirrored, None] = weakref.WeakKeyDictionary()
+        self._all: weakref.WeakKeyDictionary[OptimizerOfReplicas, None] = (
+            weakref.WeakKeyDictionary()
+        )
         _known.put(replicas, self)
 
-    def part(self) -> Part:
+    def part(self) -> LifecycleHooks:
         """Returns what keeps optimizers equal between runs."""
-        return Part(
+        return LifecycleHooks(
             name="optimizers",
             prepare=self._prepare,
             finish=_check_options,
-            bring_along=self._bring_along,
+            sync_idle=self._bring_along,
             recover=self._recover,
         )
 
-    def add(self, optimizer: Mirrored) -> None:
+    def add(self, optimizer: OptimizerOfReplicas) -> None:
         """Notes an optimizer, for as long as it lives."""
         self._all[optimizer] = None
 
@@ -77,19 +79,19 @@ class Optimizers:
         found = [mirrored.optimizer for mirrored in tuple(self._all)]
         return [optimizer for optimizer in found if optimizer is not None]
 
-    def check(self, look: Look) -> None:
+    def check(self, look: SumOfReplica) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
         for optimizer in tuple(self._all):
             optimizer.check(look)
 
-    def show_first(self, see: See) -> None:
+    def show_first(self, see: SeeReplica) -> None:
         """Shows the first replica's state of all optimizers to ``see``."""
         for optimizer in tuple(self._all):
             optimizer.show_first(see)
 
     # Gradients, and the values with them
 
-    def reduce(self, run: Together | None = None) -> None:
+    def reduce(self, run: RunView | None = None) -> None:
         """Reduces the gradients, for a step: of a run, or of the cross-replica context."""
         if run is None:
             self._gradients.unreduced.flush()
@@ -99,27 +101,29 @@ class Optimizers:
             self._gradients.refuse_unlike(run)
         self.replicas.workers.num_steps += 1
 
-    def clear(self, parameters: Parameters) -> bool:
+    def clear(self, parameters: ParamGroupsView) -> bool:
         """Drops the gradients of all these, if none is pending; returns whether it did."""
         return self._gradients.clear(parameters.variables, parameters.targets)
 
     @torch.no_grad()
-    def carry(self, variables: Iterable[Variable], source: int, others: Sequence[int]) -> None:
+    def broadcast(
+        self, variables: Iterable[ReplicatedParam], source: int, others: Sequence[int]
+    ) -> None:
         """Gives one replica's values and gradients to others."""
         for variable in variables:
-            variable.carry(source, others)
-            self._gradients.carry(variable, source, others)
+            variable.broadcast(source, others)
+            self._gradients.broadcast(variable, source, others)
 
     # One step for all: see [Note: One device, one step]
 
-    def gather(self, parameters: Parameters, leader: int) -> None:
+    def gather(self, parameters: ParamGroupsView, leader: int) -> None:
         """Gives the first replica what its step for all needs, if it sits the run out."""
         if leader:
             # Its gradients would be those of an earlier step: nobody has cleared them.
-            self.carry(parameters.variables, leader, (0,))
+            self.broadcast(parameters.variables, leader, (0,))
 
     @torch.no_grad()
-    def spread(self, parameters: Parameters) -> None:
+    def spread(self, parameters: ParamGroupsView) -> None:
         """Gives the other replicas, on the same device, what a step of the first one wrote."""
         moved, targets = parameters.variables, parameters.targets
         if [target for target in targets[0] if target.grad is None]:
@@ -127,7 +131,7 @@ class Optimizers:
             targets = list(zip(*[variable.targets for variable in moved], strict=True))
         for others in targets[1:]:
             torch._foreach_copy_(others, targets[0])
-        settle(moved)
+        mark_synced(moved)
 
     # What the part does
 
@@ -137,11 +141,11 @@ class Optimizers:
 
     def _bring_along(self, source: int, idle: Sequence[int]) -> None:
         for optimizer in tuple(self._all):
-            optimizer.bring_along(source, idle)
+            optimizer.sync_idle(source, idle)
 
     def _recover(self) -> None:
         for loan in tuple(self.lent):  # also of an optimizer that is gone since its step raised
-            loan.take_back()
+            loan.force_out()
         for optimizer in list(self._all):
             optimizer.follow_first()
 

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mirror.execution.replicas import Replica
 from mirror.replica.optimizer.groups import replicas_reached
-from mirror.replica.optimizer.once import call_once, watched, wrap_in_subclasses
+from mirror.replica.optimizer.once import merge_call_shared, watched, wrap_in_subclasses
 
 
 def watch_schedulers() -> None:
@@ -23,5 +23,5 @@ def _step_in_run(
     optimizer = getattr(scheduler, "optimizer", None)
     if optimizer is None or replicas_reached(optimizer) is not context.replicas:
         return step(scheduler, *args, **kwargs)
-    result, _ = call_once(context, step, scheduler, args, kwargs)
+    result, _ = merge_call_shared(context, step, scheduler, args, kwargs)
     return result

@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.accelerator.forks import renew_in_forks
+from mirror.accelerator.forks import reinit_after_fork
 from mirror.execution.current import replica_of
 from mirror.execution.replicas import Replicas
-from mirror.replica.comparison import Look, See
-from mirror.replica.copies.variable import Variable
-from mirror.replica.copies.variables import variable_of
+from mirror.replica.comparison import SumOfReplica, SeeReplica
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.copies.variables import param_of
 from mirror.replica.optimizer.groups import stepped_by
 from mirror.replica.paths import path_of
 from mirror.values import are_identical, map_structure
@@ -129,15 +129,15 @@ class ReplicaStates:
         self.shared = SharedState(self, {})  # what optimizer.state is between steps
         self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
         self._are_behind = False
-        self.renew()
-        renew_in_forks(self)
+        self.after_fork()
+        reinit_after_fork(self)
         self._published: list[Any] = []  # entries of the first one's that the shared state has
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Makes the lock, which in a forked process nobody has."""
         self._copying = threading.Lock()
 
-    def of(self, replica_id: int) -> dict[Any, Any]:
+    def state_of(self, replica_id: int) -> dict[Any, Any]:
         """Returns one replica's state, up to date."""
         if replica_id > 0:
             self.catch_up()
@@ -169,7 +169,7 @@ class ReplicaStates:
         if self.shared.seen:
             self._by_replica[0] = defaultdict(dict)
             for key, value in self.shared.raw_items():
-                variable = variable_of(key)
+                variable = param_of(key)
                 self._by_replica[0][key if variable is None else variable.home] = value
             self.shared.seen, self._are_behind = False, True
 
@@ -177,7 +177,7 @@ class ReplicaStates:
         """Makes the first replica's state that of all."""
         self._are_behind = True
 
-    def bring_along(self, source: int, others: Iterable[int]) -> None:
+    def sync_idle(self, source: int, others: Iterable[int]) -> None:
         """Gives one replica's state to others."""
         if not self._are_behind:  # else those who look get the first one's
             self._copy(source, others)
@@ -188,11 +188,11 @@ class ReplicaStates:
         if are_identical(entries, self._published):
             return
         for key, value in self._by_replica[0].items():
-            variable = variable_of(key)
+            variable = param_of(key)
             self.shared.put(key if variable is None else variable.owner(), value)
         self._published = entries
 
-    def check(self, variables: Sequence[Variable], look: Look) -> None:
+    def check(self, variables: Sequence[ReplicatedParam], look: SumOfReplica) -> None:
         """Shows what every replica has to ``look``, beside what the first one has."""
         if self._are_behind:
             return
@@ -203,12 +203,14 @@ class ReplicaStates:
                 other = self._by_replica[r].get(variable.targets[r], {})
                 for key in first.keys() | other.keys():
 
-                    def what(key: Any = key, variable: Variable = variable, r: int = r) -> str:
+                    def what(
+                        key: Any = key, variable: ReplicatedParam = variable, r: int = r
+                    ) -> str:
                         return f"{_named(key, variable)} differs on {names[r]} from {names[0]}"
 
                     look(first.get(key), other.get(key), what)
 
-    def show_first(self, variables: Sequence[Variable], see: See) -> None:
+    def show_first(self, variables: Sequence[ReplicatedParam], see: SeeReplica) -> None:
         """Shows what the first replica has to ``see``."""
         for variable in variables:
             for key, value in self._by_replica[0].get(variable.home, {}).items():
@@ -219,7 +221,7 @@ class ReplicaStates:
         replica = replica_of(self._replicas)
         if replica is None:
             return None
-        variable = variable_of(key)
+        variable = param_of(key)
         if variable is None:
             mine, owner = key, key
         else:
@@ -232,7 +234,7 @@ class ReplicaStates:
         for r in others:
             state: dict[Any, Any] = defaultdict(dict)
             for key, value in self._by_replica[source].items():
-                variable = variable_of(key)
+                variable = param_of(key)
                 mine = key if variable is None else stepped_by(variable, r)
                 state[mine] = self._copied(value, source, r)
             self._by_replica[r] = state
@@ -240,15 +242,15 @@ class ReplicaStates:
                 self.publish_first()
 
     def _copied(self, value: Any, source: int, destination: int) -> Any:
-        devices = (self._replicas.home, *self._replicas.devices[1:])
+        devices = (self._replicas.parameter_device, *self._replicas.devices[1:])
         home, device = devices[source], devices[destination]
-        places = self._replicas.places if self._replicas.places.are_several else None
+        places = self._replicas.places if self._replicas.places.is_model_parallel else None
 
         def copied(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 there = device if leaf.device == home else leaf.device
                 if places is not None:
-                    there = places.beside(leaf.device, device)
+                    there = places.translate(leaf.device, device)
                 return leaf.detach().to(there, copy=True)
             return copy.deepcopy(leaf)
 
@@ -272,5 +274,5 @@ def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
                     attributes[name] = shared
 
 
-def _named(key: Any, variable: Variable) -> str:
+def _named(key: Any, variable: ReplicatedParam) -> str:
     return f"optimizer state {key!r} of parameter {path_of(variable.owner(), variable.name)!r}"

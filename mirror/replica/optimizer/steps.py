@@ -38,7 +38,12 @@ from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica
 from mirror.replica.optimizer.global_hooks import has_hooks
 from mirror.replica.optimizer.groups import refuse_what_is_not_mirrored, replicas_reached
-from mirror.replica.optimizer.once import call_once, is_watched, watched, wrap_in_subclasses
+from mirror.replica.optimizer.once import (
+    merge_call_shared,
+    is_watched,
+    watched,
+    wrap_in_subclasses,
+)
 from mirror.replica.optimizer.options import options_of, refuse_different
 from mirror.torch_private import put_hooks_around
 
@@ -127,7 +132,7 @@ def _step_in_run(
     if context.tracing is not None:
         return step(optimizer, *args, **kwargs)
     _refuse_wrappers(optimizer)
-    is_apart = context.replicas.is_apart
+    is_apart = context.replicas.has_parameter_device
     if is_torchs_own(kind) and not (is_apart and has_hooks(optimizer)):
         return step(optimizer, *args, **kwargs)
     if replicas_reached(optimizer) is not context.replicas:
@@ -136,7 +141,7 @@ def _step_in_run(
         return step(optimizer, *args, **kwargs)  # a subclass's step has called its base's
     if not is_apart and _may_step_by_turns(optimizer) and not (args or kwargs):
         return _by_turns[0](step, optimizer, context)
-    result, _ = call_once(
+    result, _ = merge_call_shared(
         context,
         _once(step, context),
         optimizer,

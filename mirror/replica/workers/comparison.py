@@ -1,4 +1,4 @@
-"""ComparisonOverWorkers: whether all workers hold the same bits; of each value a hash travels."""
+"""WorkerChecks: whether all workers hold the same bits; of each value a hash travels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from mirror.errors import ReplicaMismatchError
 from mirror.replica.bits import bytes_of
-from mirror.replica.comparison import Comparison
+from mirror.replica.comparison import ReplicaChecks
 from mirror.values import leaves_of
 
 _HASH_BYTES = 8
 
 
-class ComparisonOverWorkers(Comparison):
+class WorkerChecks(ReplicaChecks):
     """Whether parameters and optimizer state are equal on all replicas of all workers.
 
     All workers raise if any finds a difference: else those that do not would wait for it.

@@ -34,14 +34,14 @@ from torch import Tensor, nn
 
 from mirror.concurrency.stack import user_line
 from mirror.errors import DivergenceError
-from mirror.execution.part import Part
+from mirror.execution.part import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.replica.bits import bytes_of
-from mirror.replica.copies.buffer import Buffer
+from mirror.replica.copies.buffer import ReplicatedBuffer
 from mirror.replica.copies.buffers import Buffers
-from mirror.replica.copies.registry import Registry
-from mirror.replica.copies.variable import Variable
-from mirror.replica.copies.variables import Variables
+from mirror.replica.copies.registry import MirroredTensors
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.copies.variables import ReplicatedParams
 from mirror.replica.tensors import MirroredTensor
 
 _logger = logging.getLogger("mirror")
@@ -50,7 +50,7 @@ CALL, FORWARD, REDUCE = range(3)
 _MOST_ROUNDS = 16
 _SAID = struct.Struct("<BI?I")  # see _Said
 
-_Record: TypeAlias = Variable | Buffer
+_Record: TypeAlias = ReplicatedParam | ReplicatedBuffer
 
 
 class _Said(NamedTuple):
@@ -80,8 +80,8 @@ class FirstValues:
     def __init__(
         self,
         replicas: Replicas,
-        registry: Registry,
-        variables: Variables,
+        registry: MirroredTensors,
+        variables: ReplicatedParams,
         buffers: Buffers,
         modules: Callable[[], Iterable[tuple[nn.Module, str]]],
     ) -> None:
@@ -99,9 +99,9 @@ class FirstValues:
         self._calls_differ = False  # whether a round was of a call where worker 0 made another
         self._has_reduced = False
 
-    def part(self) -> Part:
+    def part(self) -> LifecycleHooks:
         """Returns what gives the values before runs. See [Note: Parts]."""
-        return Part(name="first values", prepare=self._prepare)
+        return LifecycleHooks(name="first values", prepare=self._prepare)
 
     def before_reducing(self) -> None:
         """Waits until all workers reduce gradients, if training has not begun."""
@@ -191,7 +191,7 @@ class FirstValues:
             return True
         version, bits = self._shared[record]
         if _version_of(record) != version:
-            return not (isinstance(record, Buffer) and not record.is_written_outside())
+            return not (isinstance(record, ReplicatedBuffer) and not record.is_written_outside())
         return _may_write(record) and bits != _bits(record)
 
     def _tell_if_stale(self, said: Sequence[_Said]) -> None:
@@ -232,17 +232,17 @@ class FirstValues:
 
 def _described(record: _Record, name: str) -> tuple[str, str, tuple[int, ...], bool]:
     value = _value(record)
-    is_trained = isinstance(record, Variable) and record.targets[0].requires_grad
+    is_trained = isinstance(record, ReplicatedParam) and record.targets[0].requires_grad
     return name, str(value.dtype), tuple(value.shape), is_trained
 
 
 def _value(record: _Record) -> Tensor:
-    value = record.targets[0] if isinstance(record, Variable) else record.truth
+    value = record.targets[0] if isinstance(record, ReplicatedParam) else record.truth
     return value.detach()
 
 
 def _version_of(record: _Record) -> int:
-    return record.shown._version if isinstance(record, Variable) else record.truth._version
+    return record.shown._version if isinstance(record, ReplicatedParam) else record.truth._version
 
 
 def _may_write(record: _Record) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.replica.copies.buffers import Buffers
 
 
@@ -14,7 +14,7 @@ class SharedBuffers:
     Where runs end: there every worker is, and reading, for a file of the chief's say, is local.
     """
 
-    def __init__(self, workers: Alone, buffers: Buffers) -> None:
+    def __init__(self, workers: LocalWorkerGroup, buffers: Buffers) -> None:
         self._workers, self._buffers = workers, buffers
 
     def share(self) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from mirror.errors import in_words
-from mirror.server.engine.connect import know
-from mirror.server.engine.service import Service, told
+from mirror.errors import short_repr
+from mirror.server.engine.connect import register_key
+from mirror.server.engine.service import ServiceLoop, encode_error
 
 _LENGTH = struct.Struct("<I")
 
@@ -64,22 +64,22 @@ def run(tether: socket.socket) -> None:
         _prepare(config)
         target = role(config["role"])(**config["init"])
         listener = listening(config["host"], config["port"])
-        service = Service(target, listener, bytes.fromhex(config["key"]))
+        service = ServiceLoop(target, listener, bytes.fromhex(config["key"]))
     except BaseException as error:
-        content, pickled = told(error)
+        content, pickled = encode_error(error)
         send_words(tether, {"failed": content, "pickle": [text.hex() for text in pickled]})
         return
-    threading.Thread(target=_end_with, args=[tether], name="tether", daemon=True).start()
+    threading.Thread(target=_exit_on_eof, args=[tether], name="tether", daemon=True).start()
     send_words(tether, {"port": listener.getsockname()[1]})
     service.run()
 
 
-def _end_with(tether: socket.socket) -> None:
+def _exit_on_eof(tether: socket.socket) -> None:
     receive_words(tether)
-    leave(0)
+    exit_now(0)
 
 
-def leave(code: int) -> None:
+def exit_now(code: int) -> None:
     """Ends the process at once, once what it has printed is on its way."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -87,7 +87,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Returns a socket that has a port, 0: any that is free, which others of ours may have, too.
 
     Who starts an actor holds its port, without listening, for as long as it may restart it.
@@ -106,7 +106,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 def listening(host: str, port: int) -> socket.socket:
     """Returns a socket that listens there."""
-    sock = bound(host, port)
+    sock = bind(host, port)
     sock.listen(128)
     return sock
 
@@ -115,7 +115,7 @@ def role(path: str) -> Any:
     """Returns a class by its dotted path, as ``package.module:Class``."""
     module, _, name = path.partition(":")
     if not name:
-        raise ValueError(f"a role is 'package.module:Class', not {in_words(path)}")
+        raise ValueError(f"a role is 'package.module:Class', not {short_repr(path)}")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -124,7 +124,7 @@ def role(path: str) -> Any:
 
 def _prepare(config: dict[str, Any]) -> None:
     """Makes the process what one started anew by ``multiprocessing`` would be."""
-    know(config["id"], bytes.fromhex(config["key"]))
+    register_key(config["id"], bytes.fromhex(config["key"]))
     os.environ.clear()
     os.environ.update(config["environ"])
     prepared = dict(config["prepared"])

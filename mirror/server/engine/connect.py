@@ -8,13 +8,13 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from mirror.server.engine.handshake import ACTOR_SECONDS, introduce
-from mirror.server.engine.link import Link, Pending, failed
+from mirror.server.engine.handshake import ACTOR_SECONDS, authenticate
+from mirror.server.engine.link import Connection, Reply, failed
 from mirror.server.engine.protocol import (
     ActorDied,
     Address,
     Array,
-    Client,
+    ActorClient,
     Header,
     Sendable,
     WireError,
@@ -28,12 +28,12 @@ _LEAST_BYTES = 16
 _keys: dict[str, bytes] = {}
 
 
-def know(engine: str, key: bytes) -> None:
+def register_key(engine: str, key: bytes) -> None:
     """Notes an engine's key: this process is the engine's, or one of its actors."""
     _keys[engine] = key
 
 
-def connect(address: Address) -> Client:
+def connect(address: Address) -> ActorClient:
     """Returns a client of an actor; it connects at the first call.
 
     Args:
@@ -45,7 +45,7 @@ def connect(address: Address) -> Client:
     engine = address.get("engine") if isinstance(address, dict) else None
     if engine == "ray":
         ray_engine = importlib.import_module("mirror.server.engine.on_ray.engine")
-        client: Client = ray_engine.connect(address)
+        client: ActorClient = ray_engine.connect(address)
         return client
     if engine != "process":
         raise WireError(f"an address is what an actor has as its address; got {address!r}")
@@ -63,13 +63,13 @@ class SocketClient:
         self._confirm = confirm
         self.name: str = address["name"]
         self._address = dict(address)
-        self._link: Link | None = None
+        self._link: Connection | None = None
         self._lock = threading.Lock()
         self._key = _key_of(address)
 
     @property
     def address(self) -> Address:
-        """See ``Client``."""
+        """See ``ActorClient``."""
         return dict(self._address)
 
     def call(
@@ -79,8 +79,8 @@ class SocketClient:
         buffers: Sequence[Sendable] = (),
         *,
         into: Sequence[Array] | None = None,
-    ) -> Pending:
-        """See ``Client``."""
+    ) -> Reply:
+        """See ``ActorClient``."""
         link = self._link
         if link is None or not link.is_usable:
             try:
@@ -92,19 +92,19 @@ class SocketClient:
         return link.call(method, header or {}, buffers, into)
 
     def close(self) -> None:
-        """See ``Client``."""
-        self.part(WireError(f"{self.name}: the client is closed"))
+        """See ``ActorClient``."""
+        self.disconnect(WireError(f"{self.name}: the client is closed"))
 
-    def part(self, error: Exception) -> None:
+    def disconnect(self, error: Exception) -> None:
         """Ends the connection; calls that are not done fail with the error."""
         link, self._link = self._link, None
         if link is not None:
             link.end(error)
 
-    def _connected(self) -> Link:
+    def _connected(self) -> Connection:
         with self._lock:
             if self._link is None or not self._link.is_usable:
-                self._link = Link(self._socket(), self.name, self._confirm)
+                self._link = Connection(self._socket(), self.name, self._confirm)
             return self._link
 
     def _socket(self) -> socket.socket:
@@ -117,7 +117,7 @@ class SocketClient:
             # One call is one small packet, which must not wait for another.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            introduce(sock, self._key)
+            authenticate(sock, self._key)
         except (EOFError, OSError) as error:
             sock.close()
             raise ActorDied(self.name, f"its process has ended ({error})") from None

@@ -39,7 +39,7 @@ def main(descriptor: int, parent: int) -> None:
     _import_what_optimizers_do()
     gc.collect()
     gc.freeze()  # so that forks share it: a collection would write to all objects
-    ForkServer(control, parent).run()
+    ForkServerMain(control, parent).run()
 
 
 def _import_what_optimizers_do() -> None:
@@ -48,7 +48,7 @@ def _import_what_optimizers_do() -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
-class ForkServer:
+class ForkServerMain:
     """Forks, and tells which of its forks have ended."""
 
     def __init__(self, control: socket.socket, parent: int) -> None:
@@ -102,11 +102,11 @@ class ForkServer:
                 self._become_actor(*descriptors)
                 code = 0
             finally:
-                actor_process.leave(code)
+                actor_process.exit_now(code)
         self._pids.add(pid)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._tell({"forked": number, "pid": pid})
+        self._send({"forked": number, "pid": pid})
 
     def _become_actor(self, tether: int, stdout: int, stderr: int) -> None:
         server = os.getppid()
@@ -131,9 +131,9 @@ class ForkServer:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 self._pids.remove(pid)
-                self._tell({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+                self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # its end is noticed elsewhere
             self._control.send(json.dumps(message).encode())
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.server.engine.protocol import Array, Header, Sendable, WireError
 
 CALL, ANSWER, RAISED = range(3)
@@ -58,7 +58,7 @@ class Frame(NamedTuple):
     buffers: list[Array]
 
 
-class Outgoing:
+class FrameWriter:
     """A frame on its way out, as far as the socket takes it."""
 
     __slots__ = ("_next", "_pieces")
@@ -116,7 +116,7 @@ def as_array(buffer: Sendable) -> Array:
     array = buffer if isinstance(buffer, np.ndarray) else _of_bytes(buffer)
     if array.dtype.str not in _DTYPES:
         raise WireError(
-            f"a buffer holds plain numbers; got {in_words(buffer)}; of a bfloat16 tensor send "
+            f"a buffer holds plain numbers; got {short_repr(buffer)}; of a bfloat16 tensor send "
             "tensor.view(torch.uint16).numpy()"
         )
     return np.ascontiguousarray(array) if array.ndim else array
@@ -127,12 +127,12 @@ def _of_bytes(buffer: object) -> Array:
         return np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload, no-any-return]
     except (TypeError, ValueError):
         raise WireError(
-            f"a buffer is a numpy array or bytes; got {in_words(buffer)}; of a tensor send "
+            f"a buffer is a numpy array or bytes; got {short_repr(buffer)}; of a tensor send "
             "tensor.numpy()"
         ) from None
 
 
-class Reader:
+class FrameReader:
     """What comes from a socket that does not block, as frames.
 
     Args:
@@ -207,7 +207,7 @@ class Reader:
         if place + num_bytes > self._end:
             return None
         header = _header(bytes(self._staging[start + length : place])) if text_length else {}
-        buffers = self._made(number, specs)
+        buffers = self._allocate(number, specs)
         for buffer in buffers:
             if buffer.nbytes:
                 view = buffer.reshape(-1).view(np.uint8).data
@@ -224,13 +224,13 @@ class Reader:
         yield from self._fill(memoryview(text))
         method, specs, _ = _read_signature(bytes(text[:length]))
         header = _header(bytes(text[length:])) if text_length else {}
-        buffers = self._made(number, specs)
+        buffers = self._allocate(number, specs)
         for buffer in buffers:
             if buffer.nbytes:
                 yield from self._fill(buffer.reshape(-1).view(np.uint8).data)
         yield Frame(kind, number, method, header, buffers)
 
-    def _made(self, number: int, specs: Sequence[Spec]) -> list[Array]:
+    def _allocate(self, number: int, specs: Sequence[Spec]) -> list[Array]:
         buffers = self._place(number, specs) if self._place else None
         return [np.empty(shape, dtype) for dtype, shape in specs] if buffers is None else buffers
 

@@ -42,7 +42,7 @@ def new_key() -> bytes:
     return os.urandom(32)
 
 
-def welcome(sock: socket.socket, key: bytes, who: bytes = ACTOR) -> None:
+def accept(sock: socket.socket, key: bytes, who: bytes = ACTOR) -> None:
     """The actor's side, or a seat's.
 
     Raises:
@@ -64,7 +64,7 @@ def welcome(sock: socket.socket, key: bytes, who: bytes = ACTOR) -> None:
         sock.sendall(_VERDICT.pack(_WELCOME, _proof(key, b"actor", hello, theirs)))
 
 
-def introduce(sock: socket.socket, key: bytes, who: bytes = ACTOR) -> None:
+def authenticate(sock: socket.socket, key: bytes, who: bytes = ACTOR) -> None:
     """The client's side.
 
     Raises:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, Outgoing, Reader, Spec
+from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, FrameWriter, FrameReader, Spec
 from mirror.server.engine.protocol import (
     ActorDied,
     Answer,
@@ -31,12 +31,12 @@ from mirror.server.engine.protocol import (
 )
 
 
-class Pending:
+class Reply:
     """A future whose answer comes over a link, or that has failed already."""
 
     __slots__ = ("_answer", "_error", "_link", "into", "is_done")
 
-    def __init__(self, link: Link | None, into: Sequence[Array] | None = None) -> None:
+    def __init__(self, link: Connection | None, into: Sequence[Array] | None = None) -> None:
         self.into = into
         self.is_done = link is None
         self._link = link
@@ -55,7 +55,7 @@ class Pending:
     def done(self) -> bool:
         """Returns whether there is an answer, or none will come."""
         if not self.is_done and self._link is not None:
-            self._link.look(self)
+            self._link.poll(self)
         return self.is_done
 
     def settle(self, frame: Frame) -> None:
@@ -77,14 +77,14 @@ class Pending:
         self._link = None
 
 
-def failed(error: Exception) -> Pending:
+def failed(error: Exception) -> Reply:
     """Returns a future of a call that could not be begun."""
-    pending = Pending(None)
+    pending = Reply(None)
     pending.fail(error)
     return pending
 
 
-class Link:
+class Connection:
     """One connection, past the handshake.
 
     Args:
@@ -97,8 +97,8 @@ class Link:
         self, sock: socket.socket, name: str, confirm: Callable[[], object] | None = None
     ) -> None:
         self._sock, self._name, self._confirm = sock, name, confirm
-        self._reader = Reader(sock, self._place)
-        self._pending: dict[int, Pending] = {}
+        self._reader = FrameReader(sock, self._place)
+        self._pending: dict[int, Reply] = {}
         self._number = 0
         self._error: Exception | None = None
         self._pid = os.getpid()
@@ -120,12 +120,12 @@ class Link:
         header: Header,
         buffers: Sequence[Sendable],
         into: Sequence[Array] | None,
-    ) -> Pending:
+    ) -> Reply:
         """Sends a call."""
-        pending = Pending(self, into)
+        pending = Reply(self, into)
         with self._sending:
             self._number = number = self._number + 1
-            out = Outgoing(CALL, number, method, header, buffers)
+            out = FrameWriter(CALL, number, method, header, buffers)
             if self._error is not None:
                 return failed(self._error)
             self._pending[number] = pending
@@ -140,7 +140,7 @@ class Link:
                 raise
         return pending
 
-    def wait(self, pending: Pending, timeout: float | None) -> None:
+    def wait(self, pending: Reply, timeout: float | None) -> None:
         """Waits until a call is done, reading for all who wait; see [Note: Who reads].
 
         Raises:
@@ -149,7 +149,7 @@ class Link:
         deadline = None if timeout is None else monotonic() + timeout
         with self._changed:
             while self._is_read and not pending.is_done:
-                if not self._changed.wait(_left(deadline)):
+                if not self._changed.wait(_remaining(deadline)):
                     raise TimeoutError(f"{self._name} has not answered within {timeout:g} s")
             if pending.is_done:
                 return
@@ -163,7 +163,7 @@ class Link:
                 if self._pending:
                     self._changed.notify_all()
 
-    def look(self, pending: Pending) -> None:
+    def poll(self, pending: Reply) -> None:
         """Reads what has come, if nobody does."""
         with self._changed:
             if self._is_read:
@@ -197,7 +197,7 @@ class Link:
     def __del__(self) -> None:
         self._sock.close()
 
-    def _read(self, pending: Pending, deadline: float | None) -> bool:
+    def _read(self, pending: Reply, deadline: float | None) -> bool:
         """Reads until a call is done; returns False if the deadline came first."""
         try:
             while not pending.is_done:
@@ -215,10 +215,10 @@ class Link:
         return True
 
     def _polled(self, deadline: float | None) -> bool:
-        left = _left(deadline)
+        left = _remaining(deadline)
         return bool(self._readable.poll(None if left is None else left * 1e3))
 
-    def _settle(self, frame: Frame, wanted: Pending) -> None:
+    def _settle(self, frame: Frame, wanted: Reply) -> None:
         pending = self._pending.pop(frame.number, None)
         if pending is None or frame.kind not in (ANSWER, RAISED):
             raise WireError(f"{self._name} answers what nobody has asked")
@@ -238,7 +238,7 @@ class Link:
         return list(into) if fits else None
 
 
-def _left(deadline: float | None) -> float | None:
+def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - monotonic())
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from mirror.server.engine.output import Output
+from mirror.server.engine.output import ChildOutput
 from mirror.server.engine.protocol import ActorDied
 
 _PROGRAM = """\
@@ -32,7 +32,7 @@ _SIZE = 4096
 _END_SECONDS = 5.0
 
 
-class Child:
+class ForkedProcess:
     """A process forked from the fork server.
 
     Attributes:
@@ -45,7 +45,7 @@ class Child:
         self,
         tell: Callable[[dict[str, Any]], None],
         tether: socket.socket,
-        outputs: list[Output],
+        outputs: list[ChildOutput],
     ) -> None:
         self.tether = tether
         self.pid = 0
@@ -89,7 +89,7 @@ class Child:
             threading.Thread(target=callback, daemon=True).start()
 
 
-class Nursery:
+class ForkServer:
     """A fork server of this process."""
 
     def __init__(self) -> None:
@@ -105,11 +105,11 @@ class Nursery:
         self._control = ours
         self._lock = threading.Lock()
         self._numbers = count()
-        self._waiting: dict[int, Child] = {}
-        self._children: dict[int, Child] = {}
+        self._waiting: dict[int, ForkedProcess] = {}
+        self._children: dict[int, ForkedProcess] = {}
         self._is_ended = False
         self._woken, self._wake = os.pipe()
-        self._thread = threading.Thread(target=self._hear, name="actors", daemon=True)
+        self._thread = threading.Thread(target=self._receive, name="actors", daemon=True)
         self._thread.start()
 
     @property
@@ -117,12 +117,12 @@ class Nursery:
         """Whether it can have children, in this process."""
         return not self._is_ended and self._owner == os.getpid()
 
-    def fork(self, name: str) -> Child:
+    def fork(self, name: str) -> ForkedProcess:
         """Returns a new process, which waits for its configuration."""
         ours, theirs = socket.socketpair()
         pipes = {stream: os.pipe() for stream in ("stdout", "stderr")}
-        outputs = [Output(name, stream, read) for stream, (read, _) in pipes.items()]
-        child = Child(self._tell, ours, outputs)
+        outputs = [ChildOutput(name, stream, read) for stream, (read, _) in pipes.items()]
+        child = ForkedProcess(self._send, ours, outputs)
         passed = [theirs.fileno(), *(write for _, write in pipes.values())]
         with self._lock:
             number = next(self._numbers)
@@ -148,7 +148,7 @@ class Nursery:
             raise ActorDied(name, "the process that starts actors has ended")
         return child
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # its children end with it
             self._control.send(json.dumps(message).encode())
 
@@ -165,11 +165,11 @@ class Nursery:
             self._process.wait()
         self._thread.join(_END_SECONDS)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
-        known: dict[int, Output] = {}
+        known: dict[int, ChildOutput] = {}
         while True:
             for descriptor, _ in poll.poll():
                 if descriptor == self._woken:
@@ -220,14 +220,14 @@ class Nursery:
 
 
 _lock = threading.Lock()
-_nursery: Nursery | None = None
+_nursery: ForkServer | None = None
 
 
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """Returns this process's, which may still be importing torch."""
     global _nursery
     with _lock:
         if _nursery is None or not _nursery.is_usable:
-            _nursery = Nursery()
+            _nursery = ForkServer()
             atexit.register(_nursery.close)
         return _nursery

@@ -9,7 +9,7 @@ _SIZE = 1 << 16
 _MAX_LINE = 1 << 16
 
 
-class Output:
+class ChildOutput:
     """A pipe from one of an actor's standard streams to this process's of that name.
 
     Args:

@@ -17,13 +17,13 @@ from multiprocessing import spawn
 from os import environ
 from typing import Any
 
-from mirror.server.engine.actor_process import bound, receive_words, send_words
-from mirror.server.engine.connect import SocketClient, know
+from mirror.server.engine.actor_process import bind, receive_words, send_words
+from mirror.server.engine.connect import SocketClient, register_key
 from mirror.server.engine.handshake import new_key
-from mirror.server.engine.link import Pending, remote_error
-from mirror.server.engine.nursery import Child, nursery
+from mirror.server.engine.link import Reply, remote_error
+from mirror.server.engine.nursery import ForkedProcess, fork_server
 from mirror.server.engine.protocol import ActorDied, Address, Array, Header, Sendable, WireError
-from mirror.server.engine.starting import StartingEngine
+from mirror.server.engine.starting import BaseEngine
 
 _NEWS_SECONDS = 1.0
 _OF_SPAWN = (
@@ -36,7 +36,7 @@ _OF_SPAWN = (
 )
 
 
-class ProcessEngine(StartingEngine["ProcessActor"]):
+class ProcessEngine(BaseEngine["ProcessActor"]):
     """Starts actors as processes on this machine.
 
     Args:
@@ -48,10 +48,10 @@ class ProcessEngine(StartingEngine["ProcessActor"]):
         self.id = secrets.token_hex(8)
         self._host, self._key = host, new_key()
         self._ends = weakref.finalize(self, _end_all, self._actors)
-        know(self.id, self._key)
-        nursery()  # begins to import torch
+        register_key(self.id, self._key)
+        fork_server()  # begins to import torch
 
-    def _made(self, name: str, role: str, init: Header) -> ProcessActor:
+    def _make(self, name: str, role: str, init: Header) -> ProcessActor:
         config = {"id": self.id, "key": self._key.hex(), "role": role, "init": init}
         return ProcessActor(name, self._host, config)
 
@@ -76,13 +76,13 @@ class ProcessActor:
         self.name = name
         self._config = config
         # Bound, it keeps the port for the next process of this actor; it never listens.
-        self._port = bound(host, port)
+        self._port = bind(host, port)
         where = {"host": host, "port": self._port.getsockname()[1]}
         self._config |= where
         self._client = SocketClient(
             {"engine": "process", "id": config["id"], "name": name, **where}, self._confirm
         )
-        self._child: Child | None = None
+        self._child: ForkedProcess | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._is_ended = False
@@ -111,7 +111,7 @@ class ProcessActor:
         buffers: Sequence[Sendable] = (),
         *,
         into: Sequence[Array] | None = None,
-    ) -> Pending:
+    ) -> Reply:
         """See ``Client``."""
         return self._client.call(method, header, buffers, into=into)
 
@@ -134,8 +134,8 @@ class ProcessActor:
                 raise WireError(f"{self.name}: its engine is closed")
             if self._child is not None:
                 self._child.kill()
-            self._client.part(ActorDied(self.name))
-            child = nursery().fork(self.name)
+            self._client.disconnect(ActorDied(self.name))
+            child = fork_server().fork(self.name)
             try:
                 self._set_up(child)
             except BaseException:
@@ -158,12 +158,12 @@ class ProcessActor:
         """Ends it for good."""
         with self._lock:
             self._is_ended = True
-            self._client.part(ActorDied(self.name))
+            self._client.disconnect(ActorDied(self.name))
             self._port.close()
             if self._child is not None:
                 self._child.kill()
 
-    def _set_up(self, child: Child) -> None:
+    def _set_up(self, child: ForkedProcess) -> None:
         prepared = spawn.get_preparation_data(self.name)
         kept = {key: prepared[key] for key in _OF_SPAWN if key in prepared}
         config = {**self._config, "environ": dict(environ), "prepared": kept}
@@ -185,7 +185,7 @@ class ProcessActor:
         if self._child is not None:
             self._child.ended.wait(_NEWS_SECONDS)
 
-    def _note_death(self, child: Child) -> None:
+    def _note_death(self, child: ForkedProcess) -> None:
         with self._lock:
             callbacks = [] if self._is_ended else list(self._callbacks)
         for callback in callbacks:

@@ -32,7 +32,7 @@ __all__ = [
     "Address",
     "Answer",
     "Array",
-    "Client",
+    "ActorClient",
     "Engine",
     "Future",
     "Header",
@@ -67,7 +67,7 @@ class Future(Protocol):
         """Returns whether ``result`` would not wait."""
 
 
-class Client(Protocol):
+class ActorClient(Protocol):
     """Calls an actor; of one actor there may be many, in many processes and threads."""
 
     name: str
@@ -100,7 +100,7 @@ class Client(Protocol):
         """Ends the connection; the actor lives on."""
 
 
-class Actor(Client, Protocol):
+class Actor(ActorClient, Protocol):
     """Who has started an actor holds this."""
 
     @property

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mirror.errors import in_words
-from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, Outgoing, Reader
-from mirror.server.engine.handshake import welcome
+from mirror.errors import short_repr
+from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, FrameWriter, FrameReader
+from mirror.server.engine.handshake import accept
 from mirror.server.engine.protocol import Header, Sendable, WireError
 
 PATIENCE_SECONDS = 0.03
@@ -36,13 +36,13 @@ class _Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.reader = Reader(sock)
-        self.backlog: deque[Outgoing] = deque()
+        self.reader = FrameReader(sock)
+        self.backlog: deque[FrameWriter] = deque()
         self.sending = threading.Lock()
         self.writable = select.poll()
         self.writable.register(sock, select.POLLOUT)
 
-    def send_now(self, out: Outgoing) -> bool:
+    def send_now(self, out: FrameWriter) -> bool:
         """Sends while the client takes something; returns whether that was all."""
         while not self.backlog:
             if out.send(self.sock):
@@ -51,14 +51,14 @@ class _Connection:
                 break
         return False
 
-    def send_wholly(self, out: Outgoing) -> None:
+    def send_wholly(self, out: FrameWriter) -> None:
         """Sends all of it."""
         with self.sending:
             while not out.send(self.sock):
                 self.writable.poll()
 
 
-class Service:
+class ServiceLoop:
     """Answers the calls of an actor's clients, in the thread that calls ``run``.
 
     Args:
@@ -110,9 +110,9 @@ class Service:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            welcome(sock, self._key)
+            accept(sock, self._key)
         except (WireError, EOFError, OSError) as error:
-            _tell(f"refused a connection: {error}")
+            _log(f"refused a connection: {error}")
             sock.close()
             return
         finally:
@@ -169,7 +169,7 @@ class Service:
 
     def _drop(self, connection: _Connection, error: Exception) -> None:
         if isinstance(error, WireError):
-            _tell(f"closed a connection: {error}")
+            _log(f"closed a connection: {error}")
         if self._connections.pop(connection.sock.fileno(), None) is not None:
             self._poll.unregister(connection.sock)
             with contextlib.suppress(OSError):
@@ -179,12 +179,12 @@ class Service:
     def _called(self, frame: Frame) -> object:
         return method_of(self._target, frame.method)(frame.header, frame.buffers)
 
-    def _outcome(self, frame: Frame) -> Outgoing:
+    def _outcome(self, frame: Frame) -> FrameWriter:
         try:
-            header, buffers = returned(self._called(frame))
-            return Outgoing(ANSWER, frame.number, "", header, buffers)
+            header, buffers = encode_result(self._called(frame))
+            return FrameWriter(ANSWER, frame.number, "", header, buffers)
         except BaseException as error:
-            return raised(error, frame.number)
+            return error_frame(error, frame.number)
 
 
 def method_of(target: object, name: str) -> Callable[..., Any]:
@@ -200,12 +200,12 @@ def method_of(target: object, name: str) -> Callable[..., Any]:
     raise AttributeError(f"{type(target).__name__} has no method {name!r} that can be called")
 
 
-def raised(error: BaseException, number: int = 0) -> Outgoing:
+def error_frame(error: BaseException, number: int = 0) -> FrameWriter:
     """Returns the frame that tells of an exception."""
-    return Outgoing(RAISED, number, "", *told(error))
+    return FrameWriter(RAISED, number, "", *encode_error(error))
 
 
-def told(error: BaseException) -> tuple[Header, list[bytes]]:
+def encode_error(error: BaseException) -> tuple[Header, list[bytes]]:
     """Returns an exception in words, and its pickle if another process can read that."""
     content = {
         "type": type(error).__name__,
@@ -227,7 +227,7 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be made)"
 
 
-def returned(value: object) -> tuple[Header, list[Sendable]]:
+def encode_result(value: object) -> tuple[Header, list[Sendable]]:
     """Returns what a method has returned, as header and buffers.
 
     Raises:
@@ -237,8 +237,10 @@ def returned(value: object) -> tuple[Header, list[Sendable]]:
         return {}, []
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], dict):
         return value[0], list(value[1])
-    raise TypeError(f"an actor's method returns (header, buffers) or None, not {in_words(value)}")
+    raise TypeError(
+        f"an actor's method returns (header, buffers) or None, not {short_repr(value)}"
+    )
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(f"mirror: {line}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ class Startable(Protocol):
 StartableT = TypeVar("StartableT", bound=Startable)
 
 
-class StartingEngine(ABC, Generic[StartableT]):
+class BaseEngine(ABC, Generic[StartableT]):
     """An engine that knows the actors which it has started."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StartingEngine(ABC, Generic[StartableT]):
         self._is_closed = False
 
     @abstractmethod
-    def _made(self, name: str, role: str, init: Header) -> StartableT:
+    def _make(self, name: str, role: str, init: Header) -> StartableT:
         """Returns an actor that is yet to stand."""
 
     @abstractmethod
@@ -45,7 +45,7 @@ class StartingEngine(ABC, Generic[StartableT]):
         """See ``Engine``."""
         if self._is_closed:
             raise WireError("this engine is closed; make another")
-        actor = self._made(name, role, init)
+        actor = self._make(name, role, init)
         self._actors.append(actor)
         try:
             actor.restart()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mirror.errors import StrategyError
-from mirror.server.engine.protocol import Client as Connection
+from mirror.server.engine.protocol import ActorClient as Connection
 from mirror.server.packing import (
     LARGE,
     as_bytes,
@@ -23,9 +23,9 @@ from mirror.server.packing import (
     packed_size,
     unpack,
 )
-from mirror.server.placement import Layout, Piece
+from mirror.server.placement import Layout, VariablePiece
 from mirror.server.report import Traffic
-from mirror.server.shard import Push
+from mirror.server.shard import PushMessage
 from mirror.server.updates import Update, rows_of, same_values
 
 
@@ -37,7 +37,7 @@ class _Rows:
     is_whole: bool = False
 
 
-class Client:
+class VariableClient:
     """Variables as one process has them.
 
     Args:
@@ -140,15 +140,15 @@ class Client:
                         dtype = self.layout.variables[piece.variable].dtype
                         self._part(piece).copy_(as_tensor(buffer, dtype).view(piece.shape))
             for piece in pieces:
-                self._note(piece.variable)
+                self._record(piece.variable)
 
         return take
 
-    def _part(self, piece: Piece, tensor: Tensor | None = None) -> Tensor:
+    def _part(self, piece: VariablePiece, tensor: Tensor | None = None) -> Tensor:
         whole = self.tensors[piece.variable].detach() if tensor is None else tensor
         return whole[piece.begin : piece.end] if piece.shape else whole
 
-    def _note(self, variable: int) -> None:
+    def _record(self, variable: int) -> None:
         tensor = self.tensors[variable]
         self._noted[variable] = tensor._version
         if self.layout.variables[variable].is_whole:
@@ -187,7 +187,7 @@ class Client:
                         self._pull_piece(variable, piece)
                     table.is_whole = True
 
-    def _pull_piece(self, variable: int, piece: Piece) -> None:
+    def _pull_piece(self, variable: int, piece: VariablePiece) -> None:
         header = {
             "piece": self._index[piece.server, variable, piece.begin],
             "rows": [0, piece.end - piece.begin],
@@ -201,7 +201,7 @@ class Client:
         values = as_tensor(packed, tensor.dtype).view(len(rows), *tensor.shape[1:])
         with torch.no_grad():
             tensor.index_copy_(0, rows.to(tensor.device), values.to(tensor.device))
-        self._note(variable)
+        self._record(variable)
 
     def _forget_rows(self) -> None:
         """Makes old rows unreadable rather than wrong."""
@@ -214,7 +214,7 @@ class Client:
                         rows = torch.tensor(sorted(table.known))
                         self.tensors[variable].index_fill_(0, rows, torch.nan)
                 self._tables[variable] = _Rows()
-            self._note(variable)
+            self._record(variable)
 
     def keep_tables(self) -> None:
         """Takes the tables that are here for those of the servers: this process has made them."""
@@ -241,9 +241,9 @@ class Client:
     def note_all(self) -> None:
         """Takes what is here for what the servers have."""
         for variable in range(len(self.tensors)):
-            self._note(variable)
+            self._record(variable)
 
-    def push(self, push: Push, members: Sequence[int], names: Sequence[str]) -> str:
+    def push(self, push: PushMessage, members: Sequence[int], names: Sequence[str]) -> str:
         """Pushes gradients of the members, and changes of buffers; returns what was said."""
         with self._lock:
             begun = perf_counter()
@@ -268,7 +268,7 @@ class Client:
             return self.updates[optimizer]
         return self.versions[0]
 
-    def _send(self, push: Push, updates: Sequence[Update]) -> str:
+    def _send(self, push: PushMessage, updates: Sequence[Update]) -> str:
         leader, others = 0, list(range(1, len(self.servers)))
         if self._is_sync:  # See [Note: One number for an update].
             for answer in [self._sent(k, push, updates[k]) for k in others]:
@@ -286,7 +286,7 @@ class Client:
         said_by_leader: str = header["said"]
         return said_by_leader
 
-    def _sent(self, server: int, push: Push, update: Update) -> Any:
+    def _sent(self, server: int, push: PushMessage, update: Update) -> Any:
         header, buffers = update.message()
         self.traffic.pushed_bytes += sum(map(len, buffers))
         message = {"push": asdict(push), "update": header}
@@ -333,4 +333,4 @@ class Client:
         for answer in answers:
             answer.result()
         for variable in variables:
-            self._note(variable)
+            self._record(variable)

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.server.roles.datasets import PerWorkerDataset
 from mirror.server.roles.dispatch import QUEUE_SIZE
 from mirror.server.roles.remote_value import RemoteValue
-from mirror.uncopied import Uncopied
+from mirror.uncopied import NoCopy
 from mirror.values import PerReplica
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Served(Protocol):
         """Raises StrategyError after ``close``, and inside ``run`` of another strategy."""
 
 
-class ClusterCoordinator(Uncopied):
+class ClusterCoordinator(NoCopy):
     """Sends steps to workers, which run them beside each other; one per strategy.
 
     ::
@@ -59,11 +59,11 @@ class ClusterCoordinator(Uncopied):
         if not hasattr(type(strategy), "begin_session"):
             raise TypeError(
                 "a ClusterCoordinator takes a mirror.ParameterServerStrategy, got "
-                f"{in_words(strategy)}; other strategies run steps with strategy.run"
+                f"{short_repr(strategy)}; other strategies run steps with strategy.run"
             )
         if not isinstance(queue_size, int) or isinstance(queue_size, bool) or queue_size < 1:
             raise ValueError(
-                f"queue_size must be an integer from 1 on, got {in_words(queue_size)}"
+                f"queue_size must be an integer from 1 on, got {short_repr(queue_size)}"
             )
         if strategy.coordinator is None:
             made = super().__new__(cls)
@@ -102,13 +102,13 @@ class ClusterCoordinator(Uncopied):
                 or PerWorkerValues for another number of workers.
         """
         if not callable(fn) or inspect.isclass(fn):
-            raise TypeError(f"schedule takes a function, got {in_words(fn)}")
+            raise TypeError(f"schedule takes a function, got {short_repr(fn)}")
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
             raise TypeError("schedule takes an ordinary function, no generator and no async one")
         if not isinstance(args, (tuple, list)):
-            raise TypeError(f"args must be a tuple: args=(x,); got {in_words(args)}")
+            raise TypeError(f"args must be a tuple: args=(x,); got {short_repr(args)}")
         if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs must be a dict, got {in_words(kwargs)}")
+            raise TypeError(f"kwargs must be a dict, got {short_repr(kwargs)}")
         self._strategy.check_usable("schedule")
         _refuse_parts((*args, *(kwargs or {}).values()))
         return self._session.schedule(fn, args, kwargs or {})
@@ -161,7 +161,7 @@ class ClusterCoordinator(Uncopied):
         if not callable(dataset) and not hasattr(dataset, "__iter__"):
             raise TypeError(
                 "create_per_worker_dataset takes a dataset, or a function that returns one; got "
-                f"{in_words(dataset)}"
+                f"{short_repr(dataset)}"
             )
         self._strategy.check_usable("create_per_worker_dataset")
         return self._session.create_dataset(dataset)

@@ -10,10 +10,10 @@ import torch
 
 from mirror.data.options import InputContext
 from mirror.errors import StrategyError
-from mirror.uncopied import Uncopied
+from mirror.uncopied import NoCopy
 
 
-class PerWorkerDataset(Uncopied):
+class PerWorkerDataset(NoCopy):
     """What ``create_per_worker_dataset`` returns: every worker has its own.
 
     As an argument of ``schedule`` it is the worker's next batch; ``iter(dataset)`` there is the
@@ -29,7 +29,7 @@ class PerWorkerDataset(Uncopied):
         return PerWorkerIterator(self)
 
 
-class PerWorkerIterator(Uncopied):
+class PerWorkerIterator(NoCopy):
     """Stands for a worker's iterator in what is scheduled."""
 
     _instead = PerWorkerDataset._instead

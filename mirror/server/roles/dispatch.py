@@ -35,7 +35,7 @@ _SECONDS = 5.0  # that the engine may take to tell of a server that a worker can
 
 
 @dataclass(eq=False)
-class Step:
+class Closure:
     """One scheduled step.
 
     Attributes:
@@ -64,7 +64,7 @@ class Step:
         self.ended.set()
 
 
-class Dispatch:
+class ClosureQueue:
     """Steps, on their way from the coordinator to workers and back.
 
     Args:
@@ -79,22 +79,22 @@ class Dispatch:
     def __init__(
         self,
         num_workers: int,
-        run: Callable[[int, Step, int], tuple[dict[str, Any], Any]],
+        run: Callable[[int, Closure, int], tuple[dict[str, Any], Any]],
         restart: Callable[[int], None],
         *,
         to_aggregate: int | None,
         queue_size: int,
     ) -> None:
         self._run, self._restart = run, restart
-        self._queue: deque[Step] = deque()
-        self._running: dict[int, Step] = {}
+        self._queue: deque[Closure] = deque()
+        self._running: dict[int, Closure] = {}
         self._queue_size = queue_size
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._num_raised = 0
         self._fatal: BaseException | None = None
         self.is_closed = False
-        self.listeners: list[Callable[[Step], None]] = []
+        self.listeners: list[Callable[[Closure], None]] = []
         self._up = set(range(num_workers))
         self._is_sync = to_aggregate is not None
         self._share = -(-(to_aggregate or 1) // num_workers)
@@ -109,7 +109,7 @@ class Dispatch:
 
     # What the coordinator calls
 
-    def put(self, make: Callable[[int], Step]) -> Step:
+    def put(self, make: Callable[[int], Closure]) -> Closure:
         """Queues a step; waits while the queue is full."""
         with self._changed:
             self.check()
@@ -190,7 +190,7 @@ class Dispatch:
                 self._again(worker, step)
                 continue
             with self._changed:
-                self._note(worker, header)
+                self._record(worker, header)
                 self._end(worker, step, header["outcome"], value)
 
     def _may_take(self, worker: int) -> bool:
@@ -202,7 +202,7 @@ class Dispatch:
         others = self._up - {worker}
         return not self._running and all(self._pushed[k] >= self._share for k in others)
 
-    def _note(self, worker: int, header: dict[str, Any]) -> None:
+    def _record(self, worker: int, header: dict[str, Any]) -> None:
         if not self._is_sync:
             return
         updates = header.get("updates") or self._updates
@@ -212,7 +212,7 @@ class Dispatch:
         if "gathered" in header.get("said", ()) and sum(updates) == sum(self._updates):
             self._pushed[worker] += 1
 
-    def _end(self, worker: int, step: Step, outcome: str, value: Any) -> None:
+    def _end(self, worker: int, step: Closure, outcome: str, value: Any) -> None:
         self._running.pop(worker, None)
         self._open.discard(step.number)
         self.num_ended += 1
@@ -225,7 +225,7 @@ class Dispatch:
                 self._fail(step, value)
         self._changed.notify_all()
 
-    def _fail(self, step: Step, value: BaseException) -> None:
+    def _fail(self, step: Closure, value: BaseException) -> None:
         """Keeps an error to be raised, and ends what waits; see [Note: One error for all]."""
         if self._error is None:
             self._error = value
@@ -242,7 +242,7 @@ class Dispatch:
             step.end(error=error)
         self._queue.clear()
 
-    def _lose(self, worker: int, step: Step) -> None:
+    def _lose(self, worker: int, step: Closure) -> None:
         with self._changed:
             self._up.discard(worker)
         self._again(worker, step)
@@ -263,7 +263,7 @@ class Dispatch:
             self._pushed[worker] = 0
             self._changed.notify_all()
 
-    def _again(self, worker: int, step: Step) -> None:
+    def _again(self, worker: int, step: Closure) -> None:
         with self._changed:
             self._running.pop(worker, None)
             step.attempt += 1

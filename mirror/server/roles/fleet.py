@@ -17,7 +17,7 @@ _SERVER = "mirror.server.roles.server_role:ServerRole"
 _WORKER = "mirror.server.roles.worker_role:WorkerRole"
 
 
-class Fleet:
+class ActorPool:
     """All processes.
 
     Attributes:
@@ -36,7 +36,7 @@ class Fleet:
             raise
         seen = weakref.ref(self)
         for index, server in enumerate(self.servers):
-            server.on_death(_note_lost(seen, index))
+            server.on_death(_record_loss(seen, index))
 
     def _start(self, num_servers: int, num_workers: int) -> tuple[list[Actor], list[Actor]]:
         seed = torch.initial_seed() % 2**62
@@ -92,7 +92,7 @@ class Fleet:
         self._engine.close()
 
 
-def _note_lost(seen: weakref.ref[Fleet], index: int) -> Callable[[], None]:
+def _record_loss(seen: weakref.ref[ActorPool], index: int) -> Callable[[], None]:
     def note() -> None:
         fleet = seen()
         if fleet is not None:

@@ -1,4 +1,4 @@
-"""KeptOptimizer: an optimizer of the coordinator's process, whose state is on the servers."""
+"""RemoteOptimizer: an optimizer of the coordinator's process, whose state is on the servers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mirror.server import states
 from mirror.server.optimizers import check_apart, describe, options_of
 from mirror.server.packing import Bytes
 from mirror.server.placement import Layout
-from mirror.server.roles.client import Client
-from mirror.server.roles.fleet import Fleet
+from mirror.server.roles.client import VariableClient
+from mirror.server.roles.fleet import ActorPool
 from mirror.server.tokens import dump
 
 
-class KeptOptimizer:
+class RemoteOptimizer:
     """The user's optimizer: reading its state asks the servers, writing it tells them.
 
     Args:
@@ -30,8 +30,8 @@ class KeptOptimizer:
         self,
         optimizer: Optimizer,
         index: int,
-        before_read: Callable[[KeptOptimizer], None],
-        before_step: Callable[[KeptOptimizer], None],
+        before_read: Callable[[RemoteOptimizer], None],
+        before_step: Callable[[RemoteOptimizer], None],
     ) -> None:
         self.optimizer, self.index = optimizer, index
         self.is_changed = bool(optimizer.state)  # here, and the servers do not know
@@ -74,7 +74,7 @@ class KeptOptimizer:
         self._sent = repr(found)
         return pickle.dumps(found)
 
-    def pull(self, client: Client, fleet: Fleet) -> None:
+    def pull(self, client: VariableClient, fleet: ActorPool) -> None:
         """Takes over the state that the servers have."""
         layout = client.layout
         header = {"optimizer": self.index, "commits": client.commits}
@@ -96,7 +96,7 @@ class KeptOptimizer:
                 )
         self.is_fresh, self.is_changed = True, False
 
-    def send(self, client: Client, fleet: Fleet) -> None:
+    def send(self, client: VariableClient, fleet: ActorPool) -> None:
         """Gives the servers the state that is here."""
         layout = client.layout
         parts: dict[tuple[int, int], states.State] = {}

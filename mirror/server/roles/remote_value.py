@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror.server.roles.dispatch import Step
-from mirror.uncopied import Uncopied
+from mirror.server.roles.dispatch import Closure
+from mirror.uncopied import NoCopy
 
 
-class RemoteValue(Uncopied):
+class RemoteValue(NoCopy):
     """Stands for the result of a step that a coordinator has scheduled.
 
     It is kept here once the step has ended, whatever becomes of the worker.
@@ -16,7 +16,7 @@ class RemoteValue(Uncopied):
 
     _instead = "fetch it: coordinator.fetch(value)"
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Closure) -> None:
         self._step = step
 
     def fetch(self) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from mirror.server import states
 from mirror.server.packing import as_bytes, as_tensor
-from mirror.server.shard import Push, Shard
+from mirror.server.shard import PushMessage, Shard
 from mirror.server.updates import Update
 
 Header = dict[str, Any]
@@ -77,7 +77,7 @@ class ServerRole:
     def push(self, header: Header, buffers: Sequence[Any]) -> Answer:
         pieces = [piece.spec for piece in self._shard.pieces]
         update = Update.from_message(header["update"], buffers, pieces)
-        said = self._shard.push(Push(**header["push"]), update)
+        said = self._shard.push(PushMessage(**header["push"]), update)
         shard = self._shard
         return {"said": said, "updates": shard.updates(), "version": shard.version}, []
 

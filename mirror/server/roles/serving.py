@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror.errors import ClusterError, in_words
+from mirror.errors import ClusterError, short_repr
 from mirror.server.engine.connect import key_of_environment
-from mirror.server.engine.seats.seat import Seat
+from mirror.server.engine.seats.seat import NodeAgent
 from mirror.server.tasks import SERVING, host_and_port, spec_of
-from mirror.uncopied import Uncopied
+from mirror.uncopied import NoCopy
 
 
-class Server(Uncopied):
+class Server(NoCopy):
     """A parameter server or a worker for a program elsewhere, as ``tf.distribute.Server``.
 
     ::
@@ -51,7 +51,7 @@ class Server(Uncopied):
             cluster if isinstance(cluster, str) else _address_of(cluster, job, index)
         )
         key = key_of_environment()
-        self._seat = Seat(own if host is None else host, port, key)
+        self._seat = NodeAgent(own if host is None else host, port, key)
         self._host = own
 
     @property
@@ -82,7 +82,7 @@ def _address_of(cluster: Any, job: str | None, index: int | None) -> str:
     if job not in SERVING or index is None:
         raise ClusterError(
             "a Server is a task of job 'ps' or 'worker', and has an index; got job "
-            f"{in_words(job)} and index {in_words(index)}; the chief makes a "
+            f"{short_repr(job)} and index {short_repr(index)}; the chief makes a "
             "ParameterServerStrategy"
         )
     return spec.task_address(job, index)

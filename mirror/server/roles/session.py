@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mirror.concurrency.stack import add_note
-from mirror.errors import StrategyError, in_words
-from mirror.server.recording import Recorded
+from mirror.errors import StrategyError, short_repr
+from mirror.server.recording import RecordedModules
 from mirror.server.report import ServersReport, Traffic
 from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
-from mirror.server.roles.dispatch import Dispatch, Step
-from mirror.server.roles.fleet import Fleet
+from mirror.server.roles.dispatch import ClosureQueue, Closure
+from mirror.server.roles.fleet import ActorPool
 from mirror.server.roles.remote_value import RemoteValue
-from mirror.server.roles.variables import Variables
+from mirror.server.roles.variables import ServerVariables
 from mirror.server.settings import Settings
-from mirror.server.tokens import Token, dump, dump_step, load, names_in
+from mirror.server.tokens import PersistentId, dump, dump_step, load, names_in
 
 
 class _Sent:
@@ -38,25 +38,25 @@ class Session:
     def __init__(
         self,
         settings: Settings,
-        recorded: Recorded,
+        recorded: RecordedModules,
         stands_for: Callable[[Any], bool],
         queue_size: int,
     ) -> None:
         self._settings, self._stands_for = settings, stands_for
-        self.fleet = Fleet(settings.engine, settings.num_servers, settings.num_workers)
+        self.fleet = ActorPool(settings.engine, settings.num_servers, settings.num_workers)
         self._datasets: list[bytes] = []
         self._owner = object()  # of datasets, without keeping anything alive
         self._traffic, self._seconds = Traffic(), 0.0
         self._lock, self._lock_numbers = threading.RLock(), threading.Lock()
         self._sent = [_Sent() for _ in range(settings.num_workers)]
-        self.dispatch = Dispatch(
+        self.dispatch = ClosureQueue(
             settings.num_workers,
             self._run,
             self._restart,
             to_aggregate=settings.to_aggregate,
             queue_size=queue_size,
         )
-        self.variables = Variables(
+        self.variables = ServerVariables(
             settings, recorded, self.fleet, self.dispatch.wait, self.dispatch.is_busy
         )
         self.fleet.on_lost(self._note_lost)
@@ -82,7 +82,7 @@ class Session:
                 names = [name for name, value in names_in(fn, args, kwargs) if value is thing]
                 return repr(names[0]) if names else "an object without a name"
 
-            def find(thing: Any) -> Token | None:
+            def find(thing: Any) -> PersistentId | None:
                 if isinstance(thing, PerWorkerDataset):
                     datasets.append(self._index_of(thing))
                     return ("dataset", thing.index)
@@ -103,8 +103,8 @@ class Session:
             data = dump_step(fn, tuple(args), kwargs, find)
             flags = self.variables.flags()
 
-            def make(number: int) -> Step:
-                return Step(number, data, flags, tuple(dict.fromkeys(datasets)))
+            def make(number: int) -> Closure:
+                return Closure(number, data, flags, tuple(dict.fromkeys(datasets)))
 
             return RemoteValue(self.dispatch.put(make))
 
@@ -139,11 +139,11 @@ class Session:
     def create_dataset(self, dataset: Any) -> PerWorkerDataset:
         """Names a dataset that each worker makes when the first step asks for it."""
 
-        def find(thing: Any) -> Token | None:
-            token = self.variables.token(thing, lambda thing: in_words(thing))
+        def find(thing: Any) -> PersistentId | None:
+            token = self.variables.token(thing, lambda thing: short_repr(thing))
             if token is not None or self._stands_for(thing):
                 raise ValueError(
-                    f"the dataset of a worker holds {in_words(thing)} of the strategy; make "
+                    f"the dataset of a worker holds {short_repr(thing)} of the strategy; make "
                     "batches of data alone, and use the model in the step"
                 )
             return None
@@ -179,7 +179,7 @@ class Session:
 
     # Running, in the threads of the dispatch
 
-    def _run(self, worker: int, step: Step, done_below: int) -> tuple[dict[str, Any], Any]:
+    def _run(self, worker: int, step: Closure, done_below: int) -> tuple[dict[str, Any], Any]:
         actor, sent = self.fleet.workers[worker], self._sent[worker]
         variables = self.variables
         with variables.lock:
@@ -217,7 +217,7 @@ class Session:
             return answer, self._error(found[0])
         return answer, load(found[0], self._thing)
 
-    def _thing(self, token: Token) -> Any:
+    def _thing(self, token: PersistentId) -> Any:
         kind, index = token
         if kind == "module" and self.variables.model is not None:
             return self.variables.model.modules[index]

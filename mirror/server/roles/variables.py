@@ -24,21 +24,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.server.placement import Layout, place
 from mirror.server.reading import watch
-from mirror.server.recording import Model, Recorded, check_model
-from mirror.server.roles.client import Client
-from mirror.server.roles.fleet import Fleet
-from mirror.server.roles.kept_optimizer import KeptOptimizer, dumped
+from mirror.server.recording import Model, RecordedModules, check_model
+from mirror.server.roles.client import VariableClient
+from mirror.server.roles.fleet import ActorPool
+from mirror.server.roles.kept_optimizer import RemoteOptimizer, dumped
 from mirror.server.settings import Settings
-from mirror.server.shard import Held
-from mirror.server.tokens import Token, dump
+from mirror.server.shard import PieceSpec
+from mirror.server.tokens import PersistentId, dump
 
 LARGE = 1 << 20
 
 
-class Variables:
+class ServerVariables:
     """All variables, models and optimizers.
 
     Args:
@@ -52,8 +52,8 @@ class Variables:
     def __init__(
         self,
         settings: Settings,
-        recorded: Recorded,
-        fleet: Fleet,
+        recorded: RecordedModules,
+        fleet: ActorPool,
         wait: Callable[[], None],
         is_busy: Callable[[], bool],
     ) -> None:
@@ -61,8 +61,8 @@ class Variables:
         self._wait, self._is_busy = wait, is_busy
         self.lock = threading.RLock()
         self.model: Model | None = None
-        self.client: Client | None = None
-        self.optimizers: list[KeptOptimizer] = []
+        self.client: VariableClient | None = None
+        self.optimizers: list[RemoteOptimizer] = []
         self.options: list[bytes] = []
         self.generation = 0
         self.set_up: tuple[dict[str, Any], list[bytes]] = ({}, [])
@@ -132,7 +132,9 @@ class Variables:
             kept.check(model.tensors, layout)
         for server, actor in enumerate(self._fleet.servers):
             self._set_up(server, actor, layout)
-        self.client = Client(layout, model.tensors, self._fleet.servers, is_sync=settings.is_sync)
+        self.client = VariableClient(
+            layout, model.tensors, self._fleet.servers, is_sync=settings.is_sync
+        )
         self.client.assign(range(len(model.tensors)))
         self.client.note_all()
         self.client.keep_tables()
@@ -146,7 +148,7 @@ class Variables:
     def _set_up(self, server: int, actor: Any, layout: Layout) -> None:
         variables = layout.variables
         held = [
-            Held(
+            PieceSpec(
                 p.variable,
                 p.shape,
                 variables[p.variable].dtype,
@@ -196,7 +198,7 @@ class Variables:
 
     # Optimizers
 
-    def _add(self, kept: KeptOptimizer) -> None:
+    def _add(self, kept: RemoteOptimizer) -> None:
         assert self.client is not None
         description = dumped(kept.description(self.client.tensors))
         self._fleet.all_servers("add_optimizer", None, [description])
@@ -215,11 +217,13 @@ class Variables:
         if foreign:
             raise StrategyError(
                 f"an optimizer steps variables of parameter servers and {len(foreign)} other "
-                f"tensors, the first one {in_words(foreign[0])}; make the modules of both under "
+                f"tensors, the first one {short_repr(foreign[0])}; make the modules of both under "
                 "strategy.scope(), or an optimizer for each"
             )
         assert self.client is not None
-        kept = KeptOptimizer(optimizer, len(self.optimizers), self._read_state, self._before_step)
+        kept = RemoteOptimizer(
+            optimizer, len(self.optimizers), self._read_state, self._before_step
+        )
         kept.check(self.client.tensors, self.client.layout)
         self.optimizers.append(kept)
         self.options.append(b"")
@@ -227,7 +231,7 @@ class Variables:
         self._describe()
         return kept.index
 
-    def _send_options(self, kept: KeptOptimizer) -> None:
+    def _send_options(self, kept: RemoteOptimizer) -> None:
         self.options[kept.index] = bytes(kept.options())
         header = {
             "optimizer": kept.index,
@@ -235,13 +239,13 @@ class Variables:
         }
         self._fleet.all_servers("set_options", header, [self.options[kept.index]])
 
-    def _read_state(self, kept: KeptOptimizer) -> None:
+    def _read_state(self, kept: RemoteOptimizer) -> None:
         with self.lock:
             if self.client is not None and not kept.is_fresh and not kept.is_changed:
                 self._learn()
                 kept.pull(self.client, self._fleet)
 
-    def _before_step(self, kept: KeptOptimizer) -> None:
+    def _before_step(self, kept: RemoteOptimizer) -> None:
         if self._is_busy():
             raise StrategyError(
                 "an optimizer of parameter servers was stepped in the coordinator's process while "
@@ -297,12 +301,12 @@ class Variables:
 
     # What steps hold
 
-    def _of_tensor(self, thing: Any) -> Token | None:
+    def _of_tensor(self, thing: Any) -> PersistentId | None:
         if isinstance(thing, Tensor) and id(thing) in self._positions:
             return ("tensor", self._positions[id(thing)])
         return None
 
-    def token(self, thing: Any, name_of: Callable[[Any], str]) -> Token | None:
+    def token(self, thing: Any, name_of: Callable[[Any], str]) -> PersistentId | None:
         """Returns the token of a module, a tensor or an optimizer; warns of what goes by value."""
         if isinstance(thing, Tensor):
             if id(thing) not in self._positions and thing.nbytes > LARGE:
@@ -326,7 +330,7 @@ class Variables:
         if id(thing) not in self._warned:
             self._warned.add(id(thing))
             warnings.warn(
-                f"the step holds {name_of(thing)}, {in_words(thing)} {what}, which is sent to a "
+                f"the step holds {name_of(thing)}, {short_repr(thing)} {what}, which is sent to a "
                 "worker with every step; make modules under strategy.scope(), and data in the "
                 "function of create_per_worker_dataset",
                 UserWarning,

@@ -13,7 +13,7 @@ from mirror.errors import StrategyError
 from mirror.server.optimizers import options_of, rebuild
 from mirror.server.reading import watch
 from mirror.server.recording import Model, is_table_of_rows
-from mirror.server.roles.client import Client
+from mirror.server.roles.client import VariableClient
 from mirror.server.roles.datasets import num_examples
 from mirror.server.tokens import load
 
@@ -43,7 +43,7 @@ class WorkerModel:
         pickled: Any,
         specs: Sequence[Any],
         flags: Sequence[bool],
-        make_client: Callable[[Sequence[Tensor]], Client],
+        make_client: Callable[[Sequence[Tensor]], VariableClient],
         push: Callable[[int], None],
     ) -> None:
         num_parameters = sum(spec[3] is not None for spec in specs)

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from mirror.data.options import InputContext
-from mirror.errors import ActorDied, StepError, StrategyError, in_words
+from mirror.errors import ActorDied, StepError, StrategyError, short_repr
 from mirror.server.engine.connect import connect
-from mirror.server.engine.protocol import Client as Connection
+from mirror.server.engine.protocol import ActorClient as Connection
 from mirror.server.report import Traffic
-from mirror.server.roles.client import Client
+from mirror.server.roles.client import VariableClient
 from mirror.server.roles.datasets import PerWorkerValues, WorkerIterator
 from mirror.server.roles.worker_model import WorkerModel
-from mirror.server.shard import Push
-from mirror.server.tokens import Token, dump, load
+from mirror.server.shard import PushMessage
+from mirror.server.tokens import PersistentId, dump, load
 
 Header = dict[str, Any]
 Answer = tuple[Header, Sequence[Any]]
 
 
-class OnWorker:
+class WorkerStrategy:
     """What the strategy is to a step on a worker: one replica."""
 
     num_replicas_in_sync = 1
@@ -76,7 +76,7 @@ class WorkerRole:
         self._servers: list[Connection] = [connect(address) for address in servers]
         self._datasets: dict[int, WorkerIterator] = {}
         self._model: WorkerModel | None = None
-        self._strategy = OnWorker()
+        self._strategy = WorkerStrategy()
         self._now: Header = {}
         self._pushed = 0
         self._said: list[str] = []
@@ -86,8 +86,8 @@ class WorkerRole:
         """Makes modules and optimizers anew."""
         layout, specs, descriptions = pickle.loads(bytes(buffers[1]))
 
-        def client(tensors: Sequence[Tensor]) -> Client:
-            return Client(
+        def client(tensors: Sequence[Tensor]) -> VariableClient:
+            return VariableClient(
                 layout,
                 tensors,
                 self._servers,
@@ -135,7 +135,7 @@ class WorkerRole:
             "lost": lost,
             "said": self._said,
             "updates": [] if model is None else model.client.updates,
-            "traffic": traffic.taken(),
+            "traffic": traffic.take(),
             "seconds": perf_counter() - begun,
             "pid": os.getpid(),
         }, [sent]
@@ -145,14 +145,14 @@ class WorkerRole:
             return dump(_apart(value), self._token)
         except Exception as error:
             raise StepError(
-                f"a step has returned {in_words(value)}, which cannot be sent to the "
+                f"a step has returned {short_repr(value)}, which cannot be sent to the "
                 f"coordinator's process: {type(error).__name__}: {error}; return tensors and "
                 "plain values"
             ) from error
 
     # What steps hold
 
-    def _thing(self, token: Token) -> Any:
+    def _thing(self, token: PersistentId) -> Any:
         kind, index = token
         if kind in ("dataset", "iterator"):
             found = self._datasets[index]
@@ -166,7 +166,7 @@ class WorkerRole:
             return self._model.optimizers[index]
         return self._model.tensors[index]
 
-    def _token(self, thing: Any) -> Token | None:
+    def _token(self, thing: Any) -> PersistentId | None:
         model = self._model
         if model is None or not isinstance(thing, (nn.Module, Tensor, torch.optim.Optimizer)):
             return None
@@ -218,7 +218,7 @@ class WorkerRole:
     def _send(self, optimizer: int | None, number: int, members: Sequence[int]) -> None:
         assert self._model is not None
         client = self._model.client
-        push = Push(
+        push = PushMessage(
             self._now["step"],
             number,
             self._now["attempt"],

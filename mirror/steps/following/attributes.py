@@ -63,7 +63,7 @@ class SetAttributes:
         self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}  # their dicts, and before
 
     @contextmanager
-    def seen(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Within it they are seen; afterwards modules have what they had."""
         kind: Any = nn.Module
         originals = kind.__init__, kind.__setattr__, kind.__delattr__
@@ -75,12 +75,12 @@ class SetAttributes:
 
         def set_seen(module: nn.Module, name: str, value: Any) -> None:
             if self._is_traced():
-                self._note(module, name, value, sys._getframe(1).f_code.co_filename)
+                self._record(module, name, value, sys._getframe(1).f_code.co_filename)
             originals[1](module, name, value)
 
         def delete_seen(module: nn.Module, name: str) -> None:
             if self._is_traced():
-                self._note(module, name, _MISSING, sys._getframe(1).f_code.co_filename)
+                self._record(module, name, _MISSING, sys._getframe(1).f_code.co_filename)
             originals[2](module, name)
 
         kind.__init__, kind.__setattr__, kind.__delattr__ = init_seen, set_seen, delete_seen
@@ -91,7 +91,7 @@ class SetAttributes:
             self._put_back()
             self._made.clear()
 
-    def _note(self, module: nn.Module, name: str, value: Any, path: str) -> None:
+    def _record(self, module: nn.Module, name: str, value: Any, path: str) -> None:
         if path.startswith(_TRACERS):
             return
         if id(module) in self._made and not isinstance(value, nn.Parameter):
@@ -111,7 +111,7 @@ class SetAttributes:
     def _note_held(self, module: nn.Module, name: str, value: Any) -> None:
         buffers = module.__dict__["_buffers"]
         if name in buffers and isinstance(buffers, ReplicaDict):
-            return  # a mirrored one: see StandIns.assigned
+            return  # a mirrored one: see Placeholders.assigned
         if buffers.get(name) is not None and isinstance(buffers, WatchedDict):
             if isinstance(value, Tensor):
                 _, before = self._replaced.setdefault(

@@ -17,7 +17,9 @@ from mirror.execution.current import current
 
 
 @contextmanager
-def clearing_at_once(tracing: object, clear: Callable[[Iterable[Tensor]], bool]) -> Iterator[None]:
+def zero_grad_unconditionally(
+    tracing: object, clear: Callable[[Iterable[Tensor]], bool]
+) -> Iterator[None]:
     """Has ``zero_grad`` of optimizers and modules clear gradients unseen, in a step being traced.
 
     Args:

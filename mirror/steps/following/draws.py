@@ -22,7 +22,7 @@ from mirror.steps.torch_internals import ATTENTION_DROPOUTS
 aten = torch.ops.aten
 
 
-class Draws:
+class FunctionalRng:
     """Turns draws from generators into draws by a seed.
 
     Args:
@@ -57,7 +57,7 @@ class Draws:
             "draw with torch.rand or torch.randn, or pass fallback='eager'",
         )
 
-    def of(self, mode: str, like: Tensor | None, size: Any = None, **options: Any) -> Tensor:
+    def draw_for(self, mode: str, like: Tensor | None, size: Any = None, **options: Any) -> Tensor:
         """Returns ``torch.rand`` or ``torch.randn``, of this number."""
         number, self.count = self.count, self.count + 1
         size = like.shape if like is not None and size is None else size
@@ -69,89 +69,91 @@ class Draws:
         return found.to(dtype=dtype) if device is None else found.to(device=device, dtype=dtype)
 
 
-def _rand(draws: Draws, size: Any, **options: Any) -> Tensor:
-    return draws.of("rand", None, size, **options)
+def _rand(draws: FunctionalRng, size: Any, **options: Any) -> Tensor:
+    return draws.draw_for("rand", None, size, **options)
 
 
-def _randn(draws: Draws, size: Any, **options: Any) -> Tensor:
-    return draws.of("randn", None, size, **options)
+def _randn(draws: FunctionalRng, size: Any, **options: Any) -> Tensor:
+    return draws.draw_for("randn", None, size, **options)
 
 
-def _rand_like(draws: Draws, like: Tensor, **options: Any) -> Tensor:
-    return draws.of("rand", like, **options)
+def _rand_like(draws: FunctionalRng, like: Tensor, **options: Any) -> Tensor:
+    return draws.draw_for("rand", like, **options)
 
 
-def _randn_like(draws: Draws, like: Tensor, **options: Any) -> Tensor:
-    return draws.of("randn", like, **options)
+def _randn_like(draws: FunctionalRng, like: Tensor, **options: Any) -> Tensor:
+    return draws.draw_for("randn", like, **options)
 
 
-def _bernoulli(draws: Draws, like: Tensor, p: Any = None, **_: Any) -> Tensor:
-    below = draws.of("rand", like, dtype=torch.float32) < (like if p is None else p)
+def _bernoulli(draws: FunctionalRng, like: Tensor, p: Any = None, **_: Any) -> Tensor:
+    below = draws.draw_for("rand", like, dtype=torch.float32) < (like if p is None else p)
     return below.to(like.dtype)
 
 
-def _bernoulli_(draws: Draws, target: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
-    return target.copy_(draws.of("rand", target, dtype=torch.float32) < p)
+def _bernoulli_(draws: FunctionalRng, target: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
+    return target.copy_(draws.draw_for("rand", target, dtype=torch.float32) < p)
 
 
 def _uniform_(
-    draws: Draws, target: Tensor, low: float = 0.0, high: float = 1.0, **_: Any
+    draws: FunctionalRng, target: Tensor, low: float = 0.0, high: float = 1.0, **_: Any
 ) -> Tensor:
-    return target.copy_(draws.of("rand", target) * (high - low) + low)
+    return target.copy_(draws.draw_for("rand", target) * (high - low) + low)
 
 
 def _normal_(
-    draws: Draws, target: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any
+    draws: FunctionalRng, target: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any
 ) -> Tensor:
-    return target.copy_(draws.of("randn", target) * std + mean)
+    return target.copy_(draws.draw_for("randn", target) * std + mean)
 
 
-def _exponential_(draws: Draws, target: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+def _exponential_(draws: FunctionalRng, target: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
     # 1 - u is in (0, 1]: its logarithm is finite.
-    return target.copy_(-torch.log(1 - draws.of("rand", target)) / rate)
+    return target.copy_(-torch.log(1 - draws.draw_for("rand", target)) / rate)
 
 
-def _randint(draws: Draws, high: Any, size: Any, **options: Any) -> Tensor:
+def _randint(draws: FunctionalRng, high: Any, size: Any, **options: Any) -> Tensor:
     return _randint_low(draws, 0, high, size, **options)
 
 
-def _randint_low(draws: Draws, low: Any, high: Any, size: Any, **options: Any) -> Tensor:
+def _randint_low(draws: FunctionalRng, low: Any, high: Any, size: Any, **options: Any) -> Tensor:
     dtype = options.pop("dtype", None) or torch.int64
     # float64: a product of a float32 in [0, 1) may be rounded up to high.
-    unit = draws.of("rand", None, size, **{**options, "dtype": torch.float64})
+    unit = draws.draw_for("rand", None, size, **{**options, "dtype": torch.float64})
     drawn: Tensor = (unit * (high - low) + low).floor().to(dtype)
     return drawn
 
 
-def _randint_like(draws: Draws, like: Tensor, high: Any, **options: Any) -> Tensor:
+def _randint_like(draws: FunctionalRng, like: Tensor, high: Any, **options: Any) -> Tensor:
     options.setdefault("dtype", like.dtype)
     return _randint_low(draws, 0, high, like.shape, **options)
 
 
-def _randint_like_low(draws: Draws, like: Tensor, low: Any, high: Any, **options: Any) -> Tensor:
+def _randint_like_low(
+    draws: FunctionalRng, like: Tensor, low: Any, high: Any, **options: Any
+) -> Tensor:
     options.setdefault("dtype", like.dtype)
     return _randint_low(draws, low, high, like.shape, **options)
 
 
-def _randperm(draws: Draws, n: Any, **options: Any) -> Tensor:
+def _randperm(draws: FunctionalRng, n: Any, **options: Any) -> Tensor:
     dtype = options.pop("dtype", None) or torch.int64
-    keys = draws.of("rand", None, [n], **{**options, "dtype": torch.float32})
+    keys = draws.draw_for("rand", None, [n], **{**options, "dtype": torch.float32})
     order: Tensor = keys.argsort().to(dtype)
     return order
 
 
-def _normal(draws: Draws, mean: Any, std: Any, size: Any = None, **options: Any) -> Tensor:
+def _normal(draws: FunctionalRng, mean: Any, std: Any, size: Any = None, **options: Any) -> Tensor:
     like = mean if isinstance(mean, Tensor) else std if isinstance(std, Tensor) else None
-    drawn: Tensor = draws.of("randn", like, size, **options) * std + mean
+    drawn: Tensor = draws.draw_for("randn", like, size, **options) * std + mean
     return drawn
 
 
 def _native_dropout(
-    draws: Draws, x: Tensor, p: float, train: bool | None = True
+    draws: FunctionalRng, x: Tensor, p: float, train: bool | None = True
 ) -> tuple[Tensor, Tensor]:
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = draws.of("rand", x, dtype=torch.float32) >= p
+    kept = draws.draw_for("rand", x, dtype=torch.float32) >= p
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     return x * kept * scale, kept
 

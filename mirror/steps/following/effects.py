@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import CompileError
-from mirror.steps.around import Around
+from mirror.steps.around import FreeVariables
 from mirror.steps.comparable import PLAIN
 from mirror.steps.following.leases import raw_state
 from mirror.steps.torch_internals import MODULE_HOOKS, is_fake
@@ -41,7 +41,7 @@ _REMEDY = "return it from the step, keep it in a buffer, or pass fallback='eager
 _warned: set[tuple[CodeType, str]] = set()
 
 
-class Effects:
+class SideEffects:
     """Sees what has changed around a step, and puts it back where the step is not compiled.
 
     Args:
@@ -55,7 +55,7 @@ class Effects:
             (optimizer, {id(entry): (entry, dict(entry)) for entry in _entries(optimizer)})
             for optimizer in optimizers
         ]
-        self._around = Around([step])
+        self._around = FreeVariables([step])
         self._before = [(entry, entry.value()) for entry in self._around.entries]
         self._contents = [(name, one, _copy(one)) for name, one in self._around.sizes]
         values = [value for _, value in self._before]
@@ -125,7 +125,7 @@ class Effects:
                             f"a tensor in {key!r} of the state of {kind}, outside of its step(), "
                             f"{_ONCE}; keep it in a variable of the step, or pass fallback='eager'"
                         )
-        around = Around([self._step, *hooks], layers)
+        around = FreeVariables([self._step, *hooks], layers)
         own = [c for code in around.codes for c in _with_inner(code)] or list(codes)
         for entry in around.entries:
             if isinstance(entry.value(), is_fake):
@@ -143,7 +143,7 @@ class Effects:
                     f"itself ({name}), {_ONCE}; count outside of the step and pass the value as "
                     "an argument, or pass fallback='eager'"
                 )
-        code = codes[0] if codes else Effects.check.__code__
+        code = codes[0] if codes else SideEffects.check.__code__
         if (code, name) not in _warned:
             _warned.add((code, name))
             logger.warning(

@@ -12,11 +12,11 @@ from mirror.errors import CompileError
 from mirror.replica.copies.hooks import through_hooks
 from mirror.replica.gradients.arrivals import local_grad, set_local_grad
 from mirror.steps.following.watching import SPARSE
-from mirror.steps.places import Place
+from mirror.steps.places import StateTensor
 from mirror.torch_private import has_post_accumulate_hooks, hooks_of, queue_callback
 
 Refusal = Callable[..., CompileError]
-Meet = Callable[[Sequence[Place], list[Tensor]], list[Tensor]]
+Meet = Callable[[Sequence[StateTensor], list[Tensor]], list[Tensor]]
 
 
 class TracedGradients:
@@ -38,8 +38,8 @@ class TracedGradients:
 
     def __init__(
         self,
-        leaves: dict[Place, Tensor],
-        entering: Callable[[Place], Tensor | None],
+        leaves: dict[StateTensor, Tensor],
+        entering: Callable[[StateTensor], Tensor | None],
         meet: Meet,
         refusal: Refusal,
     ) -> None:
@@ -47,13 +47,13 @@ class TracedGradients:
         self._records = {id(place.record): place for place in leaves}
         self._leaves, self._entering, self._meet = leaves, entering, meet
         self._refusal = refusal
-        self.left: dict[Place, Tensor | None] = {}
-        self.looked_at: dict[Place, bool] = {}
+        self.left: dict[StateTensor, Tensor | None] = {}
+        self.looked_at: dict[StateTensor, bool] = {}
         for place, leaf in leaves.items():
             self._take_hooks(place, leaf)
         self._is_settling = False  # then torch's functions see the slots themselves
 
-    def _take_hooks(self, place: Place, leaf: Tensor) -> None:
+    def _take_hooks(self, place: StateTensor, leaf: Tensor) -> None:
         """Has a parameter's hooks called as in any backward pass. See [Note: Gradient hooks]."""
         if place.record is not None:
             if place.record.hooks and leaf.requires_grad:
@@ -87,7 +87,7 @@ class TracedGradients:
         set_local_grad(leaf, None)
         self.left[place] = value
 
-    def clear(self, places: Sequence[Place]) -> None:
+    def clear(self, places: Sequence[StateTensor]) -> None:
         """Drops the gradients of parameters, unseen."""
         self._is_settling = True
         try:
@@ -97,7 +97,9 @@ class TracedGradients:
             self._is_settling = False
         self.left.update(dict.fromkeys(places))
 
-    def lend_copies(self, places: Sequence[Place]) -> dict[Place, tuple[bool, Tensor, Tensor]]:
+    def lend_copies(
+        self, places: Sequence[StateTensor]
+    ) -> dict[StateTensor, tuple[bool, Tensor, Tensor]]:
         """Puts copies in place of gradients, which a step may then write into.
 
         Returns:
@@ -111,7 +113,7 @@ class TracedGradients:
         self.left.update({place: copy for place, (_, _, copy) in lent.items()})
         return lent
 
-    def take_copies_back(self, lent: dict[Place, tuple[bool, Tensor, Tensor]]) -> None:
+    def take_copies_back(self, lent: dict[StateTensor, tuple[bool, Tensor, Tensor]]) -> None:
         """Puts back the gradients in whose place the step has set no others."""
         for place, (was_left, grad, copy) in lent.items():
             if self.left.get(place) is not copy:
@@ -136,7 +138,7 @@ class TracedGradients:
                     before = self._now(place)
                     self.left[place] = grad if before is None else before + grad
 
-    def _take(self) -> tuple[list[Place], list[Tensor]]:
+    def _take(self) -> tuple[list[StateTensor], list[Tensor]]:
         """Takes the local gradients out of their slots."""
         arrived = [p for p, leaf in self._leaves.items() if local_grad(leaf) is not None]
         local: list[Tensor] = []
@@ -149,7 +151,7 @@ class TracedGradients:
             set_local_grad(self._leaves[place], None)
         return arrived, local
 
-    def _now(self, place: Place) -> Tensor | None:
+    def _now(self, place: StateTensor) -> Tensor | None:
         if place not in self.left:
             grad = self._entering(place)
             self.looked_at[place] = grad is not None

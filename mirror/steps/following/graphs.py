@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mirror.steps.inputs import Input, Kind
+from mirror.steps.inputs import StepInput, InputKind
 from mirror.steps.torch_internals import decompositions, faked, is_fake, traced
 
 
 @dataclass(eq=False, slots=True)
-class Graph:
+class FunctionalGraph:
     """A step as a graph of values.
 
     Attributes:
@@ -32,14 +32,14 @@ class Graph:
     """
 
     module: fx.GraphModule
-    inputs: list[Input]
-    writes: list[Input]
+    inputs: list[StepInput]
+    writes: list[StepInput]
     num_results: int
 
 
-def follow(
-    call: Callable[[], Sequence[Tensor]], mode: Any, inputs: list[Input]
-) -> tuple[fx.GraphModule, list[Input]]:
+def trace_functional(
+    call: Callable[[], Sequence[Tensor]], mode: Any, inputs: list[StepInput]
+) -> tuple[fx.GraphModule, list[StepInput]]:
     """Traces ``call``, which uses the fakes of ``inputs``; returns the graph and all its inputs.
 
     Inputs may be added while it is traced. What else is used becomes an input, too.
@@ -51,7 +51,7 @@ def follow(
 
     graph = traced(function, mode, [one.fake for one in known])
     by_fake = {id(one.fake): one for one in inputs}
-    found: list[Input] = []
+    found: list[StepInput] = []
     holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     found_nodes: dict[int, fx.Node] = {}
     for node in list(graph.graph.nodes):
@@ -65,7 +65,7 @@ def follow(
         one = by_fake.get(id(value))
         if one is None:
             fake = value if isinstance(value, is_fake) else faked(mode, value)
-            one = Input(Kind.SHARED, fake, value=value)
+            one = StepInput(InputKind.SHARED, fake, value=value)
         found.append(one)
         with graph.graph.inserting_after(holders[-1]):
             holder = graph.graph.placeholder(f"found_{len(found)}")
@@ -77,7 +77,7 @@ def follow(
     return graph, [*known, *found]
 
 
-def functional(graph: fx.GraphModule, inputs: list[Input], mode: Any) -> Graph:
+def functional(graph: fx.GraphModule, inputs: list[StepInput], mode: Any) -> FunctionalGraph:
     """Returns a traced graph without writes but at its end."""
 
     def function(*args: Tensor) -> Any:
@@ -93,7 +93,7 @@ def functional(graph: fx.GraphModule, inputs: list[Input], mode: Any) -> Graph:
     by_holder = dict(zip(holders, inputs, strict=True))
     (output,) = (node for node in nodes.nodes if node.op == "output")
     results = list(output.args[0])
-    writes: list[tuple[Input, fx.Node]] = []
+    writes: list[tuple[StepInput, fx.Node]] = []
     for node in list(nodes.nodes):
         is_copy = node.target is torch.ops.aten.copy_.default
         if is_copy and node.args[0] in by_holder:
@@ -106,4 +106,4 @@ def functional(graph: fx.GraphModule, inputs: list[Input], mode: Any) -> Graph:
             nodes.erase_node(node)
     nodes.eliminate_dead_code()
     pure.recompile()
-    return Graph(pure, inputs, [one for one, _ in writes], len(results))
+    return FunctionalGraph(pure, inputs, [one for one, _ in writes], len(results))

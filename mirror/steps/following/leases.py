@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from mirror.errors import CompileError
 from mirror.steps.following.options import is_as_before, options_changed
-from mirror.steps.following.stand_ins import StandIns
-from mirror.steps.inputs import Kind
+from mirror.steps.following.stand_ins import Placeholders
+from mirror.steps.inputs import InputKind
 from mirror.steps.missing import StateMissing
 
 
-class Lease:
+class TracedSwap:
     """One optimizer, and what it is while a trace follows its step.
 
     Attributes:
@@ -39,7 +39,7 @@ class Lease:
         self.is_lent = False
 
 
-class Leases:
+class TracedSwaps:
     """Lends optimizers to a trace. Their state is made before: the first call is not compiled.
 
     Args:
@@ -51,11 +51,11 @@ class Leases:
     """
 
     def __init__(
-        self, stand_ins: StandIns, refusal: Callable[..., CompileError], *, constant: bool
+        self, stand_ins: Placeholders, refusal: Callable[..., CompileError], *, constant: bool
     ) -> None:
         self._stand_ins, self._refusal = stand_ins, refusal
         self.constant = constant
-        self.all: dict[int, Lease] = {}
+        self.all: dict[int, TracedSwap] = {}
 
     @property
     def is_stepping(self) -> bool:
@@ -73,7 +73,7 @@ class Leases:
             return False
         first = lease is None
         if lease is None:
-            lease = self.all[id(optimizer)] = Lease(optimizer, len(self.all))
+            lease = self.all[id(optimizer)] = TracedSwap(optimizer, len(self.all))
         if first:
             lease.lent = [self._group(lease, i, group) for i, group in enumerate(lease.groups)]
             lease_state: Any = defaultdict(dict)
@@ -82,9 +82,9 @@ class Leases:
                 if place is None:
                     lease_state[key] = entry
                     continue
-                leaf = self._stand_ins.standing_for(place)
+                leaf = self._stand_ins.placeholder_of(place)
                 lease_state[leaf] = {
-                    name: self._lent(lease, place, name, value)
+                    name: self._swapped(lease, place, name, value)
                     if isinstance(value, Tensor)
                     else value
                     for name, value in entry.items()
@@ -114,13 +114,13 @@ class Leases:
             and (group["foreach"] is False or parameter.device.type == "cpu")
         ]
 
-    def _lent(self, lease: Lease, place: Any, name: str, value: Tensor) -> Tensor:
+    def _swapped(self, lease: TracedSwap, place: Any, name: str, value: Tensor) -> Tensor:
         """Returns what stands for a tensor of the state.
 
         Of a count, of which powers are taken, in double precision where the parameter has it: an
         uncompiled step takes them of a number of Python.
         """
-        stands = self._stand_ins.add(Kind.STATE, value, lease.number, (place, name))
+        stands = self._stand_ins.add(InputKind.STATE, value, lease.number, (place, name))
         is_double = place.owner.dtype in (torch.float64, torch.complex128)
         if name != "step" or not is_double or value.dim() or value.dtype != torch.float32:
             return stands
@@ -128,7 +128,7 @@ class Leases:
         lease.widened.append((stands, wide))
         return wide
 
-    def _group(self, lease: Lease, i: int, group: dict[str, Any]) -> dict[str, Any]:
+    def _group(self, lease: TracedSwap, i: int, group: dict[str, Any]) -> dict[str, Any]:
         lent = dict(group)
         lent["params"] = params = []
         for parameter in group["params"]:
@@ -140,7 +140,7 @@ class Leases:
                     "is not mirrored",
                     "make its module in strategy.scope()",
                 )
-            params.append(self._stand_ins.standing_for(place))
+            params.append(self._stand_ins.placeholder_of(place))
         rate = lent.get("lr")
         if self.constant:
             pass
@@ -149,9 +149,9 @@ class Leases:
             is_double = any(p.dtype in (torch.float64, torch.complex128) for p in params)
             dtype = torch.float64 if is_double else torch.float32
             value = torch.tensor(float(rate), dtype=dtype)
-            lent["lr"] = self._stand_ins.add(Kind.RATE, value, lease.number, (i, "lr"))
+            lent["lr"] = self._stand_ins.add(InputKind.RATE, value, lease.number, (i, "lr"))
         elif isinstance(rate, Tensor):
-            lent["lr"] = self._stand_ins.add(Kind.RATE, rate, lease.number, (i, "lr"))
+            lent["lr"] = self._stand_ins.add(InputKind.RATE, rate, lease.number, (i, "lr"))
         # The same arithmetic on tensors, without looking at the counts of steps.
         if "capturable" in lent:
             lent["capturable"] = True
@@ -161,7 +161,7 @@ class Leases:
             lent["foreach"] = not self.constant
         return lent
 
-    def give_back(self, optimizer: Optimizer) -> None:
+    def swap_out(self, optimizer: Optimizer) -> None:
         """Takes the stand-ins out after a step."""
         lease = self.all.get(id(optimizer))
         if lease is None or not lease.is_lent:
@@ -194,7 +194,7 @@ class Leases:
     def end(self) -> None:
         """Gives all back, after an error too."""
         for lease in self.all.values():
-            self.give_back(lease.optimizer)
+            self.swap_out(lease.optimizer)
 
 
 def _check_entry(kind: str, known: dict[str, Any], entry: dict[str, Any]) -> None:

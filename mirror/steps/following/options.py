@@ -37,7 +37,7 @@ class _Group(dict[str, Any]):
         return super().values()
 
 
-class Options:
+class OptionGuards:
     """The groups of optimizers that a step may look at, and must leave as they are.
 
     Attributes:
@@ -50,7 +50,7 @@ class Options:
         self._changed: list[tuple[Optimizer, str]] = []
 
     @contextmanager
-    def seen(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Within it the step has copies of the groups; afterwards, its own again."""
         own = [optimizer.param_groups for optimizer in self._optimizers]
         copies: list[list[_Group]] = [[_Group(group) for group in groups] for groups in own]

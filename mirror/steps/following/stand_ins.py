@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.steps.inputs import Input, Kind
-from mirror.steps.places import Place
+from mirror.steps.inputs import StepInput, InputKind
+from mirror.steps.places import StateTensor
 from mirror.steps.torch_internals import IS_PARAMETER, fake_mode, faked
 
 
-class StandIns:
+class Placeholders:
     """The inputs of a step that is being traced, made as the step asks for them.
 
     Args:
@@ -29,77 +29,87 @@ class StandIns:
     """
 
     def __init__(
-        self, places: Sequence[Place], grads: dict[Place, Tensor], num_replicas: int
+        self, places: Sequence[StateTensor], grads: dict[StateTensor, Tensor], num_replicas: int
     ) -> None:
         self.mode = fake_mode()
-        self.inputs: list[Input] = []
+        self.inputs: list[StepInput] = []
         self._grads = grads
         self._places = places
-        self._leaves: dict[Place, Tensor] = {}
+        self._leaves: dict[StateTensor, Tensor] = {}
         self._by_object = {key: place for place in places for key in place.ids()}
         self.assigned: dict[int, Tensor] = {}
-        self._by_place: dict[tuple[Kind, Any, Any], Input] = {}
+        self._by_place: dict[tuple[InputKind, Any, Any], StepInput] = {}
         for place in places:
-            kind = Kind.PARAMETER if place.is_parameter else Kind.BUFFER
-            self.add(kind, place.of(0), place)
-        device = places[0].of(0).device if places else torch.device("cpu")
+            kind = InputKind.PARAMETER if place.is_parameter else InputKind.BUFFER
+            self.add(kind, place.on_replica(0), place)
+        device = places[0].on_replica(0).device if places else torch.device("cpu")
         one = torch.ones((), dtype=torch.float64, device=device)
-        self.add(Kind.COUNT, one)
-        self.add(Kind.WEIGHT, one)
-        self.add(Kind.PLACE, torch.zeros(num_replicas, dtype=torch.bool, device=device))
-        self.add(Kind.SEED, torch.zeros((), dtype=torch.int64, device=device))
+        self.add(InputKind.COUNT, one)
+        self.add(InputKind.WEIGHT, one)
+        self.add(InputKind.PLACE, torch.zeros(num_replicas, dtype=torch.bool, device=device))
+        self.add(InputKind.SEED, torch.zeros((), dtype=torch.int64, device=device))
 
     def add(
-        self, kind: Kind, tensor: Tensor, of: Any = None, key: Any = None, *, batched: bool = False
+        self,
+        kind: InputKind,
+        tensor: Tensor,
+        of: Any = None,
+        key: Any = None,
+        *,
+        batched: bool = False,
     ) -> Tensor:
         """Returns what stands for a tensor; the same for the same one."""
         known = self._by_place.get((kind, of, key))
         if known is None:
             # Rates, and counts of steps, which optimizers keep on the host, go to the device.
-            where = self.device if kind in (Kind.STATE, Kind.RATE) and not tensor.dim() else None
+            where = (
+                self.device
+                if kind in (InputKind.STATE, InputKind.RATE) and not tensor.dim()
+                else None
+            )
             fake = faked(self.mode, tensor, [0] if batched and tensor.dim() else [], where)
-            known = self._by_place[kind, of, key] = Input(kind, fake, of, key)
+            known = self._by_place[kind, of, key] = StepInput(kind, fake, of, key)
             self.inputs.append(known)
         return known.fake
 
-    def only(self, kind: Kind) -> Tensor:
+    def only(self, kind: InputKind) -> Tensor:
         """Returns what stands for the only input of a kind."""
         return self._by_place[kind, None, None].fake
 
     @property
     def device(self) -> torch.device:
         """Where the trace takes place."""
-        return self.only(Kind.COUNT).device
+        return self.only(InputKind.COUNT).device
 
-    def entering(self, place: Place) -> Tensor | None:
+    def entering(self, place: StateTensor) -> Tensor | None:
         """Returns what stands for the gradient that a step before has left; ``None``: none."""
         grad = self._grads.get(place)
-        return None if grad is None else self.add(Kind.GRADIENT, grad, place)
+        return None if grad is None else self.add(InputKind.GRADIENT, grad, place)
 
     # While a step is traced
 
-    def make_leaves(self) -> dict[Place, Tensor]:
+    def make_leaves(self) -> dict[StateTensor, Tensor]:
         """Makes what stands for each parameter in the step, as autograd's leaf."""
         for place in self._places:
             if place.is_parameter:
-                leaf = self._by_place[Kind.PARAMETER, place, None].fake.detach()
+                leaf = self._by_place[InputKind.PARAMETER, place, None].fake.detach()
                 leaf.requires_grad_(place.owner.requires_grad)
                 setattr(leaf, IS_PARAMETER, True)
                 self._leaves[place] = leaf
                 self._by_object[id(leaf)] = place
         return dict(self._leaves)
 
-    def standing_for(self, place: Place) -> Tensor:
+    def placeholder_of(self, place: StateTensor) -> Tensor:
         """Returns what the step has in place of a parameter or a buffer."""
         if place.is_parameter:
             return self._leaves[place]
-        return self._by_place[Kind.BUFFER, place, None].fake
+        return self._by_place[InputKind.BUFFER, place, None].fake
 
     def by_id(self) -> dict[int, Tensor]:
         """Returns what stands for each object that is a parameter or a buffer to a program."""
-        return {key: self.standing_for(place) for place in self._places for key in place.ids()}
+        return {key: self.placeholder_of(place) for place in self._places for key in place.ids()}
 
-    def place_of(self, parameter: Tensor) -> Place | None:
+    def place_of(self, parameter: Tensor) -> StateTensor | None:
         """Returns the place that an object stands for."""
         return self._by_object.get(id(parameter))
 
@@ -109,7 +119,7 @@ class StandIns:
         kept: list[tuple[Any, dict[str, Any]]] = []
         try:
             for place in self._places:
-                record, stands = place.record, self.standing_for(place)
+                record, stands = place.record, self.placeholder_of(place)
                 if record is None:
                     continue
                 changed: dict[str, Any] = {"copies": [stands]}

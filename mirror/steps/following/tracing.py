@@ -30,25 +30,25 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from mirror.concurrency.no_merges import NoMerges
+from mirror.concurrency.no_merges import NullLockstep
 from mirror.errors import CompileError
-from mirror.execution.current import current, enter, here
+from mirror.execution.current import current, push_context, save_context
 from mirror.execution.replicas import Replicas
 from mirror.execution.run import Run
 from mirror.replica.collectives.reduction import reduce_op
-from mirror.steps.following.clearing import clearing_at_once
-from mirror.steps.following.draws import Draws
+from mirror.steps.following.clearing import zero_grad_unconditionally
+from mirror.steps.following.draws import FunctionalRng
 from mirror.steps.following.gradients import TracedGradients
-from mirror.steps.following.leases import Leases
-from mirror.steps.following.stand_ins import StandIns
+from mirror.steps.following.leases import TracedSwaps
+from mirror.steps.following.stand_ins import Placeholders
 from mirror.steps.following.watching import Functions, Operations, refusal
-from mirror.steps.inputs import Kind
+from mirror.steps.inputs import InputKind
 from mirror.steps.operations import define
-from mirror.steps.places import Place
+from mirror.steps.places import StateTensor
 from mirror.steps.torch_internals import compiling
 
 
-class Meeting:
+class CollectivePoint:
     """What the replicas do where a trace has them meet.
 
     Attributes:
@@ -56,7 +56,7 @@ class Meeting:
         lie: of each place, in which tensor that is brought, from where on, and the shape.
     """
 
-    def __init__(self, op: str | None, places: Sequence[Place] = ()) -> None:
+    def __init__(self, op: str | None, places: Sequence[StateTensor] = ()) -> None:
         self.op = op
         self.places = tuple(places)
         self.lie: list[tuple[int, int, tuple[int, ...]]] = []
@@ -94,7 +94,7 @@ class Tracer:
     def __init__(
         self,
         replicas: Replicas,
-        stand_ins: StandIns,
+        stand_ins: Placeholders,
         *,
         meets_alone: bool,
         constant_rates: bool = False,
@@ -102,16 +102,16 @@ class Tracer:
         define()
         self._replicas = replicas
         self._stand_ins, self._meets_alone = stand_ins, meets_alone
-        self.meetings: list[Meeting] = []
+        self.meetings: list[CollectivePoint] = []
         self.modules: dict[int, nn.Module] = {}
-        self.leases = Leases(stand_ins, refusal, constant=constant_rates)
+        self.leases = TracedSwaps(stand_ins, refusal, constant=constant_rates)
         self._lent_grads: dict[int, Any] = {}  # by id of the optimizer that steps
         self._next_to_steps: dict[int, tuple[RemovableHandle, ...]] = {}  # the hooks that lend
         self.gradients: TracedGradients | None = None
-        self.draws = Draws(stand_ins.only(Kind.SEED), refusal)
+        self.draws = FunctionalRng(stand_ins.only(InputKind.SEED), refusal)
         self.failed_in_optimizer = False
 
-    def follow(self, call: Callable[[], Any]) -> Any:
+    def trace(self, call: Callable[[], Any]) -> Any:
         """Calls the step; returns what it returns.
 
         Raises:
@@ -122,16 +122,16 @@ class Tracer:
         functions = Functions(
             self._stand_ins.by_id(), self.gradients.read_leaf, self.gradients.write_leaf
         )
-        run = TracedRun(self._replicas, NoMerges(), (0,))
+        run = TracedRun(self._replicas, NullLockstep(), (0,))
         replica = run.members[0]
         replica.tracing = self
-        replica.weight = self._stand_ins.only(Kind.WEIGHT)  # type: ignore[assignment]
-        before = here()
+        replica.weight = self._stand_ins.only(InputKind.WEIGHT)  # type: ignore[assignment]
+        before = save_context()
         with ExitStack() as stack:
             stack.enter_context(self._stand_ins.in_place(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(compiling())
-            stack.enter_context(clearing_at_once(self, self._clear))
+            stack.enter_context(zero_grad_unconditionally(self, self._clear))
             for hook in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -145,7 +145,7 @@ class Tracer:
             stack.enter_context(functions.everywhere(self._is_followed))
             stack.enter_context(functions)
             try:
-                enter(self._replicas.strategy, replica)
+                push_context(self._replicas.strategy, replica)
                 result = call()
                 self.gradients.settle()
                 self.leases.check()
@@ -169,7 +169,7 @@ class Tracer:
 
     def own_row(self, row: Tensor) -> Tensor:
         """Returns a table of zeros with a row for each replica, of which its own is this."""
-        is_own = self._stand_ins.only(Kind.PLACE).unsqueeze(1)
+        is_own = self._stand_ins.only(InputKind.PLACE).unsqueeze(1)
         return torch.where(is_own, row, torch.zeros_like(row))
 
     def refuse(self, what: str, remedy: str) -> NoReturn:
@@ -182,7 +182,7 @@ class Tracer:
 
     # What the graph has in place of what mirror does
 
-    def meet(self, meeting: Meeting, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def meet(self, meeting: CollectivePoint, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Has the replicas meet here."""
         number = len(self.meetings)
         self.meetings.append(meeting)
@@ -191,21 +191,21 @@ class Tracer:
 
     def weighted_sum(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
-        own = self._stand_ins.only(Kind.WEIGHT)
+        own = self._stand_ins.only(InputKind.WEIGHT)
         if not self._replicas.weighted:
-            return self.meet(Meeting("sum"), grads)
+            return self.meet(CollectivePoint("sum"), grads)
         weighed = [grad * own.to(grad.dtype) for grad in grads]
-        return [t / own.to(t.dtype) for t in self.meet(Meeting("sum"), weighed)]
+        return [t / own.to(t.dtype) for t in self.meet(CollectivePoint("sum"), weighed)]
 
     @property
     def count(self) -> Tensor:
         """How many replicas take part."""
-        return self._stand_ins.only(Kind.COUNT)
+        return self._stand_ins.only(InputKind.COUNT)
 
-    def _reduced(self, places: Sequence[Place], local: list[Tensor]) -> list[Tensor]:
+    def _reduced(self, places: Sequence[StateTensor], local: list[Tensor]) -> list[Tensor]:
         if not self._replicas.mirrors and not self._meets_alone:
             return local
-        return self.meet(Meeting(None, places), local)
+        return self.meet(CollectivePoint(None, places), local)
 
     def _clear(self, parameters: Iterable[Tensor]) -> bool:
         """Drops gradients; returns whether all are of what the trace has stand-ins for."""
@@ -249,7 +249,7 @@ class Tracer:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._remove_hooks(optimizer)
-        self.leases.give_back(optimizer)
+        self.leases.swap_out(optimizer)
 
     def _remove_hooks(self, *optimizers: Optimizer) -> None:
         for key in map(id, optimizers) if optimizers else list(self._next_to_steps):
@@ -267,7 +267,7 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, tracer: Tracer, op: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.tracer, ctx.op = tracer, op
         ctx.set_materialize_grads(True)
-        return tuple(tracer.meet(Meeting(op), [tensor.detach() for tensor in tensors]))
+        return tuple(tracer.meet(CollectivePoint(op), [tensor.detach() for tensor in tensors]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

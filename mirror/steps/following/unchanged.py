@@ -35,15 +35,15 @@ from mirror.execution.current import current
 from mirror.execution.replicas import Replicas
 from mirror.replica.optimizer.optimizers import optimizers_of
 from mirror.steps.following.attributes import SetAttributes
-from mirror.steps.following.effects import Effects
-from mirror.steps.following.options import Options
+from mirror.steps.following.effects import SideEffects
+from mirror.steps.following.options import OptionGuards
 
 logger = logging.getLogger(__name__)
 
-_warned: set[CodeType] = set()
+_warned_steps: set[CodeType] = set()
 
 
-class Unchanged:
+class UnchangedSurroundings:
     """Notes what a step changes in modules and optimizers, and puts it back.
 
     Args:
@@ -59,13 +59,13 @@ class Unchanged:
 
         self._attributes = SetAttributes(is_traced)
         optimizers = _optimizers(step, replicas)
-        self._options = Options(optimizers)
-        self._tracer, self._effects = tracer, Effects(step, optimizers)
+        self._options = OptionGuards(optimizers)
+        self._tracer, self._effects = tracer, SideEffects(step, optimizers)
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(self._attributes.seen())
-        self._stack.enter_context(self._options.seen())
+        self._stack.enter_context(self._attributes.recording())
+        self._stack.enter_context(self._options.recording())
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
         self._stack.close()
@@ -120,11 +120,11 @@ def _around(step: Callable[..., Any]) -> Iterator[Any]:
 def _warn_of_names(step: Callable[..., Any]) -> None:
     """Says once which names around it a step sets."""
     code = getattr(getattr(step, "__func__", step), "__code__", None)
-    if not isinstance(code, CodeType) or code in _warned:
+    if not isinstance(code, CodeType) or code in _warned_steps:
         return
     names = sorted(_set_by(code, ()))
     if names:
-        _warned.add(code)
+        _warned_steps.add(code)
         logger.warning(
             "the step %s sets %s, which a compiled step does when it is traced and never again; "
             "set it of what the step returns",

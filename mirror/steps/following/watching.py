@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from mirror.errors import CompileError
-from mirror.steps.following.draws import Draws
+from mirror.steps.following.draws import FunctionalRng
 from mirror.steps.lines import line_here
 from mirror.steps.torch_internals import (
     ITEM,
@@ -83,7 +83,7 @@ class Operations(DispatchMode):
         captured: the tensors used that are neither inputs nor made in the step, by ``id``.
     """
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: FunctionalRng) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.captured: dict[int, Tensor] = {}
         self._draws = draws

@@ -23,34 +23,34 @@ from typing import Any
 from torch import fx
 
 from mirror.errors import CompileError
-from mirror.steps.following.graphs import Graph, functional
-from mirror.steps.following.tracing import Meeting
-from mirror.steps.inputs import Input, Kind
+from mirror.steps.following.graphs import FunctionalGraph, functional
+from mirror.steps.following.tracing import CollectivePoint
+from mirror.steps.inputs import StepInput, InputKind
 from mirror.steps.operations import MEET
 from mirror.steps.pieces.builder import Builder
-from mirror.steps.pieces.packing import Lie, packed
-from mirror.steps.pieces.parts import Level, Piece, Pieces
-from mirror.steps.pieces.work import work
+from mirror.steps.pieces.packing import Lie, pack_gradients
+from mirror.steps.pieces.parts import PlanLevel, ProgramPiece, StepPlan
+from mirror.steps.pieces.work import estimate_work
 
 
 def pieces_of(
     graph: fx.GraphModule,
-    inputs: list[Input],
+    inputs: list[StepInput],
     mode: Any,
-    meetings: Sequence[Meeting],
+    meetings: Sequence[CollectivePoint],
     num_replicas: int,
-) -> Pieces:
+) -> StepPlan:
     """Returns the pieces of a step that was followed: its graph of values, packed and cut.
 
     Raises:
         CompileError: a replica alone determines what all have in common.
     """
     pure = functional(graph, inputs, mode)
-    lies = packed(pure.module, [meeting.op is None for meeting in meetings])
+    lies = pack_gradients(pure.module, [meeting.op is None for meeting in meetings])
     return cut(pure, num_replicas, lies)
 
 
-def cut(graph: Graph, num_replicas: int, lies: Sequence[list[Lie]] = ()) -> Pieces:
+def cut(graph: FunctionalGraph, num_replicas: int, lies: Sequence[list[Lie]] = ()) -> StepPlan:
     """Cuts a step's graph into levels.
 
     Raises:
@@ -60,7 +60,7 @@ def cut(graph: Graph, num_replicas: int, lies: Sequence[list[Lie]] = ()) -> Piec
 
 
 class _Cutter:
-    def __init__(self, graph: Graph, num_replicas: int) -> None:
+    def __init__(self, graph: FunctionalGraph, num_replicas: int) -> None:
         self._graph, self._alone = graph, num_replicas == 1
         self._nodes = list(graph.module.graph.nodes)
         self._holders = [node for node in self._nodes if node.op == "placeholder"]
@@ -76,14 +76,14 @@ class _Cutter:
         self._slots: dict[Any, int] = {node: i for i, node in enumerate(self._holders)}
         self._meets: list[fx.Node] = []
 
-    def cut(self, lies: Sequence[list[Lie]]) -> Pieces:
+    def cut(self, lies: Sequence[list[Lie]]) -> StepPlan:
         self._place()
         own_needs, shared_needs = self._needs()
         self._save(own_needs, shared_needs)
         levels = []
         for level in range(self._num_levels):
             levels.append(
-                Level(
+                PlanLevel(
                     self._piece(level, shared_needs[level], is_own=False),
                     self._piece(level, own_needs[level], is_own=True),
                     [self._meeting(node) for node in self._meets if self._level[node] == level],
@@ -92,7 +92,7 @@ class _Cutter:
         after_all = self._num_levels, True
         results = [self._slots[self._now(node, *after_all)] for node in self._results]
         written = [self._slots[self._holder_of[id(one)]] for one in self._writes]
-        return Pieces(levels, len(self._slots), results, written, list(lies))
+        return StepPlan(levels, len(self._slots), results, written, list(lies))
 
     # Where what belongs
 
@@ -247,7 +247,7 @@ class _Cutter:
 
     # Programs
 
-    def _piece(self, level: int, nodes: set[fx.Node], *, is_own: bool) -> Piece | None:
+    def _piece(self, level: int, nodes: set[fx.Node], *, is_own: bool) -> ProgramPiece | None:
         writes = {
             one: value
             for one, value in self._writes.items()
@@ -268,13 +268,15 @@ class _Cutter:
         graph = builder.build(body, given, old, targets, self._changing)
         gives = [*[self._slots[n] for n in given], *[self._slots["old", n] for n in old]]
         written = [self._slots[node] for node in targets]
-        return Piece(is_own, graph, builder.reads, gives, written, work(graph.graph.nodes))
+        return ProgramPiece(
+            is_own, graph, builder.reads, gives, written, estimate_work(graph.graph.nodes)
+        )
 
     def _now(self, node: fx.Node, level: int, is_own: bool) -> Any:
         """Returns the key of the slot in which a program finds a value."""
         return ("old", node) if self._is_overwritten(node, level, is_own) else node
 
-    def _writer(self, one: Input) -> tuple[int, bool]:
+    def _writer(self, one: StepInput) -> tuple[int, bool]:
         """Returns the level of the program that writes an input, and whether it is an own one."""
         return self._write_level[one], one.kind.is_own or self._alone
 
@@ -300,10 +302,12 @@ def _is_result(node: fx.Node) -> bool:
     return any(_is_meet(before) for before in node.all_input_nodes)
 
 
-def _own_write(one: Input) -> str:
+def _own_write(one: StepInput) -> str:
     what = {
-        Kind.PARAMETER: lambda: f"parameter {one.of.name!r}",
-        Kind.STATE: lambda: f"optimizer state {one.key[1]!r} of parameter {one.key[0].name!r}",
+        InputKind.PARAMETER: lambda: f"parameter {one.of.name!r}",
+        InputKind.STATE: lambda: (
+            f"optimizer state {one.key[1]!r} of parameter {one.key[0].name!r}"
+        ),
     }.get(one.kind, lambda: f"a {one.kind.value}")()
     return (
         f"the step cannot be compiled: it gives {what} a value that differs between the replicas; "

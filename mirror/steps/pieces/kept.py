@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from mirror.steps.pieces.parts import Level, Piece, Pieces
-from mirror.steps.pieces.programs import Called
+from mirror.steps.pieces.parts import PlanLevel, ProgramPiece, StepPlan
+from mirror.steps.pieces.programs import CallableProgram
 from mirror.steps.torch_internals import (
     Sizes,
     cache_folder,
@@ -26,12 +26,12 @@ from mirror.steps.torch_internals import (
 
 logger = logging.getLogger(__name__)
 
-Ready = tuple["Called | None", "Called | None"]
+Ready = tuple["CallableProgram | None", "CallableProgram | None"]
 _CPU = torch.device("cpu")
 _INDEX = "step.pickle"
 
 
-def keep(key: str, pieces: Pieces, levels: Sequence[Ready], sizes: Sizes) -> bool:
+def store_program(key: str, pieces: StepPlan, levels: Sequence[Ready], sizes: Sizes) -> bool:
     """Keeps programs that inductor has made for the CPU; returns whether they can be kept.
 
     A process that is ended while it writes leaves nothing that another one would find.
@@ -64,7 +64,7 @@ def _write(
     folder: Path,
     libraries: Sequence[Path],
     numbers: Sequence[Sequence[int | None]],
-    pieces: Pieces,
+    pieces: StepPlan,
     sizes: Sizes,
 ) -> None:
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _write(
             shutil.copyfile(library, made / f"{i}.so")
             digests.append(_digest(made / f"{i}.so"))
         levels = [
-            Level(_without_graph(level.shared), _without_graph(level.own), level.meetings)
+            PlanLevel(_without_graph(level.shared), _without_graph(level.own), level.meetings)
             for level in pieces.levels
         ]
         index = (replace(pieces, levels=levels), [*map(tuple, numbers)], digests, sizes)
@@ -88,11 +88,11 @@ def _write(
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _without_graph(piece: Piece | None) -> Piece | None:
+def _without_graph(piece: ProgramPiece | None) -> ProgramPiece | None:
     return None if piece is None else replace(piece, graph=None)
 
 
-def find(key: str) -> tuple[Pieces, list[Ready], Sizes] | None:
+def load_program(key: str) -> tuple[StepPlan, list[Ready], Sizes] | None:
     """Returns what was kept by this key, ready to be called; ``None``: nothing, or no longer."""
     root = _root()
     if root is None or not _is_ours(root):
@@ -116,11 +116,13 @@ def find(key: str) -> tuple[Pieces, list[Ready], Sizes] | None:
     return pieces, levels, sizes
 
 
-def _called(piece: Piece | None, number: int | None, folder: Path) -> Called | None:
+def _called(
+    piece: ProgramPiece | None, number: int | None, folder: Path
+) -> CallableProgram | None:
     if piece is None or number is None:
         return None
     program = program_of_library(folder / f"{number}.so", folder.name)
-    return Called(piece, {_CPU: program}, is_raw=True)
+    return CallableProgram(piece, {_CPU: program}, is_raw=True)
 
 
 def _digest(path: Path) -> str:

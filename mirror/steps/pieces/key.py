@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mirror.steps.following.tracing import Meeting
-from mirror.steps.inputs import Input
+from mirror.steps.following.tracing import CollectivePoint
+from mirror.steps.inputs import StepInput
 from mirror.steps.torch_internals import compiler_settings, is_operation, known_of_sizes
 
 _OURS_AND_TORCHS = ("aten", "prims", "mirror", "profiler")
@@ -45,11 +45,11 @@ class _UnknownError(Exception):
     """Something has no description that tells it from what it may become."""
 
 
-def key_of(
+def program_key(
     graph: fx.GraphModule,
-    inputs: Sequence[Input],
+    inputs: Sequence[StepInput],
     mode: Any,
-    meetings: Sequence[Meeting],
+    meetings: Sequence[CollectivePoint],
     num_replicas: int,
     device: torch.device,
 ) -> str | None:
@@ -108,13 +108,13 @@ def _value(value: Any, numbers: dict[fx.Node, int]) -> str:
     raise _UnknownError(value)
 
 
-def _input(one: Input) -> str:
+def _input(one: StepInput) -> str:
     fake: Tensor = one.fake
     layout = [fake.dtype, fake.device, fake.layout, fake.requires_grad, fake.is_conj()]
     return f"{one.kind.value} {tuple(fake.shape)} {fake.stride()} {fake.storage_offset()} {layout}"
 
 
-def _meeting(meeting: Meeting, inputs: Sequence[Input]) -> str:
+def _meeting(meeting: CollectivePoint, inputs: Sequence[StepInput]) -> str:
     slots = {id(one.of): i for i, one in enumerate(inputs)}
     return f"meeting {meeting.op} {[slots.get(id(place)) for place in meeting.places]}"
 

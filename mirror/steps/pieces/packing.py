@@ -22,7 +22,7 @@ Lie = tuple[int, int, tuple[int, ...]]
 _getitem = operator.getitem
 
 
-def packed(module: fx.GraphModule, are_gradients: Sequence[bool]) -> list[list[Lie]]:
+def pack_gradients(module: fx.GraphModule, are_gradients: Sequence[bool]) -> list[list[Lie]]:
     """Has the small gradients of every meeting of gradients joined, in a graph of values.
 
     Args:

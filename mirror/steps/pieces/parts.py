@@ -8,7 +8,7 @@ from torch import fx
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class ProgramPiece:
     """A program of a level.
 
     Attributes:
@@ -30,20 +30,20 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class Level:
+class PlanLevel:
     """What happens between two meetings.
 
     Attributes:
         meetings: number, slots of what each replica brings, slots of the results.
     """
 
-    shared: Piece | None = None
-    own: Piece | None = None
+    shared: ProgramPiece | None = None
+    own: ProgramPiece | None = None
     meetings: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
-class Pieces:
+class StepPlan:
     """A step, cut.
 
     Attributes:
@@ -53,7 +53,7 @@ class Pieces:
         lies: of each meeting of gradients, where each lies in what is brought. See ``Meeting``.
     """
 
-    levels: list[Level]
+    levels: list[PlanLevel]
     num_slots: int
     results: list[int]
     written: list[int]

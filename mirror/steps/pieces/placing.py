@@ -17,20 +17,22 @@ from torch import Tensor, fx
 from mirror.steps.torch_internals import traced
 
 
-def placed(graph: fx.GraphModule, traced_on: torch.device, device: torch.device) -> fx.GraphModule:
+def retarget(
+    graph: fx.GraphModule, traced_on: torch.device, device: torch.device
+) -> fx.GraphModule:
     """Returns a piece that makes on ``device`` what the trace made on ``traced_on``."""
     if device == traced_on:
         return graph
     own = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     for node in own.graph.nodes:
         if node.op == "call_function":
-            node.args = _moved(node.args, traced_on, device)
-            node.kwargs = _moved(node.kwargs, traced_on, device)
+            node.args = _move_constant(node.args, traced_on, device)
+            node.kwargs = _move_constant(node.kwargs, traced_on, device)
     own.recompile()
     return own
 
 
-def placed_anew(
+def retarget_again(
     graph: fx.GraphModule, mode: Any, traced_on: torch.device, device: torch.device
 ) -> fx.GraphModule:
     """Returns the same, with what is known of every value: a compiler asks where it is."""
@@ -42,7 +44,7 @@ def placed_anew(
             fake.to(device) if isinstance(fake, Tensor) and fake.device == traced_on else fake
             for fake in fakes
         ]
-    own = placed(graph, traced_on, device)
+    own = retarget(graph, traced_on, device)
 
     def function(*inputs: Any) -> Any:
         return own(*inputs)
@@ -50,12 +52,12 @@ def placed_anew(
     return traced(function, mode, there)
 
 
-def _moved(arguments: Any, before: torch.device, after: torch.device) -> Any:
+def _move_constant(arguments: Any, before: torch.device, after: torch.device) -> Any:
     if isinstance(arguments, torch.device):
         is_named = arguments.type == before.type and arguments.index in (None, before.index)
         return after if is_named else arguments
     if isinstance(arguments, dict):
-        return {name: _moved(value, before, after) for name, value in arguments.items()}
+        return {name: _move_constant(value, before, after) for name, value in arguments.items()}
     if isinstance(arguments, (list, tuple)):
-        return type(arguments)([_moved(value, before, after) for value in arguments])
+        return type(arguments)([_move_constant(value, before, after) for value in arguments])
     return arguments

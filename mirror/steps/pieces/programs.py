@@ -10,14 +10,14 @@ import torch
 from torch import fx
 
 from mirror.steps.operations import DRAW
-from mirror.steps.pieces.parts import Piece
-from mirror.steps.pieces.placing import placed, placed_anew
+from mirror.steps.pieces.parts import ProgramPiece
+from mirror.steps.pieces.placing import retarget, retarget_again
 from mirror.steps.torch_internals import Program, inductor_compiled
 
 Taking = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-class Called:
+class CallableProgram:
     """A piece of a step that is ready to be called.
 
     Args:
@@ -34,7 +34,7 @@ class Called:
     __slots__ = ("gives", "is_own", "is_raw", "programs", "reads", "take", "work", "writes")
 
     def __init__(
-        self, piece: Piece, programs: Mapping[torch.device, Program], *, is_raw: bool
+        self, piece: ProgramPiece, programs: Mapping[torch.device, Program], *, is_raw: bool
     ) -> None:
         self.programs = dict(programs)
         self.is_own = piece.is_own
@@ -57,13 +57,15 @@ def taking(slots: list[int]) -> Taking:
     return lambda values: [values[slot] for slot in slots]
 
 
-def interpreted(piece: Piece, traced_on: torch.device, devices: Sequence[torch.device]) -> Called:
+def interpret_piece(
+    piece: ProgramPiece, traced_on: torch.device, devices: Sequence[torch.device]
+) -> CallableProgram:
     """Returns a piece that calls torch's kernels one by one, as the step itself does."""
     assert piece.graph is not None
     graph = piece.graph
 
     def program(device: torch.device) -> Program:
-        forward: Any = placed(graph, traced_on, device).forward
+        forward: Any = retarget(graph, traced_on, device).forward
 
         def call(inputs: list[Any]) -> Sequence[Any]:
             found: Sequence[Any] = forward(*inputs)
@@ -71,12 +73,12 @@ def interpreted(piece: Piece, traced_on: torch.device, devices: Sequence[torch.d
 
         return call
 
-    return Called(piece, {device: program(device) for device in devices}, is_raw=False)
+    return CallableProgram(piece, {device: program(device) for device in devices}, is_raw=False)
 
 
-def compiled(
-    piece: Piece, mode: Any, traced_on: torch.device, devices: Sequence[torch.device]
-) -> Called:
+def compile_piece(
+    piece: ProgramPiece, mode: Any, traced_on: torch.device, devices: Sequence[torch.device]
+) -> CallableProgram:
     """Returns a piece that is compiled: C++ on the CPU, Triton's kernels on GPUs.
 
     They name their device; those of the second one come from the compiler's cache.
@@ -90,14 +92,14 @@ def compiled(
     graph.graph = copied
 
     def program(device: torch.device) -> Program:
-        own = placed_anew(graph, mode, traced_on, device)
+        own = retarget_again(graph, mode, traced_on, device)
         _draw_by_kernel(own)
         fakes = [node.meta["val"] for node in own.graph.nodes if node.op == "placeholder"]
         return inductor_compiled(own, mode, fakes)
 
     # The first one last: what it draws by kernels is changed in the graph itself.
     programs = {device: program(device) for device in reversed(devices)}
-    return Called(piece, programs, is_raw=True)
+    return CallableProgram(piece, programs, is_raw=True)
 
 
 def _draw_by_kernel(graph: fx.GraphModule) -> None:

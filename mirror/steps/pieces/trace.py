@@ -13,18 +13,18 @@ from torch.optim import Optimizer
 
 from mirror.errors import CompileError
 from mirror.execution.replicas import Replicas
-from mirror.steps.following.graphs import follow
-from mirror.steps.following.leases import Lease
-from mirror.steps.following.stand_ins import StandIns
-from mirror.steps.following.tracing import Meeting, Tracer
-from mirror.steps.following.unchanged import Unchanged
-from mirror.steps.inputs import Input, Kind
-from mirror.steps.places import Place
+from mirror.steps.following.graphs import trace_functional
+from mirror.steps.following.leases import TracedSwap
+from mirror.steps.following.stand_ins import Placeholders
+from mirror.steps.following.tracing import CollectivePoint, Tracer
+from mirror.steps.following.unchanged import UnchangedSurroundings
+from mirror.steps.inputs import StepInput, InputKind
+from mirror.steps.places import StateTensor
 from mirror.values import leaves_of, map_structure, rebuild_structure
 
 
 @dataclass(eq=False, slots=True)
-class Trace:
+class StepTrace:
     """A step, traced.
 
     Attributes:
@@ -43,7 +43,7 @@ class Trace:
 
     graph: fx.GraphModule
     device: torch.device
-    inputs: list[Input]
+    inputs: list[StepInput]
     fakes: list[Tensor]
     plain: list[Any]
     layouts: list[Any]
@@ -51,27 +51,27 @@ class Trace:
     structure: Any
     leaves: list[Any]
     is_tensor: list[bool]
-    grads: dict[Place, int | None]
-    entering: dict[Place, bool]
-    meetings: list[Meeting]
+    grads: dict[StateTensor, int | None]
+    entering: dict[StateTensor, bool]
+    meetings: list[CollectivePoint]
     modules: list[nn.Module]
-    leases: list[Lease]
+    leases: list[TracedSwap]
     draws: int
     modes: list[tuple[nn.Module, bool]]
     rates_read: list[Optimizer]
 
 
-def trace(
+def trace_step(
     step: Callable[..., Any],
     call: Callable[[Sequence[Any]], Any],
     leaves: Sequence[Any],
     own: Sequence[bool],
     replicas: Replicas,
-    places: Sequence[Place],
-    grads: dict[Place, Tensor],
+    places: Sequence[StateTensor],
+    grads: dict[StateTensor, Tensor],
     *,
     meets_alone: bool = False,
-) -> Trace:
+) -> StepTrace:
     """Traces a step.
 
     Learning rates are inputs, but of an optimizer whose step wants to know their values: then
@@ -90,11 +90,11 @@ def trace(
     """
 
     def tried(*, constant_rates: bool) -> _Try:
-        stand_ins = StandIns(places, grads, replicas.workers.num_replicas)
+        stand_ins = Placeholders(places, grads, replicas.workers.num_replicas)
         tracer = Tracer(
             replicas, stand_ins, meets_alone=meets_alone, constant_rates=constant_rates
         )
-        return _Try(call, stand_ins, tracer, Unchanged(step, tracer, replicas), places)
+        return _Try(call, stand_ins, tracer, UnchangedSurroundings(step, tracer, replicas), places)
 
     first = tried(constant_rates=False)
     try:
@@ -123,26 +123,28 @@ class _Try:
     def __init__(
         self,
         call: Callable[[Sequence[Any]], Any],
-        stand_ins: StandIns,
+        stand_ins: Placeholders,
         tracer: Tracer,
-        unchanged: Unchanged,
-        places: Sequence[Place],
+        unchanged: UnchangedSurroundings,
+        places: Sequence[StateTensor],
     ) -> None:
         self._call, self._stand_ins = call, stand_ins
         self.tracer, self._unchanged, self._places = tracer, unchanged, places
         self._result: Any = None
         self._numbers: list[type | None] = []
-        self._left: dict[Place, Tensor | None] = {}
+        self._left: dict[StateTensor, Tensor | None] = {}
 
-    def traced(self, leaves: Sequence[Any], own: Sequence[bool]) -> Trace:
-        """Follows the step, called with these leaves; see ``trace``."""
+    def traced(self, leaves: Sequence[Any], own: Sequence[bool]) -> StepTrace:
+        """Follows the step, called with these leaves; see ``trace_step``."""
         stand_ins, tracer = self._stand_ins, self.tracer
         args = [self._stood_for(i, *one) for i, one in enumerate(zip(leaves, own, strict=True))]
-        graph, inputs = follow(lambda: self._followed(args), stand_ins.mode, stand_ins.inputs)
+        graph, inputs = trace_functional(
+            lambda: self._followed(args), stand_ins.mode, stand_ins.inputs
+        )
         returned = leaves_of(self._result)
         is_tensor = [isinstance(leaf, Tensor) for leaf in returned]
         gradients = tracer.gradients
-        return Trace(
+        return StepTrace(
             graph=graph,
             device=stand_ins.device,
             inputs=inputs,
@@ -170,13 +172,13 @@ class _Try:
         """Returns what the step gets in place of a leaf of its arguments."""
         if not isinstance(leaf, Tensor):
             return leaf
-        kind = Kind.PART if is_own else Kind.SHARED
+        kind = InputKind.PART if is_own else InputKind.SHARED
         return self._stand_ins.add(kind, leaf, index, batched=is_own)
 
     def _followed(self, args: Sequence[Any]) -> Sequence[Tensor]:
         """Calls the step; returns all that it leaves: results, then gradients."""
         with self._unchanged:
-            result = self.tracer.follow(lambda: self._call(args))
+            result = self.tracer.trace(lambda: self._call(args))
         self._numbers = list(map(_number, leaves_of(result)))
         self._result = map_structure(_as_tensor, result)
         assert self.tracer.gradients is not None
@@ -189,7 +191,7 @@ class _Try:
             if place.record is None:
                 after = self._unchanged.buffers.get(id(place.owner))
                 after = by_id.get(id(after), after)
-            before = stand_ins.standing_for(place)
+            before = stand_ins.placeholder_of(place)
             if after is not None and after is not before:
                 if (after.shape, after.dtype) != (before.shape, before.dtype):
                     raise CompileError(
@@ -206,7 +208,9 @@ class _Try:
         return [by_id.get(id(t), t).detach() for t in tensors]
 
 
-def _positions(left: dict[Place, Tensor | None], first: int) -> dict[Place, int | None]:
+def _positions(
+    left: dict[StateTensor, Tensor | None], first: int
+) -> dict[StateTensor, int | None]:
     """Returns where the gradients are that are left, numbered from ``first`` on."""
     numbers = count(first)
     return {place: None if grad is None else next(numbers) for place, grad in left.items()}

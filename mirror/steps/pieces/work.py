@@ -14,7 +14,7 @@ from torch import fx
 _PER_ELEMENT = 12.0
 
 
-def work(nodes: Iterable[fx.Node]) -> float:
+def estimate_work(nodes: Iterable[fx.Node]) -> float:
     """Returns about how much a graph has to do, in multiplications of matrix products."""
     total = 0.0
     for node in nodes:

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.execution.run import shares_of
 
 _CALL = "a compiled step"
@@ -26,7 +26,7 @@ _SAID = struct.Struct("<??qd8s")
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class HasShares:
     """What the replicas of a call count for.
 
     Attributes:
@@ -47,7 +47,7 @@ class Weighing:
         return shares_of(counting, weighted=weighted, count=self.count, total=self.total)
 
 
-class Meets:
+class HasCollectives:
     """What the replicas of a program meet for: alike on all workers.
 
     Attributes:
@@ -63,20 +63,20 @@ class Meets:
         )
 
 
-class Agreement:
+class WorkerConsensus:
     """What the workers of a strategy say ahead of a call.
 
     Attributes:
         is_final: whether no call is compiled from now on.
     """
 
-    def __init__(self, workers: Alone) -> None:
+    def __init__(self, workers: LocalWorkerGroup) -> None:
         self._workers = workers
         self.is_final = False
 
     def meet(
-        self, meets: Meets | None, active: Sequence[int], weights: Sequence[float] | None
-    ) -> Weighing | None:
+        self, meets: HasCollectives | None, active: Sequence[int], weights: Sequence[float] | None
+    ) -> HasShares | None:
         """Returns what the replicas count for; ``None`` if the call is to be uncompiled.
 
         Args:
@@ -88,8 +88,8 @@ class Agreement:
         """
         count = len(active)
         local = float(count) if weights is None else float(sum(weights[r] for r in active))
-        if not self._workers.are_several:
-            return None if meets is None else Weighing(count, local, local)
+        if not self._workers.is_multi_process:
+            return None if meets is None else HasShares(count, local, local)
         digest = b"" if meets is None else meets.digest
         mine = _SAID.pack(meets is not None, self.is_final, count, local, digest)
         said = [_SAID.unpack(one) for one in self._workers.exchange(_CALL, None, lambda: mine)]
@@ -101,4 +101,4 @@ class Agreement:
         if len(set(digests)) > 1:
             # Raises: not all say the same.
             self._workers.exchange(f"{_CALL} that meets for {meets.words} ({meets.digest.hex()})")
-        return Weighing(sum(counts), sum(weighed), local)
+        return HasShares(sum(counts), sum(weighed), local)

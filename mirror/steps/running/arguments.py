@@ -12,7 +12,7 @@ from mirror.steps.comparable import comparable
 from mirror.values import PerReplica, leaves_of, map_structure
 
 
-class Arguments:
+class StepArguments:
     """The arguments of one call. What is done per replica is done by the interpreter's C.
 
     Attributes:
@@ -80,13 +80,13 @@ class Arguments:
 
         def call(leaves: Sequence[Any]) -> Any:
             found = iter(leaves)
-            args, kwargs = map_structure(lambda leaf: _taken(leaf, found), tree)
+            args, kwargs = map_structure(lambda leaf: _take(leaf, found), tree)
             return step(*args, **kwargs)
 
         return call
 
 
-def _taken(leaf: Any, found: Iterator[Any]) -> Any:
+def _take(leaf: Any, found: Iterator[Any]) -> Any:
     if isinstance(leaf, PerReplica):
         _, part = next(leaf.parts())
         return map_structure(lambda _: next(found), part)

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.replica.modules.dicts import ReplicaDict
-from mirror.steps.around import Around
-from mirror.steps.comparable import PLAIN, Same, comparable
-from mirror.steps.following.leases import Lease
-from mirror.steps.places import Place
+from mirror.steps.around import FreeVariables
+from mirror.steps.comparable import PLAIN, SameObject, comparable
+from mirror.steps.following.leases import TracedSwap
+from mirror.steps.places import StateTensor
 from mirror.steps.torch_internals import MODULE_HOOKS
 from mirror.torch_private import hooks_of, step_hooks
 
 
-class Watched:
+class GuardedValue:
     """One list of things to compare.
 
     Args:
@@ -66,19 +66,19 @@ class Watched:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Same):
+    if isinstance(value, SameObject):
         return "one object" if value.is_then else "another one"
     return f"{value!r:.80}"
 
 
-class _Named(Sequence[str]):
+class _NamedValue(Sequence[str]):
     """What is watched of parameters; their names, for which all objects are searched, when asked.
 
     Args:
         what: is watched of each.
     """
 
-    def __init__(self, what: str, places: Sequence[Place]) -> None:
+    def __init__(self, what: str, places: Sequence[StateTensor]) -> None:
         self._what, self._places = what, places
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class _Named(Sequence[str]):
         return f"{self._what} of {self._places[i].name!r}"
 
 
-class Assumptions:
+class TraceGuards:
     """What a trace took for granted. See [Note: Assumptions].
 
     Args:
@@ -103,8 +103,8 @@ class Assumptions:
         self,
         step: Callable[..., Any],
         modules: Sequence[nn.Module],
-        places: Sequence[Place],
-        leases: Sequence[Lease],
+        places: Sequence[StateTensor],
+        leases: Sequence[TracedSwap],
         rates_read: Sequence[Optimizer],
     ) -> None:
         self._watched = [
@@ -125,7 +125,7 @@ class Assumptions:
         return next(filter(None, (watched.changed() for watched in self._watched)), None)
 
 
-def thread_state() -> Watched:
+def thread_state() -> GuardedValue:
     """Watches what torch is told by the thread."""
     kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
 
@@ -141,10 +141,10 @@ def thread_state() -> Watched:
         ]
 
     names = ["the grad mode", "the default dtype", "deterministic algorithms"]
-    return Watched([*names, *[f"autocast of {kind}" for kind in kinds]], look)
+    return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], look)
 
 
-def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
+def _of_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
     modules = {id(sub): sub for module in called for sub in module.modules()}
     paths: dict[int, str] = {}
     for module in called:
@@ -186,39 +186,39 @@ def _of_modules(called: Sequence[nn.Module]) -> list[Watched]:
         return [[*map(id, entries.values())] for entries in children]
 
     def look_at_tensors() -> list[Any]:
-        return [Same(kept.get(name)) for kept, name in held]
+        return [SameObject(kept.get(name)) for kept, name in held]
 
     def look_at_hooks() -> list[Any]:
         return [*map(tuple, hooks)]  # ids of handles: one in another's place is another
 
     return [
-        Watched(values, look),
-        Watched(owners, look_at_children),
-        Watched(["the hooks of modules"] * len(hooks), look_at_hooks),
-        *([Watched([f"tensor {n!r}" for _, n in held], look_at_tensors)] if held else []),
+        GuardedValue(values, look),
+        GuardedValue(owners, look_at_children),
+        GuardedValue(["the hooks of modules"] * len(hooks), look_at_hooks),
+        *([GuardedValue([f"tensor {n!r}" for _, n in held], look_at_tensors)] if held else []),
     ]
 
 
-def _of_parameters(places: Sequence[Place]) -> list[Watched]:
+def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
     tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
     pointer = operator.methodcaller("data_ptr")
     requires_grad = operator.attrgetter("requires_grad")
     mirrored = [p.record.hooks for p in places if p.record is not None]
     own = [p.owner for p in places if p.record is None]
     return [
-        Watched(
-            _Named("the hooks", sorted(places, key=lambda place: place.record is None)),
+        GuardedValue(
+            _NamedValue("the hooks", sorted(places, key=lambda place: place.record is None)),
             lambda: [
                 *map(tuple, mirrored),
                 *[tuple(hooks or ()) for hooks in map(hooks_of, own)],
             ],
         ),
-        Watched(_Named("requires_grad", places), lambda: [*map(requires_grad, tensors)]),
-        Watched(_Named("the memory", places), lambda: [*map(pointer, tensors)]),
+        GuardedValue(_NamedValue("requires_grad", places), lambda: [*map(requires_grad, tensors)]),
+        GuardedValue(_NamedValue("the memory", places), lambda: [*map(pointer, tensors)]),
     ]
 
 
-def _of_optimizer(lease: Lease) -> Watched:
+def _of_optimizer(lease: TracedSwap) -> GuardedValue:
     optimizer = lease.optimizer
     kind = type(optimizer).__name__
 
@@ -236,20 +236,20 @@ def _of_optimizer(lease: Lease) -> Watched:
         return found
 
     names = [f"a parameter group of {kind}", f"an option of {kind}"]
-    return Watched([f"the hooks of {kind}", *names * 8], look)
+    return GuardedValue([f"the hooks of {kind}", *names * 8], look)
 
 
-def _of_rates(optimizer: Optimizer) -> Watched:
+def _of_rates(optimizer: Optimizer) -> GuardedValue:
     """Watches learning rates that a step has read as numbers."""
 
     def look() -> list[Any]:
         return [comparable(group.get("lr")) for group in optimizer.param_groups]
 
     name = f"a learning rate of {type(optimizer).__name__}, which the step reads as a number,"
-    return Watched([name] * 8, look)
+    return GuardedValue([name] * 8, look)
 
 
-def _of_what_is_around(step: Callable[..., Any], called: Sequence[nn.Module]) -> Watched:
+def _of_what_is_around(step: Callable[..., Any], called: Sequence[nn.Module]) -> GuardedValue:
     modules = {id(sub): sub for module in called for sub in module.modules()}
-    around = Around([step], modules.values())
-    return Watched(around.names, around.look)
+    around = FreeVariables([step], modules.values())
+    return GuardedValue(around.names, around.scan)

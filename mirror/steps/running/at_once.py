@@ -1,4 +1,4 @@
-"""AtOnce: programs of replicas on threads, all at once, where they are long enough to gain.
+"""ParallelLaunch: programs of replicas on threads, all at once, where they are long enough to gain.
 
 [Note: At once]
 A compiled program lets go of Python's lock, so those of simulated devices can run side by side,
@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.accelerator.forks import renew_in_forks
+from mirror.accelerator.forks import reinit_after_fork
 from mirror.execution.replicas import Replicas
-from mirror.steps.pieces.programs import Called
+from mirror.steps.pieces.programs import CallableProgram
 
 # Multiplications: about half a millisecond of one core; a thread wakes up in 27 us.
 MUCH_WORK = 2e7
 
 
-class AtOnce:
+class ParallelLaunch:
     """Runs a program on all replicas, in turn or at once.
 
     Args:
@@ -46,13 +46,13 @@ class AtOnce:
         self._names, self._devices = replicas.names, replicas.devices
         self._is_on_cpu = replicas.are_simulated
         self._pool: ThreadPoolExecutor | None = None
-        renew_in_forks(self)
+        reinit_after_fork(self)
 
-    def renew(self) -> None:
+    def after_fork(self) -> None:
         """Forgets, in a forked process, the threads, which are in the other one."""
         self._pool = None
 
-    def run(self, program: Called, own: dict[int, list[Any]]) -> None:
+    def run(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
         """Runs a program on each replica's values."""
         num_threads, is_small = torch.get_num_threads(), program.work < MUCH_WORK
         has_choice = num_threads > 1 and self._is_on_cpu and program.is_raw
@@ -81,11 +81,11 @@ class AtOnce:
         for future in begun:
             future.result()
 
-    def _run_in_turn(self, program: Called, own: dict[int, list[Any]]) -> None:
+    def _run_in_turn(self, program: CallableProgram, own: dict[int, list[Any]]) -> None:
         for r, values in own.items():
             program.run(values, self._devices[r])
 
-    def left(
+    def remaining(
         self, results: dict[int, Sequence[Tensor]], grads: dict[Any, Tensor | None]
     ) -> tuple[dict[int, Sequence[Tensor]], dict[Any, Tensor | None]]:
         """Returns what a step gives and leaves: nobody writes to it again."""
@@ -98,7 +98,9 @@ class AtOnce:
         return self._pool
 
 
-def _run(program: Called, values: list[Any], device: torch.device, num_threads: int) -> None:
+def _run(
+    program: CallableProgram, values: list[Any], device: torch.device, num_threads: int
+) -> None:
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     with torch.no_grad():

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mirror.execution.replicas import Replicas
-from mirror.steps.inputs import Input, Kind
-from mirror.steps.pieces.parts import Pieces
-from mirror.steps.pieces.trace import Trace
+from mirror.steps.inputs import StepInput, InputKind
+from mirror.steps.pieces.parts import StepPlan
+from mirror.steps.pieces.trace import StepTrace
 from mirror.steps.running.states import HeldStates
 from mirror.values import ABSENT
 
@@ -26,28 +26,31 @@ class Bindings:
         homes: of each device, the first replica.
     """
 
-    def __init__(self, replicas: Replicas, trace: Trace, pieces: Pieces) -> None:
+    def __init__(self, replicas: Replicas, trace: StepTrace, pieces: StepPlan) -> None:
         self._replicas, self._trace = replicas, trace
         self._writes = [trace.inputs[i] for i in pieces.written]
         inputs = trace.inputs
         devices = list(replicas.devices)
         self.homes = tuple(devices.index(device) for device in dict.fromkeys(devices))
         self._home_of = [devices.index(device) for device in devices]
-        slots = {kind: [i for i, one in enumerate(inputs) if one.kind is kind] for kind in Kind}
+        slots = {
+            kind: [i for i, one in enumerate(inputs) if one.kind is kind] for kind in InputKind
+        }
         self._arguments = [
             i
             for i, one in enumerate(inputs)
-            if one.kind is Kind.PART or (one.kind is Kind.SHARED and one.value is None)
+            if one.kind is InputKind.PART or (one.kind is InputKind.SHARED and one.value is None)
         ]
-        self._buffers = [(i, inputs[i].of) for i in slots[Kind.BUFFER]]
+        self._buffers = [(i, inputs[i].of) for i in slots[InputKind.BUFFER]]
         self._records = [place.record for _, place in self._buffers]
-        self._left = [(i, inputs[i].of) for i in slots[Kind.GRADIENT]]
+        self._left = [(i, inputs[i].of) for i in slots[InputKind.GRADIENT]]
         self._rates = [
-            (i, trace.leases[inputs[i].of].optimizer, inputs[i].key[0]) for i in slots[Kind.RATE]
+            (i, trace.leases[inputs[i].of].optimizer, inputs[i].key[0])
+            for i in slots[InputKind.RATE]
         ]
         self._state_slots: list[tuple[list[int], list[HeldStates]]] = []
         for number, lease in enumerate(trace.leases):
-            of_it = [i for i in slots[Kind.STATE] if inputs[i].of == number]
+            of_it = [i for i in slots[InputKind.STATE] if inputs[i].of == number]
             wanted = [inputs[i].key for i in of_it]
             held = [HeldStates(lease.optimizer, wanted, home) for home in self.homes]
             self._state_slots.append((of_it, held))
@@ -55,10 +58,11 @@ class Bindings:
         one = torch.ones((), dtype=torch.float64, device="cpu")
         self._own = [
             {
-                Kind.PLACE: torch.arange(workers.num_replicas, device=device) == workers.first + r,
-                Kind.COUNT: one.to(device, copy=True),
-                Kind.WEIGHT: one.to(device, copy=True),
-                Kind.SEED: torch.zeros((), dtype=torch.int64, device=device),
+                InputKind.PLACE: torch.arange(workers.num_replicas, device=device)
+                == workers.replica_offset + r,
+                InputKind.COUNT: one.to(device, copy=True),
+                InputKind.WEIGHT: one.to(device, copy=True),
+                InputKind.SEED: torch.zeros((), dtype=torch.int64, device=device),
             }
             for r, device in enumerate(replicas.devices)
         ]
@@ -74,7 +78,7 @@ class Bindings:
         templates: list[list[Any]] = []
         for r, home in enumerate(self._home_of):
             if home == r:
-                template = [self._found(one, r) for one in inputs]
+                template = [self._find(one, r) for one in inputs]
                 for slots, states in self._state_slots:
                     held = states[self.homes.index(r)]
                     for slot, tensor in zip(slots, held.tensors, strict=True):
@@ -82,7 +86,7 @@ class Bindings:
             else:
                 shared = templates[home]
                 template = [
-                    self._found(one, r) if one.kind.is_own else shared[i]
+                    self._find(one, r) if one.kind.is_own else shared[i]
                     for i, one in enumerate(inputs)
                 ]
             templates.append(template)
@@ -94,15 +98,15 @@ class Bindings:
             if not one.kind.is_own
             for home in self.homes
         ]
-        self._written_buffers = [one.of for one in self._writes if one.kind is Kind.BUFFER]
+        self._written_buffers = [one.of for one in self._writes if one.kind is InputKind.BUFFER]
 
-    def _found(self, one: Input, r: int) -> Any:
+    def _find(self, one: StepInput, r: int) -> Any:
         kind, device = one.kind, self._replicas.devices[r]
-        if kind in (Kind.PARAMETER, Kind.BUFFER):
+        if kind in (InputKind.PARAMETER, InputKind.BUFFER):
             return one.of.of(r)
-        if kind is Kind.RATE:
+        if kind is InputKind.RATE:
             return torch.zeros((), dtype=one.fake.dtype, device=device)
-        if kind is Kind.SHARED and one.value is not None:
+        if kind is InputKind.SHARED and one.value is not None:
             return one.value.detach().to(device)
         return self._own[r].get(kind)
 
@@ -132,7 +136,7 @@ class Bindings:
         if self._trace.draws:
             seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
             for r, seed in zip(parts, seeds.tolist(), strict=True):
-                self._own[r][Kind.SEED].fill_(seed)
+                self._own[r][InputKind.SEED].fill_(seed)
         records, values = self._records, {}
         for r, tensors in parts.items():
             mine = self._templates[r].copy()
@@ -159,8 +163,8 @@ class Bindings:
         if counted != self._counted:
             self._counted = counted
             for r in active:
-                self._own[r][Kind.COUNT].fill_(count)
-                self._own[r][Kind.WEIGHT].fill_(1.0 if weights is None else weights[r])
+                self._own[r][InputKind.COUNT].fill_(count)
+                self._own[r][InputKind.WEIGHT].fill_(1.0 if weights is None else weights[r])
 
     def idle(self, home: int) -> list[Any]:
         """Returns the values of a device's first replica that takes no part itself."""

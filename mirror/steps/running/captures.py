@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.accelerator.graphs import Graph
+from mirror.accelerator.graphs import DeviceGraph
 from mirror.steps.lines import first_line
-from mirror.steps.pieces.programs import Called
+from mirror.steps.pieces.programs import CallableProgram
 from mirror.steps.torch_internals import DispatchMode
 from mirror.values import are_identical
 
@@ -55,7 +55,7 @@ class _Captured:
         given: by replica, what it gives.
     """
 
-    def __init__(self, graph: Graph, fixed: list[Tensor], fed: list[Tensor]) -> None:
+    def __init__(self, graph: DeviceGraph, fixed: list[Tensor], fed: list[Tensor]) -> None:
         self.graph, self.fixed, self.fed = graph, fixed, fed
         self.given: list[Sequence[Any]] = []
         self._pointers = [*map(_pointer, fixed)]
@@ -76,7 +76,7 @@ class _Captured:
         self.graph.launch()
 
 
-class Captures:
+class CapturedPieces:
     """Runs pieces on GPUs, as graphs where they can be captured. See [Note: Captured pieces].
 
     Args:
@@ -94,16 +94,18 @@ class Captures:
         self,
         devices: Sequence[torch.device],
         fixed: Sequence[int],
-        make_graph: Callable[[torch.device], Graph],
+        make_graph: Callable[[torch.device], DeviceGraph],
     ) -> None:
         self._devices, self._fixed = devices, set(fixed)
         self._make_graph = make_graph
         # By piece and device: by who takes part and the sizes, None while they came once.
-        self._captured: dict[tuple[Called, torch.device], dict[Any, _Captured | None]] = {}
-        self._refused: set[Called] = set()
+        self._captured: dict[
+            tuple[CallableProgram, torch.device], dict[Any, _Captured | None]
+        ] = {}
+        self._refused: set[CallableProgram] = set()
         self._owned: set[int] = set()
 
-    def run(self, program: Called, values: dict[int, list[Any]]) -> None:
+    def run(self, program: CallableProgram, values: dict[int, list[Any]]) -> None:
         """Runs a piece on replicas' values, and keeps there what it gives."""
         by_device: dict[torch.device, list[int]] = {}
         for r in values:
@@ -113,16 +115,16 @@ class Captures:
                 for r in replicas:
                     program.run(values[r], device)
 
-    def left(
+    def remaining(
         self, results: dict[int, Sequence[Tensor]], grads: dict[Any, Tensor | None]
     ) -> tuple[dict[int, Sequence[Tensor]], dict[Any, Tensor | None]]:
         """Returns what a step gives and leaves, as tensors that no later launch changes."""
         there = [(place, grad) for place, grad in grads.items() if grad is not None]
-        kept = iter(self._kept([*chain.from_iterable(results.values()), *[g for _, g in there]]))
+        kept = iter(self._keep([*chain.from_iterable(results.values()), *[g for _, g in there]]))
         results = {r: [next(kept) for _ in tensors] for r, tensors in results.items()}
         return results, {**grads, **{place: next(kept) for place, _ in there}}
 
-    def _kept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _keep(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         kept = list(tensors)
         mine = [i for i, tensor in enumerate(kept) if _storage(tensor) in self._owned]
         by_device: dict[Any, list[int]] = {}
@@ -140,7 +142,7 @@ class Captures:
 
     def _launch(
         self,
-        program: Called,
+        program: CallableProgram,
         device: torch.device,
         replicas: list[int],
         values: dict[int, list[Any]],
@@ -181,7 +183,7 @@ class Captures:
 
     def _capture(
         self,
-        program: Called,
+        program: CallableProgram,
         device: torch.device,
         replicas: list[int],
         fixed: list[Tensor],
@@ -220,7 +222,9 @@ class Captures:
             return None
         return captured
 
-    def _check(self, program: Called, device: torch.device, tensors: Sequence[Tensor]) -> None:
+    def _check(
+        self, program: CallableProgram, device: torch.device, tensors: Sequence[Tensor]
+    ) -> None:
         for tensor in tensors:
             if tensor.device != device:
                 raise ValueError(

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.execution.parts import Parts
-from mirror.execution.random_streams import with_stream_of
+from mirror.execution.parts import AllLifecycleHooks
+from mirror.execution.random_streams import with_rng_of
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.execution.step_ends import step_ends
-from mirror.replica.copies.variables import Variables, settle
-from mirror.replica.gradients.access import Access
-from mirror.steps.places import Place
+from mirror.replica.copies.variables import ReplicatedParams, mark_synced
+from mirror.replica.gradients.access import GradAccess
+from mirror.steps.places import StateTensor
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class StateChanges:
     """What a step changes of what others see.
 
     Attributes:
@@ -44,7 +44,7 @@ class Changes:
     optimizers: list[Optimizer]
 
 
-class Coherence:
+class ParamSync:
     """Keeps what compiled steps change equal to what all else sees.
 
     Args:
@@ -58,9 +58,9 @@ class Coherence:
         self,
         replicas: Replicas,
         runner: Runner,
-        variables: Variables,
-        access: Access,
-        parts: Parts,
+        variables: ReplicatedParams,
+        access: GradAccess,
+        parts: AllLifecycleHooks,
     ) -> None:
         self._replicas, self._runner = replicas, runner
         self._variables, self._access, self._parts = variables, access, parts
@@ -72,10 +72,10 @@ class Coherence:
     def alone(self, call: Callable[[], T]) -> T:
         """Calls ``call`` while no run is going on, and none can begin."""
         workers = self._replicas.workers
-        if workers.are_several:
-            drawing = partial(with_stream_of, workers, call)
+        if workers.is_multi_process:
+            drawing = partial(with_rng_of, workers, call)
             call = partial(workers.outermost, drawing)
-        return self._runner.alone(call, "a compiled step")
+        return self._runner.exclusive(call, "a compiled step")
 
     def begin(self) -> None:
         """Notes that replicas may differ: what does not end is put right at the next use."""
@@ -84,10 +84,10 @@ class Coherence:
     def end(self, weight: float) -> None:
         """Notes that a step has ended well, in which this worker's replicas counted so much."""
         workers = self._replicas.workers
-        if workers.are_several:  # to them it is an outermost run
-            workers.counted.clear()
-            workers.ran(weight)
-            self._runner.at_end()
+        if workers.is_multi_process:  # to them it is an outermost run
+            workers.run_weights.clear()
+            workers.note_run(weight)
+            self._runner.on_outermost_end()
         self._runner.unfinished = False
 
     def wants_eager(self) -> bool:
@@ -101,7 +101,7 @@ class Coherence:
         self._parts.prepare()
         self._reduce_waiting()
         if len(self._homes) > 1:
-            self._variables.carry_changed()
+            self._variables.sync_changed()
 
     def _reduce_waiting(self) -> None:
         """Reduces what waits, as ``no_sync`` leaves it: a step must find it in ``p.grad``."""
@@ -112,9 +112,9 @@ class Coherence:
 
     def end_step(self) -> None:
         """Tells whoever hears of the ends of steps that a compiled one has ended."""
-        step_ends.tell(self.timeline)
+        step_ends.notify(self.timeline)
 
-    def gradients(self, places: Sequence[Place]) -> dict[Place, Tensor]:
+    def gradients(self, places: Sequence[StateTensor]) -> dict[StateTensor, Tensor]:
         """Returns the gradients that there are."""
         self._access.take_left()
         found = {}
@@ -130,7 +130,10 @@ class Coherence:
         self._access.take_left()
 
     def stepped(
-        self, changes: Changes, grads: dict[Place, Tensor | None], active: tuple[int, ...]
+        self,
+        changes: StateChanges,
+        grads: dict[StateTensor, Tensor | None],
+        active: tuple[int, ...],
     ) -> None:
         """Notes what a compiled step has changed, and the gradients that it leaves."""
         if changes.optimizers:
@@ -141,11 +144,11 @@ class Coherence:
             for place, grad in grads.items():
                 place.owner.grad = grad
             return
-        settle(changes.variables)
+        mark_synced(changes.variables)
         if self._others:
-            self._variables.leave_behind(changes.variables, self._others)
+            self._variables.mark_stale(changes.variables, self._others)
             for optimizer in changes.optimizers:
                 mirror: Any = vars(optimizer).get("_mirror")
                 if mirror is not None:
                     mirror.states.follow_first()
-        self._access.leave({place.record: grad for place, grad in grads.items()})
+        self._access.leave_grads({place.record: grad for place, grad in grads.items()})

@@ -20,9 +20,9 @@ from mirror.compiler import TRACERS
 from mirror.errors import CompileError
 from mirror.steps.lines import first_line, line_of
 from mirror.steps.missing import StateMissing
-from mirror.steps.running.agreement import Agreement, Meets, Weighing
-from mirror.steps.running.arguments import Arguments
-from mirror.steps.running.coherence import Coherence
+from mirror.steps.running.agreement import WorkerConsensus, HasCollectives, HasShares
+from mirror.steps.running.arguments import StepArguments
+from mirror.steps.running.coherence import ParamSync
 from mirror.timeline import COMPILED, CROSS
 from mirror.values import ABSENT, PerReplica, is_number, rebuild_structure
 
@@ -38,18 +38,18 @@ Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 Part = Callable[[int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] | None]]
 
 
-class Program(Protocol):
+class StepProgramProtocol(Protocol):
     """A step's programs of one trace: a StepProgram, which is not imported before it is made."""
 
     trace: Any
-    meets: Meets
+    meets: HasCollectives
 
     def fits(self, part: Sequence[Any]) -> bool: ...
 
     def can_run(self) -> bool: ...
 
     def run(
-        self, parts: dict[int, Any], weights: Any, weighing: Weighing
+        self, parts: dict[int, Any], weights: Any, weighing: HasShares
     ) -> dict[int, Sequence[Any]]: ...
 
 
@@ -69,8 +69,8 @@ class CompiledStep:
         step: Callable[..., Any],
         run: Run,
         taking_part: Part,
-        coherence: Coherence,
-        agreement: Agreement,
+        coherence: ParamSync,
+        agreement: WorkerConsensus,
         maker: Callable[[], Any],
         *,
         fallback: str,
@@ -84,7 +84,7 @@ class CompiledStep:
         self._gives_up = False
         self._refused: CompileError | None = None
         agreement.is_final = is_eager
-        self._programs: list[tuple[Any, Program, dict[Any, bool]]] = []
+        self._programs: list[tuple[Any, StepProgramProtocol, dict[Any, bool]]] = []
         self._odd_in_a_row = self._waits = self._num_calls = 0
         self._fixes_sizes = False  # whether the step is another one for every size of a batch
         self._traced_at: deque[int] = deque(maxlen=MAX_TRACES)
@@ -145,12 +145,12 @@ class CompiledStep:
     ) -> tuple[Any, bool] | None:
         self._num_calls += 1
         self._coherence.prepare()
-        arguments = Arguments(args, kwargs, active)
+        arguments = StepArguments(args, kwargs, active)
         program = self._program_for(arguments)
         if self._gives_up:
             program = None
         elif program is None and not self._must_not_trace(arguments):
-            program = self._made(arguments)
+            program = self._build(arguments)
         if self._gives_up:
             self._agreement.is_final = True  # which the workers tell each other
         weighing = self._agreement.meet(
@@ -161,9 +161,9 @@ class CompiledStep:
         self._coherence.begin()
         results = program.run(arguments.tensors, weights, weighing)
         self._coherence.end(weighing.local)
-        return self._joined(program, results, weights), bool(program.trace.leases)
+        return self._join(program, results, weights), bool(program.trace.leases)
 
-    def _program_for(self, arguments: Arguments) -> Program | None:
+    def _program_for(self, arguments: StepArguments) -> StepProgramProtocol | None:
         signatures = set(arguments.signatures)
         for i, (assumptions, program, known) in enumerate(self._programs):
             if not (assumptions.hold() and program.can_run()):
@@ -178,7 +178,7 @@ class CompiledStep:
                 return program
         return None
 
-    def _must_not_trace(self, arguments: Arguments) -> bool:
+    def _must_not_trace(self, arguments: StepArguments) -> bool:
         """Whether a batch is to run uncompiled: one of single examples, among larger ones.
 
         To a trace, a size of one is another program. A batch that is the last of its epoch is not
@@ -196,7 +196,7 @@ class CompiledStep:
         self._odd_in_a_row += 1
         return self._odd_in_a_row < _ODD_IN_A_ROW
 
-    def _made(self, arguments: Arguments) -> Program | None:
+    def _build(self, arguments: StepArguments) -> StepProgramProtocol | None:
         """Traces the step; returns ``None`` if this call is to run uncompiled."""
         if self._programs:
             why = self._programs[0][0].changed() or "the arguments have other sizes or values"
@@ -204,7 +204,7 @@ class CompiledStep:
         if self._maker is None:
             self._maker = self._make_maker()
         try:
-            program: Program
+            program: StepProgramProtocol
             with self._coherence.timeline.compiling():
                 assumptions, program = self._maker.make(self._step, arguments)
         except StateMissing:
@@ -244,7 +244,7 @@ class CompiledStep:
             return None
         return program
 
-    def _joined(self, program: Any, results: dict[int, Sequence[Any]], weights: Any) -> Any:
+    def _join(self, program: Any, results: dict[int, Sequence[Any]], weights: Any) -> Any:
         trace, n = program.trace, self._coherence.num_replicas
         all_weights = None
         if weights is not None:

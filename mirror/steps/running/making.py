@@ -12,32 +12,32 @@ import torch
 from mirror.accelerator.graphs import CudaGraph, has_graphs
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.copies.registry import Registry
-from mirror.replica.finite import Finite
+from mirror.replica.copies.registry import MirroredTensors
+from mirror.replica.finite import NonFiniteCheck
 from mirror.replica.modules.recording import suspend_recording
-from mirror.steps.inputs import Kind
+from mirror.steps.inputs import InputKind
 from mirror.steps.lines import first_line
 from mirror.steps.pieces.cut import pieces_of
-from mirror.steps.pieces.kept import Ready, find, keep
-from mirror.steps.pieces.key import key_of
-from mirror.steps.pieces.parts import Piece, Pieces
-from mirror.steps.pieces.programs import Called, compiled, interpreted
-from mirror.steps.pieces.trace import Trace, trace
-from mirror.steps.places import places_of
-from mirror.steps.running.arguments import Arguments
-from mirror.steps.running.assumptions import Assumptions
-from mirror.steps.running.at_once import AtOnce
+from mirror.steps.pieces.kept import Ready, load_program, store_program
+from mirror.steps.pieces.key import program_key
+from mirror.steps.pieces.parts import ProgramPiece, StepPlan
+from mirror.steps.pieces.programs import CallableProgram, compile_piece, interpret_piece
+from mirror.steps.pieces.trace import StepTrace, trace_step
+from mirror.steps.places import state_tensors
+from mirror.steps.running.arguments import StepArguments
+from mirror.steps.running.assumptions import TraceGuards
+from mirror.steps.running.at_once import ParallelLaunch
 from mirror.steps.running.bindings import Bindings
-from mirror.steps.running.captures import Captures
-from mirror.steps.running.coherence import Coherence
-from mirror.steps.running.reductions import Reductions
+from mirror.steps.running.captures import CapturedPieces
+from mirror.steps.running.coherence import ParamSync
+from mirror.steps.running.reductions import StepReductions
 from mirror.steps.running.step_program import StepProgram
 from mirror.steps.torch_internals import Sizes, sizes_of
 
 logger = logging.getLogger(__name__)
 
 
-class Maker:
+class ProgramBuilder:
     """Makes the programs of one strategy's steps.
 
     Args:
@@ -47,33 +47,33 @@ class Maker:
     def __init__(
         self,
         replicas: Replicas,
-        registry: Registry,
+        registry: MirroredTensors,
         reducer: Reducer,
-        coherence: Coherence,
-        finite: Finite | None,
+        coherence: ParamSync,
+        finite: NonFiniteCheck | None,
         mode: str,
     ) -> None:
         self._replicas, self._registry = replicas, registry
-        self._reductions = Reductions(replicas, reducer, finite)
+        self._reductions = StepReductions(replicas, reducer, finite)
         self._looks_at_gradients = finite is not None
         self._coherence = coherence
         self._mode = mode
 
-    def make(
-        self, step: Callable[..., Any], arguments: Arguments
-    ) -> tuple[Assumptions, StepProgram]:
+    def build(
+        self, step: Callable[..., Any], arguments: StepArguments
+    ) -> tuple[TraceGuards, StepProgram]:
         """Traces a step, called with these arguments, and makes its programs.
 
         An open scope does not record the modules that the tracer and the compiler make.
         """
         with suspend_recording():
-            return self._make(step, arguments)
+            return self._build(step, arguments)
 
-    def _make(
-        self, step: Callable[..., Any], arguments: Arguments
-    ) -> tuple[Assumptions, StepProgram]:
-        places = places_of(self._registry)
-        traced = trace(
+    def _build(
+        self, step: Callable[..., Any], arguments: StepArguments
+    ) -> tuple[TraceGuards, StepProgram]:
+        places = state_tensors(self._registry)
+        traced = trace_step(
             step,
             arguments.caller(step),
             arguments.leaves(arguments.signatures[0]),
@@ -83,11 +83,11 @@ class Maker:
             self._coherence.gradients(places),
             meets_alone=self._looks_at_gradients,
         )
-        pieces, levels, sizes = self._finished(traced)
+        pieces, levels, sizes = self._finish(traced)
         for meeting, lie in zip(traced.meetings, pieces.lies, strict=True):
             meeting.lie = lie
-        used = [one.of for one in traced.inputs if one.kind is Kind.PARAMETER]
-        assumptions = Assumptions(step, traced.modules, used, traced.leases, traced.rates_read)
+        used = [one.of for one in traced.inputs if one.kind is InputKind.PARAMETER]
+        assumptions = TraceGuards(step, traced.modules, used, traced.leases, traced.rates_read)
         program = StepProgram(
             self._replicas,
             traced,
@@ -101,35 +101,41 @@ class Maker:
         )
         return assumptions, program
 
-    def _finished(self, trace: Trace) -> tuple[Pieces, list[Ready], Sizes]:
+    def _finish(self, trace_step: StepTrace) -> tuple[StepPlan, list[Ready], Sizes]:
         """Returns the programs of a step: those that were kept, or new ones."""
         num_replicas = self._replicas.workers.num_replicas
-        step = trace.graph, trace.inputs, trace.mode, trace.meetings, num_replicas
+        step = (
+            trace_step.graph,
+            trace_step.inputs,
+            trace_step.mode,
+            trace_step.meetings,
+            num_replicas,
+        )
         key = None
         if self._mode != "trace" and set(self._replicas.devices) == {torch.device("cpu")}:
-            key = key_of(*step, trace.device)
-        kept = None if key is None else find(key)
+            key = program_key(*step, trace_step.device)
+        kept = None if key is None else load_program(key)
         if kept is not None:
             logger.info("the programs of a compiled step come from the disk: %s", key)
             return kept
         pieces = pieces_of(*step)
         levels = [
-            (self._ready(level.shared, trace), self._ready(level.own, trace))
+            (self._ready(level.shared, trace_step), self._ready(level.own, trace_step))
             for level in pieces.levels
         ]
-        sizes = sizes_of(trace.mode, trace.fakes)
+        sizes = sizes_of(trace_step.mode, trace_step.fakes)
         if key is not None:
-            keep(key, pieces, levels, sizes)
+            store_program(key, pieces, levels, sizes)
         return pieces, levels, sizes
 
-    def _ready(self, piece: Piece | None, trace: Trace) -> Called | None:
+    def _ready(self, piece: ProgramPiece | None, trace_step: StepTrace) -> CallableProgram | None:
         if piece is None:
             return None
         devices = tuple(dict.fromkeys(self._replicas.devices))
         if self._mode == "trace" or (self._mode == "auto" and not _has_compiler()):
-            return interpreted(piece, trace.device, devices)
+            return interpret_piece(piece, trace_step.device, devices)
         try:
-            return compiled(piece, trace.mode, trace.device, devices)
+            return compile_piece(piece, trace_step.mode, trace_step.device, devices)
         except Exception as error:
             if self._mode == "inductor":
                 raise
@@ -138,15 +144,15 @@ class Maker:
                 type(error).__name__,
                 first_line(error),
             )
-            return interpreted(piece, trace.device, devices)
+            return interpret_piece(piece, trace_step.device, devices)
 
-    def _launcher(self, trace: Trace) -> AtOnce | Captures:
+    def _launcher(self, trace_step: StepTrace) -> ParallelLaunch | CapturedPieces:
         """Returns what runs the programs: as graphs where there are any, and they are wanted."""
         devices = self._replicas.devices
         if self._mode == "trace" or not has_graphs(devices[0]):
-            return AtOnce(self._replicas)
-        stay = [i for i, one in enumerate(trace.inputs) if one.stays]
-        return Captures(devices, stay, CudaGraph)
+            return ParallelLaunch(self._replicas)
+        stay = [i for i, one in enumerate(trace_step.inputs) if one.stays]
+        return CapturedPieces(devices, stay, CudaGraph)
 
 
 def _has_compiler() -> bool:

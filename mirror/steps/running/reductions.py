@@ -10,16 +10,16 @@ from torch import Tensor
 
 from mirror.errors import GradientError
 from mirror.execution.replicas import Replicas
-from mirror.replica.collectives.reducer import Moved, Reducer
-from mirror.replica.finite import Finite
-from mirror.replica.gradients.agreed.unfit import Unfit
-from mirror.steps.following.tracing import Meeting
-from mirror.steps.places import Place
+from mirror.replica.collectives.reducer import MovedTensors, Reducer
+from mirror.replica.finite import NonFiniteCheck
+from mirror.replica.gradients.agreed.unfit import NonFinite
+from mirror.steps.following.tracing import CollectivePoint
+from mirror.steps.places import StateTensor
 
 _WHAT = "gradients of a compiled step"
 
 
-class Reductions:
+class StepReductions:
     """Reduces what compiled programs leave of gradients, by the rules of every other reduction.
 
     Args:
@@ -27,12 +27,14 @@ class Reductions:
         finite: what looks whether gradients are, before they are reduced.
     """
 
-    def __init__(self, replicas: Replicas, reducer: Reducer, finite: Finite | None) -> None:
+    def __init__(
+        self, replicas: Replicas, reducer: Reducer, finite: NonFiniteCheck | None
+    ) -> None:
         self._replicas, self._reducer, self._finite = replicas, reducer, finite
-        self._workers, self._unfit = replicas.workers, Unfit(replicas.workers, finite)
+        self._workers, self._unfit = replicas.workers, NonFinite(replicas.workers, finite)
 
     def reduce(
-        self, local: dict[int, list[Tensor]], shares: dict[int, float], meeting: Meeting
+        self, local: dict[int, list[Tensor]], shares: dict[int, float], meeting: CollectivePoint
     ) -> dict[int, list[Tensor]]:
         """Returns the weighted sums of all workers, on each replica that takes part, and device.
 
@@ -45,7 +47,7 @@ class Reductions:
                 self._check(self._finite, local, shares, meeting)
             except GradientError as error:
                 self._unfit.found = error
-            self._unfit.meet()
+            self._unfit.exchange()
         scale, n = 1.0, self._replicas.num_replicas
         counted = set(shares.values())
         if len(counted) == 1 and 0.0 not in counted:
@@ -78,8 +80,8 @@ class Reductions:
             for column in columns if scale != 1.0 else ():
                 torch._foreach_mul_(column, scale)
         else:
-            self._reducer.all_reduce(Moved(columns, [], range(len(columns[0]))), scale)
-            if not workers.are_several:
+            self._reducer.all_reduce(MovedTensors(columns, [], range(len(columns[0]))), scale)
+            if not workers.is_multi_process:
                 return
             brought = columns[:1]
         flats = [[self._flat(tensor) for tensor in column] for column in brought]
@@ -103,13 +105,13 @@ class Reductions:
 
     def _check(
         self,
-        finite: Finite,
+        finite: NonFiniteCheck,
         local: dict[int, list[Tensor]],
         shares: dict[int, float],
-        meeting: Meeting,
+        meeting: CollectivePoint,
     ) -> None:
         counted = [local[r] if shares.get(r) else [] for r in range(self._replicas.num_replicas)]
-        if not finite.are(counted):
+        if not finite.all_finite(counted):
             columns = [
                 [
                     brought[i].reshape(-1)[at : at + math.prod(shape)]
@@ -119,7 +121,7 @@ class Reductions:
                 else []
                 for brought in counted
             ]
-            finite.refuse(columns, [_Named(place) for place in meeting.places])
+            finite.raise_error(columns, [_NamedGradient(place) for place in meeting.places])
 
 
 def _weigh(grads: list[Tensor], share: float) -> None:
@@ -129,10 +131,10 @@ def _weigh(grads: list[Tensor], share: float) -> None:
         torch._foreach_zero_(grads)  # what counts nothing may be NaN
 
 
-class _Named:
+class _NamedGradient:
     """A parameter, as errors name it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StateTensor) -> None:
         self._tensor = place.owner
         self.name = "?" if place.record is None else place.record.name
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirror.steps.places import Place
+from mirror.steps.places import StateTensor
 from mirror.values import are_identical
 
 
@@ -24,7 +24,7 @@ class HeldStates:
     """
 
     def __init__(
-        self, optimizer: Optimizer, wanted: Sequence[tuple[Place, Any]], replica_id: int
+        self, optimizer: Optimizer, wanted: Sequence[tuple[StateTensor, Any]], replica_id: int
     ) -> None:
         self._optimizer, self._replica_id = optimizer, replica_id
         self._wanted = list(wanted)
@@ -53,8 +53,8 @@ class HeldStates:
         by_id = {id(key): entry for key, entry in dict.items(self._state)}
         self._places = []
         for place, name in self._wanted:
-            key = place.owner if self._mirror is None else place.of(self._replica_id)
-            entry, device = by_id[id(key)], place.of(self._replica_id).device
+            key = place.owner if self._mirror is None else place.on_replica(self._replica_id)
+            entry, device = by_id[id(key)], place.on_replica(self._replica_id).device
             # Programs of GPUs count there: what the host counts, a CUDA graph would not see.
             if not entry[name].dim() and entry[name].device != device:
                 entry[name] = entry[name].to(device)

@@ -11,18 +11,18 @@ from torch.autograd.graph import increment_version
 
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.collectives import all_reduce_payloads
-from mirror.replica.collectives.over_workers import Met
-from mirror.steps.inputs import Kind
-from mirror.steps.pieces.parts import Pieces
-from mirror.steps.pieces.programs import Called, Taking, taking
-from mirror.steps.pieces.trace import Trace, layout
-from mirror.steps.places import Place
-from mirror.steps.running.agreement import Meets, Weighing
-from mirror.steps.running.at_once import AtOnce
+from mirror.replica.collectives.over_workers import AllWorkersResult
+from mirror.steps.inputs import InputKind
+from mirror.steps.pieces.parts import StepPlan
+from mirror.steps.pieces.programs import CallableProgram, Taking, taking
+from mirror.steps.pieces.trace import StepTrace, layout
+from mirror.steps.places import StateTensor
+from mirror.steps.running.agreement import HasCollectives, HasShares
+from mirror.steps.running.at_once import ParallelLaunch
 from mirror.steps.running.bindings import Bindings
-from mirror.steps.running.captures import Captures
-from mirror.steps.running.coherence import Changes, Coherence
-from mirror.steps.running.reductions import Reductions
+from mirror.steps.running.captures import CapturedPieces
+from mirror.steps.running.coherence import StateChanges, ParamSync
+from mirror.steps.running.reductions import StepReductions
 from mirror.steps.torch_internals import Sizes
 from mirror.timeline import CROSS, PROGRAMS, REDUCTION, SHARED_PROGRAMS
 
@@ -46,14 +46,14 @@ class StepProgram:
     def __init__(
         self,
         replicas: Replicas,
-        trace: Trace,
-        pieces: Pieces,
-        levels: Sequence[tuple[Called | None, Called | None]],
+        trace: StepTrace,
+        pieces: StepPlan,
+        levels: Sequence[tuple[CallableProgram | None, CallableProgram | None]],
         sizes: Sizes,
         bindings: Bindings,
-        reductions: Reductions,
-        coherence: Coherence,
-        launcher: AtOnce | Captures,
+        reductions: StepReductions,
+        coherence: ParamSync,
+        launcher: ParallelLaunch | CapturedPieces,
     ) -> None:
         self._replicas, self.trace, self.pieces = replicas, trace, pieces
         self._sizes = sizes
@@ -65,7 +65,9 @@ class StepProgram:
         self._bindings, self._reductions = bindings, reductions
         self._results = taking(pieces.results)
         self._changes = _changes(trace, pieces)
-        self.meets = Meets([(one.op, _names(one.places), one.lie) for one in trace.meetings])
+        self.meets = HasCollectives(
+            [(one.op, _names(one.places), one.lie) for one in trace.meetings]
+        )
         self._is_raw = launcher.is_raw or any(
             one.is_raw for called in levels for one in called if one is not None
         )
@@ -89,7 +91,7 @@ class StepProgram:
 
     @torch.no_grad()
     def run(
-        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, weighing: Weighing
+        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, weighing: HasShares
     ) -> dict[int, Sequence[Tensor]]:
         """Runs the step; returns what it gives, by replica that takes part.
 
@@ -128,7 +130,7 @@ class StepProgram:
             for place, at in self.trace.grads.items()
         }
         results = {r: self._results(values) for r, values in own.items()}
-        results, grads = self._launcher.left(results, grads)
+        results, grads = self._launcher.remaining(results, grads)
         self._coherence.stepped(self._changes, grads, active)
         return results
 
@@ -150,7 +152,7 @@ class StepProgram:
             self._replicas.timeline.end(CROSS, REDUCTION)
         else:
             words = f"all_reduce({meeting.op}) in a compiled step"
-            met = Met(len(payloads), differentiable=False)
+            met = AllWorkersResult(len(payloads), differentiable=False)
             reduced, _ = all_reduce_payloads(
                 self._replicas, meeting.op, payloads, met, words, None
             )
@@ -161,18 +163,18 @@ class StepProgram:
                     values[slot] = tensor
 
 
-def _names(places: Sequence[Place]) -> list[str]:
+def _names(places: Sequence[StateTensor]) -> list[str]:
     """Returns the names of parameters as they were registered: paths are searched for."""
     return [getattr(place.record, "name", "?") for place in places]
 
 
-def _changes(trace: Trace, pieces: Pieces) -> Changes:
+def _changes(trace: StepTrace, pieces: StepPlan) -> StateChanges:
     """Returns what a step changes of what others see."""
     changed = [(trace.inputs[i].kind, trace.inputs[i].of) for i in pieces.written]
 
-    def records(wanted: Kind) -> list[Any]:
+    def records(wanted: InputKind) -> list[Any]:
         places = [place for kind, place in changed if kind is wanted]
         return [place.record for place in places if place.record is not None]
 
     optimizers = [lease.optimizer for lease in trace.leases]
-    return Changes(records(Kind.PARAMETER), records(Kind.BUFFER), optimizers)
+    return StateChanges(records(InputKind.PARAMETER), records(InputKind.BUFFER), optimizers)

@@ -10,7 +10,7 @@ import torch
 from mirror.comm.base import Communicator
 from mirror.devices import is_simulated, resolve
 from mirror.errors import DeviceError
-from mirror.signposts import signposted_call, signposted_keywords
+from mirror.signposts import call_with_hints, signposted_keywords
 from mirror.strategy.kinds.one_device import check_one
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import (
@@ -23,7 +23,7 @@ from mirror.strategy.options import (
 )
 
 
-@signposted_call
+@call_with_hints
 class CentralStorageStrategy(MirroredStrategy):
     """Keeps parameters and optimizer state once, on one device; replicas compute on copies.
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mirror.comm.base import Communicator
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.concurrency.stack import line_of, user_line
 from mirror.devices import resolve
 from mirror.pictures.trace import Trace
-from mirror.signposts import signposted_call
+from mirror.signposts import call_with_hints
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import CommunicationOptions, GradientReduction, Guards, Schedule
 from mirror.strategy.report import Report
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mirror.cluster.resolver import ClusterResolver
 
 
-@signposted_call
+@call_with_hints
 class MultiWorkerMirroredStrategy(MirroredStrategy):
     """Mirrors a model's variables on the devices of several processes, the *workers*.
 
@@ -80,7 +80,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     def report(self) -> Report:
         """Returns where the time of this worker's last steps went; printed, a table."""
         workers = self._group.replicas.workers
-        whose = f"worker {workers.rank} of {workers.size}" if workers.are_several else None
+        whose = f"worker {workers.rank} of {workers.size}" if workers.is_multi_process else None
         return replace(super().report(), worker=whose)
 
     @contextmanager
@@ -91,7 +91,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             As ``MirroredStrategy.trace``.
         """
         workers, whole = self._group.replicas.workers, Path(path)
-        if workers.are_several:
+        if workers.is_multi_process:
             path = whole.with_name(f"{whole.stem}.worker{workers.rank}{whole.suffix}")
         with super().trace(path) as trace:
             yield trace
@@ -104,11 +104,11 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         devices: Sequence[torch.device],
         backend: str | Communicator,
         options: CommunicationOptions,
-    ) -> Alone | None:
+    ) -> LocalWorkerGroup | None:
         # All take their time to import, and most programs do without.
         from mirror.cluster.launchers import launchers, resolver_of
-        from mirror.comm.workers.gpu_sums import agreed_gpu_sums
-        from mirror.comm.workers.workers import DEFAULT_SECONDS, Workers
+        from mirror.comm.workers.gpu_sums import negotiate_nccl
+        from mirror.comm.workers.workers import DEFAULT_SECONDS, DistributedWorkerGroup
 
         if self._resolver is None:
             found = launchers()
@@ -121,9 +121,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             return user_line(sys._getframe(1))
 
         seconds = options.timeout_seconds
-        workers = Workers(len(devices), where, seconds, line_of)
+        workers = DistributedWorkerGroup(len(devices), where, seconds, line_of)
         if backend in ("auto", "nccl"):
-            sums = agreed_gpu_sums(
+            sums = negotiate_nccl(
                 workers, devices, DEFAULT_SECONDS if seconds is None else seconds
             )
             if sums is not None:

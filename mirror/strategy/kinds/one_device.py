@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from mirror.errors import DeviceError, in_words
-from mirror.signposts import signposted_call
+from mirror.errors import DeviceError, short_repr
+from mirror.signposts import call_with_hints
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.options import Guards
 
 
-@signposted_call
+@call_with_hints
 class OneDeviceStrategy(MirroredStrategy):
     """Puts a model's variables, and what ``run`` runs, on one named device.
 
@@ -35,6 +35,6 @@ def check_one(name: str, device: object, several: str) -> None:
     is_number = isinstance(device, int) and not isinstance(device, bool)
     if not (isinstance(device, (torch.device, str)) or is_number):
         raise DeviceError(
-            f"{name} is one device, such as 'cpu' or 'cuda:0'; got {in_words(device)}; several "
+            f"{name} is one device, such as 'cpu' or 'cuda:0'; got {short_repr(device)}; several "
             f"devices go to {several}"
         )

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.execution.current import current
 from mirror.replica.collectives.reduction import Op
 from mirror.server.partitioners import Partitioner
 from mirror.server.placement import PlacementFunction, check_placement
-from mirror.server.recording import Recorded
+from mirror.server.recording import RecordedModules
 from mirror.signposts import missing, signposted_init
 from mirror.strategy.arguments import check_call, local_results
 from mirror.strategy.kinds.placing_scope import PlacingScope
@@ -25,7 +25,7 @@ from mirror.strategy.kinds.server_options import (
     engine_of,
     tasks_of,
 )
-from mirror.uncopied import Uncopied
+from mirror.uncopied import NoCopy
 from mirror.values import PerReplica
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _REMEDIES = {
 
 
 @signposted_init
-class ParameterServerStrategy(Uncopied):
+class ParameterServerStrategy(NoCopy):
     """Keeps variables on parameter servers; workers run steps that are scheduled on them.
 
     ::
@@ -122,7 +122,7 @@ class ParameterServerStrategy(Uncopied):
         self._num_servers = at_least("num_servers", 1 if num_servers is None else num_servers)
         self._num_workers = at_least("num_workers", 1 if num_workers is None else num_workers)
         if not isinstance(sync, bool):
-            raise ValueError(f"sync must be a bool, got {in_words(sync)}")
+            raise ValueError(f"sync must be a bool, got {short_repr(sync)}")
         if replicas_to_aggregate is not None:
             at_least("replicas_to_aggregate", replicas_to_aggregate)
             if not sync:
@@ -140,14 +140,14 @@ class ParameterServerStrategy(Uncopied):
         if partitioner is not None and not callable(partitioner):
             raise ValueError(
                 "partitioner must be mirror.server's FixedShards(n), MinSize(...) or MaxSize(...),"
-                f" or a function of shape and dtype; got {in_words(partitioner)}"
+                f" or a function of shape and dtype; got {short_repr(partitioner)}"
             )
         check_placement(placement)
         self._engine = engine
         self._to_aggregate = (replicas_to_aggregate or self._num_workers) if sync else None
         self._max_staleness = max_staleness
         self._partitioner, self._placement = partitioner, placement
-        self._recorded = Recorded()
+        self._recorded = RecordedModules()
         self._session: Session | None = None
         self._is_closed = False
         self.coordinator: Any = None
@@ -231,7 +231,7 @@ class ParameterServerStrategy(Uncopied):
             return value
         name = str(getattr(op, "value", op)).lower()
         if name not in ("sum", "mean"):
-            raise ValueError(f"op must be 'sum' or 'mean', got {in_words(op)}")
+            raise ValueError(f"op must be 'sum' or 'mean', got {short_repr(op)}")
         return value.mean(axis) if name == "mean" else value.sum(axis)
 
     def gather(self, value: Any, axis: int = 0) -> Any:

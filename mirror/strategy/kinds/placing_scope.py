@@ -7,8 +7,8 @@ from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
 from typing import Any
 
-from mirror.execution.current import Context, current, enter, here
-from mirror.server.recording import Recorded
+from mirror.execution.current import Context, current, push_context, save_context
+from mirror.server.recording import RecordedModules
 from mirror.strategy.scope import refuse_inside_another
 
 
@@ -21,7 +21,7 @@ class PlacingScope(ContextDecorator):
     """
 
     def __init__(
-        self, strategy: Any, recorded: Recorded, check_usable: Callable[[str], None]
+        self, strategy: Any, recorded: RecordedModules, check_usable: Callable[[str], None]
     ) -> None:
         self._strategy, self._recorded, self._check_usable = strategy, recorded, check_usable
         self._before: list[tuple[Context, ExitStack]] = []
@@ -29,10 +29,10 @@ class PlacingScope(ContextDecorator):
     def __enter__(self) -> None:
         self._check_usable("scope")
         refuse_inside_another(self._strategy)
-        before, stack = here(), ExitStack()
+        before, stack = save_context(), ExitStack()
         try:
             self._before.append((before, stack))
-            enter(self._strategy, None)
+            push_context(self._strategy, None)
             stack.enter_context(self._recorded.recording())
         except BaseException:
             current.replica, current.strategy, current.below = before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 
 if TYPE_CHECKING:
     from mirror.server.engine.protocol import Engine
@@ -26,7 +26,7 @@ def tasks_of(cluster: Any, engine: object, counts: Sequence[object]) -> Tasks:
     found = tasks.tasks_of(cluster)
     if engine != "auto":
         raise ValueError(
-            f"engine={in_words(engine)} starts servers and workers itself, and not at the "
+            f"engine={short_repr(engine)} starts servers and workers itself, and not at the "
             "addresses of cluster=, where mirror.server.Server processes are waiting; leave out "
             f"engine=, or give num_servers={len(found.servers)}, num_workers={len(found.workers)}"
         )
@@ -40,15 +40,15 @@ def engine_of(tasks: Tasks) -> Engine:
         WireError: there is no key.
     """
     from mirror.server.engine.connect import key_of_environment
-    from mirror.server.engine.seats.engine import SeatEngine
+    from mirror.server.engine.seats.engine import AgentEngine
 
-    return SeatEngine(tasks.by_name(), key_of_environment())
+    return AgentEngine(tasks.by_name(), key_of_environment())
 
 
 def at_least(name: str, value: object, least: int = 1) -> int:
     """Returns an integer; ValueError for what is none, or too small."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer from {least} on, got {in_words(value)}")
+        raise ValueError(f"{name} must be an integer from {least} on, got {short_repr(value)}")
     return value
 
 
@@ -58,5 +58,5 @@ def check_engine(engine: object) -> None:
     if engine not in names and not hasattr(engine, "start"):
         raise ValueError(
             f"engine must be one of {', '.join(map(repr, names))}, or an engine; got "
-            f"{in_words(engine)}"
+            f"{short_repr(engine)}"
         )

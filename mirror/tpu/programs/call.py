@@ -31,17 +31,17 @@ from torch.optim.optimizer import (
 
 from mirror.accelerator.tpu_library import Library
 from mirror.errors import StrategyError
-from mirror.execution.current import current, enter, here
+from mirror.execution.current import current, push_context, save_context
 from mirror.server.recording import Model
 from mirror.tpu.optimizers import check, options_of
 from mirror.tpu.programs.refusals import refuse_backward, refusing_functions
-from mirror.tpu.programs.watching import Watching
+from mirror.tpu.programs.watching import TorchFunctionWatch
 from mirror.tpu.replica import inside
 
 Phase = Enum("Phase", "LOOK DIFFERENTIATE FINISH")
 
 
-class Reached(BaseException):
+class ReachedParams(BaseException):
     """Leaves a call where it says ``loss.backward()``."""
 
     def __init__(self, loss: Any) -> None:
@@ -49,7 +49,7 @@ class Reached(BaseException):
         self.loss = loss
 
 
-class Call:
+class TracedCall:
     """One call of a step with tensors of jax.
 
     Args:
@@ -120,7 +120,7 @@ class Call:
 
     @contextmanager
     def _inside(self, key: Any) -> Iterator[None]:
-        library, before = self._library, here()
+        library, before = self._library, save_context()
         with ExitStack() as stack:
             stack.enter_context(self._swapped())
             stack.enter_context(refusing_functions())
@@ -132,10 +132,12 @@ class Call:
             stack.enter_context(library.env)
             stack.enter_context(library.env.override_property(prng=key))
             stack.enter_context(torch.device("jax"))
-            watching = Watching(library, self.backward, self.tensors[: self._model.num_parameters])
+            watching = TorchFunctionWatch(
+                library, self.backward, self.tensors[: self._model.num_parameters]
+            )
             stack.enter_context(watching)
             try:
-                enter(self._strategy, inside(self._strategy))
+                push_context(self._strategy, inside(self._strategy))
                 self._begin()
                 yield
             finally:
@@ -199,7 +201,7 @@ class Call:
             )
         self.has_backward = True
         if self._phase is Phase.DIFFERENTIATE:
-            raise Reached(args[0])
+            raise ReachedParams(args[0])
         for i, tensor in enumerate(self.tensors[: self._model.num_parameters]):
             grad = self._values[i] if self._phase is Phase.LOOK else self._grads.get(i)
             if i in self._stale:

@@ -9,12 +9,12 @@ import torch
 from torch.optim import Optimizer
 
 from mirror.server.recording import Model
-from mirror.tpu.arguments import Arguments, is_static
+from mirror.tpu.arguments import TpuArguments, is_static
 from mirror.tpu.optimizers import flags_of
 
 
-def key_of(
-    fn: Callable[..., Any], arguments: Arguments, model: Model, optimizers: Sequence[Optimizer]
+def tpu_program_key(
+    fn: Callable[..., Any], arguments: TpuArguments, model: Model, optimizers: Sequence[Optimizer]
 ) -> Any:
     """Returns what differs where a step has to be traced anew.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mirror.errors import StructureError, in_words
+from mirror.errors import StructureError, short_repr
 from mirror.values import describe_structure, leaves_of
 
 
-class Output:
+class ProgramOutput:
     """What one branch of a program returns.
 
     Attributes:
@@ -21,7 +21,7 @@ class Output:
         self.tree, self.leaves = tree, leaves
 
 
-def opened(env: Any, result: Any) -> tuple[list[Any], Output]:
+def opened(env: Any, result: Any) -> tuple[list[Any], ProgramOutput]:
     """Returns the arrays in what a step has returned, and the rest; ``None`` for each array."""
     arrays: list[Any] = []
     leaves: list[Any] = []
@@ -31,10 +31,10 @@ def opened(env: Any, result: Any) -> tuple[list[Any], Output]:
             leaves.append(None)
         else:
             leaves.append([leaf])
-    return arrays, Output(result, leaves)
+    return arrays, ProgramOutput(result, leaves)
 
 
-def widest_of(outputs: Sequence[Output | None]) -> list[tuple[tuple[int, ...], Any]]:
+def widest_of(outputs: Sequence[ProgramOutput | None]) -> list[tuple[tuple[int, ...], Any]]:
     """Returns shape and dtype of each array that comes out, the largest of all branches.
 
     Raises:
@@ -64,5 +64,5 @@ def widest_of(outputs: Sequence[Output | None]) -> list[tuple[tuple[int, ...], A
 
 def _kind(leaf: Any) -> str:
     if type(leaf) is list:
-        return in_words(leaf[0])
+        return short_repr(leaf[0])
     return f"a {leaf.dtype} tensor of {len(leaf.shape)} dimensions"

@@ -11,17 +11,17 @@ from torch.optim import Optimizer
 from mirror.accelerator.tpu_library import Library
 from mirror.errors import StrategyError
 from mirror.server.recording import Model
-from mirror.tpu.arguments import Arguments
+from mirror.tpu.arguments import TpuArguments
 from mirror.tpu.optimizers import flags_of, rule_of, updated
-from mirror.tpu.programs.call import Call, Phase, Reached
-from mirror.tpu.programs.outputs import Output, opened, widest_of
+from mirror.tpu.programs.call import TracedCall, Phase, ReachedParams
+from mirror.tpu.programs.outputs import ProgramOutput, opened, widest_of
 from mirror.tpu.programs.reach import reached
 
 _AXIS = "replica"
 StateKey = tuple[int, int, str]  # an optimizer's number, a parameter's position, a name
 
 
-class Program:
+class TpuProgram:
     """One step, traced for one kind of arguments; calling it runs it on all devices.
 
     Args:
@@ -46,7 +46,7 @@ class Program:
         model: Model,
         optimizers: Sequence[Optimizer],
         fn: Callable[..., Any],
-        arguments: Arguments,
+        arguments: TpuArguments,
         values: Sequence[Any],
     ) -> None:
         self._library, self._strategy, self._model = library, strategy, model
@@ -55,9 +55,9 @@ class Program:
         self.stepped: list[int] = []
         self.has_backward = False
         buffers: set[int] = set()
-        self.outputs: list[Output | None] = []
+        self.outputs: list[ProgramOutput | None] = []
         for k, shapes in enumerate(arguments.sizes):
-            self.outputs.append(None if shapes is None else self._look(k, values, buffers))
+            self.outputs.append(None if shapes is None else self._inspect(k, values, buffers))
         self.buffers = sorted(buffers)
         self._widest = widest_of(self.outputs)
         self._flags = {n: flags_of(self._optimizers[n]) for n in self.stepped}
@@ -105,7 +105,7 @@ class Program:
 
     def _call(
         self, phase: Phase, k: int, values: Sequence[Any], key: Any, inputs: Any, **more: Any
-    ) -> tuple[Call, Any]:
+    ) -> tuple[TracedCall, Any]:
         self.traces += 1
         library, arguments = self._library, self._arguments
         shapes = arguments.sizes[k]
@@ -114,10 +114,12 @@ class Program:
         cut = [x[tuple(slice(n) for n in s)] for x, s in zip(parts, shapes, strict=True)]
         tensor = library.env.j2t_iso
         args, kwargs = arguments.rebuild([*map(tensor, cut)], [*map(tensor, shared)])
-        call = Call(library, phase, self._strategy, self._model, self._optimizers, values, **more)
+        call = TracedCall(
+            library, phase, self._strategy, self._model, self._optimizers, values, **more
+        )
         return call, call(key, self._fn, args, kwargs)
 
-    def _look(self, k: int, values: Sequence[Any], buffers: set[int]) -> Output:
+    def _inspect(self, k: int, values: Sequence[Any], buffers: set[int]) -> ProgramOutput:
         """Traces a branch abstractly, and notes what it does."""
         library, jax, seen = self._library, self._library.jax, []
 
@@ -184,7 +186,7 @@ class Program:
                 every[i] = value
             try:
                 self._call(Phase.DIFFERENTIATE, k, every, key, inputs)
-            except Reached as reached_it:
+            except ReachedParams as reached_it:
                 return self._library.env.t2j_iso(reached_it.loss).reshape(())
             raise StrategyError("the step calls backward in one trace, and not in another one")
 

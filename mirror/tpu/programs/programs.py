@@ -13,18 +13,18 @@ from torch.optim import Optimizer
 
 from mirror.accelerator.tpu_library import Library
 from mirror.server.recording import Model
-from mirror.tpu.arguments import Arguments
-from mirror.tpu.copies import Copies
+from mirror.tpu.arguments import TpuArguments
+from mirror.tpu.copies import TpuCopies
 from mirror.tpu.optimizers import rule_of, state_on_host
-from mirror.tpu.programs.keys import key_of
-from mirror.tpu.programs.program import Program
+from mirror.tpu.programs.keys import tpu_program_key
+from mirror.tpu.programs.program import TpuProgram
 from mirror.tpu.programs.refusals import WHOLE_STEPS
 from mirror.tpu.results import results_of
 
 _MOST = 64  # programs that are kept: one per step and kind of batch
 
 
-class Programs:
+class TpuPrograms:
     """Makes programs where there is none yet, and runs them.
 
     Args:
@@ -42,13 +42,13 @@ class Programs:
         self._mesh = sharding.Mesh(np.array(devices), ("replica",))
         self._one = sharding.NamedSharding(self._mesh, sharding.PartitionSpec())
         self._each = sharding.NamedSharding(self._mesh, sharding.PartitionSpec("replica"))
-        self.copies = Copies(library.jax, self._one)
-        self.kept: OrderedDict[Any, Program] = OrderedDict()
+        self.copies = TpuCopies(library.jax, self._one)
+        self.kept: OrderedDict[Any, TpuProgram] = OrderedDict()
 
     def run(
         self,
         fn: Callable[..., Any],
-        arguments: Arguments,
+        arguments: TpuArguments,
         model: Model,
         optimizers: Sequence[Optimizer],
     ) -> tuple[Any, bool]:
@@ -64,24 +64,24 @@ class Programs:
     def _run(
         self,
         fn: Callable[..., Any],
-        arguments: Arguments,
+        arguments: TpuArguments,
         model: Model,
         optimizers: Sequence[Optimizer],
     ) -> tuple[Any, bool]:
         jax = self._library.jax
-        values = [self.copies.of(id(t), t) for t in model.tensors]
-        key = key_of(fn, arguments, model, optimizers)
+        values = [self.copies.copy_of(id(t), t) for t in model.tensors]
+        key = tpu_program_key(fn, arguments, model, optimizers)
         program = self.kept.get(key)
         if program is None:
             mesh, strategy = self._mesh, self._strategy
-            program = self.kept[key] = Program(
+            program = self.kept[key] = TpuProgram(
                 self._library, mesh, strategy, model, optimizers, fn, arguments, values
             )
             while len(self.kept) > _MOST:
                 self.kept.popitem(last=False)
         self.kept.move_to_end(key)
         states = [
-            self.copies.of(
+            self.copies.copy_of(
                 (id(model.tensors[i]), id(optimizers[n]), name),
                 state_on_host(optimizers[n], model.tensors[i], name),
             )
@@ -112,7 +112,7 @@ class Programs:
         self,
         model: Model,
         optimizers: Sequence[Optimizer],
-        program: Program,
+        program: TpuProgram,
         parameters: Sequence[Any],
         after: Sequence[Any],
         buffers: Sequence[Any],

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.server.recording import Model
 from mirror.torch_private import hooks_of
 
@@ -54,7 +54,7 @@ def check_model(model: Model) -> None:
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.device.type != "cpu":
             raise StrategyError(
                 f"TPUStrategy has copies of ordinary tensors on the host; {variable.name} is "
-                f"{in_words(tensor)} of type {type(tensor).__name__} on {tensor.device}; make "
+                f"{short_repr(tensor)} of type {type(tensor).__name__} on {tensor.device}; make "
                 "the model on the CPU, in this strategy's scope alone"
             )
         if tensor.layout != torch.strided or tensor.is_quantized:
@@ -95,7 +95,7 @@ def refuse_backward(args: Any, kwargs: Any) -> None:
         )
     if loss.numel() != 1:
         raise StrategyError(
-            f"backward needs a loss of one element; got {in_words(loss)}; take its mean or sum"
+            f"backward needs a loss of one element; got {short_repr(loss)}; take its mean or sum"
         )
 
 

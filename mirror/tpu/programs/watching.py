@@ -20,7 +20,7 @@ _OUTSIDE = (
 )
 
 
-class Watching(TorchFunctionMode):
+class TorchFunctionWatch(TorchFunctionMode):
     """Refuses what no program can do, and does what torchax does not.
 
     Args:

@@ -15,7 +15,7 @@ from mirror.torch_private import wrap_once
 _made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-class Optimizers:
+class OptimizersMade:
     """The optimizers that were made since there is a TPUStrategy; it keeps none of them alive."""
 
     def __init__(self) -> None:

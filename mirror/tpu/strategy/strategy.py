@@ -16,21 +16,21 @@ from mirror.accelerator.tpu_library import load, load_jax
 from mirror.concurrency.stack import warn_user
 from mirror.data.distributed.distribute import DistributedDataset
 from mirror.data.options import InputContext, InputOptions
-from mirror.errors import ReplicaMismatchError, StrategyError, in_words
-from mirror.execution.current import current, replica_around
+from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
+from mirror.execution.current import current, enclosing_replica
 from mirror.execution.step_ends import step_ends
 from mirror.replica.collectives.reduction import Op
-from mirror.server.recording import Model, Recorded
+from mirror.server.recording import Model, RecordedModules
 from mirror.signposts import missing, signposted_init
 from mirror.strategy.arguments import check_call, local_results, taking_part
 from mirror.strategy.kinds.placing_scope import PlacingScope
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.tpu.arguments import arguments_of
 from mirror.tpu.devices import as_torch, devices_of
-from mirror.tpu.programs.programs import Programs
+from mirror.tpu.programs.programs import TpuPrograms
 from mirror.tpu.programs.refusals import WHOLE_STEPS, check_model
-from mirror.tpu.strategy.made_optimizers import Optimizers
-from mirror.uncopied import Uncopied
+from mirror.tpu.strategy.made_optimizers import OptimizersMade
+from mirror.uncopied import NoCopy
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 T = TypeVar("T")
@@ -45,7 +45,7 @@ _REMEDIES = {
 
 
 @signposted_init
-class TPUStrategy(Uncopied):
+class TPUStrategy(NoCopy):
     """Runs whole steps on all TPU devices of this process, as one program. Experimental.
 
     It was never run on a TPU: all that is known of it was seen on simulated devices, which are
@@ -95,9 +95,9 @@ class TPUStrategy(Uncopied):
         )
         # Batches, results and what combines them are on the host.
         self._host = MirroredStrategy(["cpu"] * number)
-        self._programs = Programs(library, self._jax_devices, self)
-        self._recorded = Recorded()
-        self._optimizers = Optimizers()
+        self._programs = TpuPrograms(library, self._jax_devices, self)
+        self._recorded = RecordedModules()
+        self._optimizers = OptimizersMade()
         self._is_closed = False
         own = weakref.ref(self)
         hook = register_optimizer_step_pre_hook(lambda o, *_: _refuse_outside(own, o))
@@ -141,7 +141,7 @@ class TPUStrategy(Uncopied):
         """
         self._check_usable("mirror")
         if not isinstance(module, nn.Module):
-            raise TypeError(f"mirror takes a torch.nn.Module, got {in_words(module)}")
+            raise TypeError(f"mirror takes a torch.nn.Module, got {short_repr(module)}")
         for inner in module.modules():
             self._recorded.add(inner)
         return module
@@ -180,7 +180,7 @@ class TPUStrategy(Uncopied):
         check_model(model)
         results, has_stepped = self._programs.run(fn, arguments, model, optimizers)
         if has_stepped:
-            step_ends.tell(None)
+            step_ends.notify(None)
         return results
 
     # Values and data
@@ -251,7 +251,7 @@ class TPUStrategy(Uncopied):
     def _check_usable(self, what: str) -> None:
         if self._is_closed:
             raise StrategyError("this strategy is closed; create a new one")
-        if current.replica is not None or replica_around() is not None:
+        if current.replica is not None or enclosing_replica() is not None:
             raise StrategyError(
                 f"{what} of {self!r} was called inside run; call it outside, between steps"
             )

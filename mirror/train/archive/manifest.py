@@ -44,7 +44,7 @@ _MAX_ELEMENTS = 2**60
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """One object's state as it is written.
 
     Attributes:
@@ -80,7 +80,7 @@ class Manifest:
     data_name: str
     stored: list[Stored]
     views: dict[str, View]
-    objects: dict[str, Saved]
+    objects: dict[str, SavedTensor]
     random: Any
     apart: Any
     others: list[dict[str, Any]] = field(default_factory=list)
@@ -188,10 +188,10 @@ def _view(of: str, shape: object, strides: object, offset: object) -> View:
     return View(of, _sizes(shape), _counts(strides), start)
 
 
-def _saved(kind: object, type: object, state: Any) -> Saved:  # noqa: A002
+def _saved(kind: object, type: object, state: Any) -> SavedTensor:  # noqa: A002
     if not isinstance(kind, str) or not isinstance(type, str):
         raise Malformed("an object has no kind")
-    return Saved(kind, type, state)
+    return SavedTensor(kind, type, state)
 
 
 def _others(other: Any, objects: Any) -> dict[str, Any]:

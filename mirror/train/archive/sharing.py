@@ -27,7 +27,7 @@ class View:
     strides: tuple[int, ...]
     offset: int
 
-    def seen(self, stored: Mapping[str, Tensor]) -> Tensor:
+    def same_memory(self, stored: Mapping[str, Tensor]) -> Tensor:
         """Returns the tensor; ``check`` has been called."""
         return stored[self.of].as_strided(self.shape, self.strides, self.offset)
 

@@ -13,22 +13,22 @@ import torch
 
 from mirror.concurrency.stack import add_note
 from mirror.errors import CheckpointError, StrategyError
-from mirror.execution.current import replica_around
-from mirror.replica.copies.apart import put_copies_apart
-from mirror.signposts import signposted
+from mirror.execution.current import enclosing_replica
+from mirror.replica.copies.apart import set_local_buffers
+from mirror.signposts import with_hints
 from mirror.train.checkpoint.contents import Contents, write_contents
 from mirror.train.checkpoint.entries import VALUE, check, give, give_value, kind_of
-from mirror.train.checkpoint.host_copies import HostCopies
-from mirror.train.checkpoint.over_workers import fellows_of
-from mirror.train.checkpoint.packed import Packed, copied, on_host, pack
+from mirror.train.checkpoint.host_copies import StagingBuffers
+from mirror.train.checkpoint.over_workers import worker_agreement_of
+from mirror.train.checkpoint.packed import Snapshot, copied, on_host, pack
 from mirror.train.checkpoint.random_state import give_global
-from mirror.uncopied import Uncopied
+from mirror.uncopied import NoCopy
 
 _log = logging.getLogger("mirror")
 
 
-@signposted
-class Checkpoint(Uncopied):
+@with_hints
+class Checkpoint(NoCopy):
     """Saves objects to a directory, and restores them, together with the random generators.
 
     ::
@@ -65,7 +65,7 @@ class Checkpoint(Uncopied):
         for name, obj in objects.items():
             kind_of(name, obj)
         self.objects: dict[str, Any] = objects
-        self._copies = HostCopies()
+        self._copies = StagingBuffers()
         self._in_flight: _Writing | None = None
         self._lock = threading.RLock()
 
@@ -102,7 +102,7 @@ class Checkpoint(Uncopied):
         _refuse_in_run("save")
         found = Path(os.path.abspath(path))
         with self._lock, torch.inference_mode(False):
-            fellows = fellows_of(self.objects)
+            fellows = worker_agreement_of(self.objects)
             packed = fellows.packed("Checkpoint.save", self.objects, self.wait)
 
             def save() -> None:
@@ -133,7 +133,7 @@ class Checkpoint(Uncopied):
             StrategyError: called inside ``run``.
         """
         _refuse_in_run("restore")
-        fellows = fellows_of(self.objects)
+        fellows = worker_agreement_of(self.objects)
         fellows.done("Checkpoint.restore", self.wait)
         return self.restore_contents(fellows.read(path))
 
@@ -188,7 +188,7 @@ class Checkpoint(Uncopied):
                     begun.append(name)
                     give(kind, self.objects[name], contents.states[name])
                     if name in contents.apart:
-                        put_copies_apart(self.objects[name], contents.apart[name])
+                        set_local_buffers(self.objects[name], contents.apart[name])
             give_global(contents.random)  # which datasets set, too
         except Exception as error:
             raise CheckpointError(
@@ -196,14 +196,14 @@ class Checkpoint(Uncopied):
                 f"{error}; nothing was changed"
             ) from error
 
-    def _give_back(self, before: Packed, begun: list[str], error: BaseException) -> None:
+    def _give_back(self, before: Snapshot, begun: list[str], error: BaseException) -> None:
         """Brings what was given a state back to what it was, the last one first."""
         states, apart = before.states(), before.kept_apart()
         for name in reversed(begun):
             try:
                 give(before.objects[name].kind, self.objects[name], states[name])
                 if name in apart:
-                    put_copies_apart(self.objects[name], apart[name])
+                    set_local_buffers(self.objects[name], apart[name])
             except BaseException as another:  # a second Ctrl-C, too: the first one is raised
                 add_note(error, f"{name!r} could not be brought back either: {another!r}")
         give_global(before.random_state())
@@ -256,7 +256,7 @@ def _check_kind(name: str, kind: str, saved: str, contents: Contents) -> None:
 
 
 def _refuse_in_run(what: str) -> None:
-    if replica_around() is not None:
+    if enclosing_replica() is not None:
         raise StrategyError(
             f"Checkpoint.{what} was called inside run, where a step is half done; call it between "
             "steps, after run has returned"

@@ -17,7 +17,7 @@ from mirror.errors import CheckpointError
 from mirror.train.archive.durable import read_manifest, write_checkpoint
 from mirror.train.archive.manifest import Manifest
 from mirror.train.archive.tensor_file import read_tensors, write_tensors
-from mirror.train.checkpoint.packed import Packed
+from mirror.train.checkpoint.packed import Snapshot
 
 _NUM_TRIES = 10
 
@@ -37,7 +37,7 @@ class Contents:
 
     path: Path
     manifest: Manifest
-    packed: Packed
+    packed: Snapshot
     states: dict[str, Any]
     random: Any
     apart: Any
@@ -48,7 +48,7 @@ class Contents:
         return hashlib.blake2b(self.manifest.to_bytes(), digest_size=16).digest()
 
 
-def write_contents(path: Path, packed: Packed, step: int | None) -> None:
+def write_contents(path: Path, packed: Snapshot, step: int | None) -> None:
     """Writes a checkpoint of tensors that are contiguous on the host, atomically.
 
     Raises:
@@ -90,7 +90,7 @@ def read_contents(path: str | os.PathLike[str], rank: int = 0, size: int = 1) ->
     found = Path(path)
     with torch.inference_mode(False):
         manifest, tensors = reading(found, lambda m: read_tensors(found / m.data_name, m.stored))
-        packed = Packed(
+        packed = Snapshot(
             *(manifest.objects, manifest.random, manifest.apart, tensors, manifest.views),
             manifest.others,
         ).of_worker(rank, size)

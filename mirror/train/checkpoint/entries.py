@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mirror.errors import CheckpointError, in_words
+from mirror.errors import CheckpointError, short_repr
 from mirror.train.checkpoint import random_state
 
 MODULE, OPTIMIZER, SCHEDULER = "module", "optimizer", "scheduler"
@@ -41,7 +41,7 @@ def kind_of(name: str, obj: object) -> str:
     if isinstance(obj, type) or has[0] != has[1]:
         raise CheckpointError(
             "a checkpoint takes objects with state_dict() and load_state_dict(), and plain "
-            f"values; {name!r} is {in_words(obj)}"
+            f"values; {name!r} is {short_repr(obj)}"
             + ("" if isinstance(obj, type) else ", which has only one of the two")
         )
     return STATEFUL if all(has) else VALUE
@@ -123,7 +123,7 @@ def give_value(obj: Any, value: Any) -> Any:
 
 def _check_module(name: str, own: Mapping[str, Any], state: Any) -> None:
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"the state of {name!r}, a module, is {in_words(state)}")
+        raise CheckpointError(f"the state of {name!r}, a module, is {short_repr(state)}")
     for missing in own.keys() - state.keys():
         raise CheckpointError(
             f"the checkpoint has no {missing!r} of {name!r}; it has {_some(state)}; restore it "
@@ -141,14 +141,14 @@ def _check_module(name: str, own: Mapping[str, Any], state: Any) -> None:
             or (saved.shape, saved.dtype) != (value.shape, value.dtype)
         ):
             raise CheckpointError(
-                f"{key!r} of {name!r} is {in_words(value)}; in the checkpoint it is "
-                f"{in_words(saved)}; restore it into the module that it was saved from"
+                f"{key!r} of {name!r} is {short_repr(value)}; in the checkpoint it is "
+                f"{short_repr(saved)}; restore it into the module that it was saved from"
             )
 
 
 def _check_optimizer(name: str, own: Mapping[str, Any], state: Any) -> None:
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        raise CheckpointError(f"the state of {name!r}, an optimizer, is {in_words(state)}")
+        raise CheckpointError(f"the state of {name!r}, an optimizer, is {short_repr(state)}")
     sizes = _group_sizes(own["param_groups"])
     try:
         saved = _group_sizes(state["param_groups"])

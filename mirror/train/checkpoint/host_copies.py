@@ -13,7 +13,7 @@ from mirror.devices import is_simulated, synchronize
 _ALIGNMENT = 64
 
 
-class HostCopies:
+class StagingBuffers:
     """Where a save that does not wait puts what it writes; pinned for tensors of GPUs.
 
     The memory is kept: to fault its pages in, or to pin it, costs more than the copy.
@@ -32,7 +32,7 @@ class HostCopies:
         layout = [is_pinned, *((tensor.shape, tensor.dtype) for tensor in sources)]
         if layout != self._layout:
             self._layout, self._copies = [], []  # before there are others
-            self._copies = _made(sources, is_pinned=is_pinned)
+            self._copies = _allocate(sources, is_pinned=is_pinned)
             self._layout = layout
         if is_pinned:
             for copy, tensor in zip(self._copies, sources, strict=True):
@@ -44,7 +44,7 @@ class HostCopies:
         return dict(zip(tensors, self._copies, strict=True))
 
 
-def _made(tensors: Sequence[Tensor], *, is_pinned: bool) -> list[Tensor]:
+def _allocate(tensors: Sequence[Tensor], *, is_pinned: bool) -> list[Tensor]:
     """Returns tensors like these, in one memory."""
     starts, end = [], 0
     for tensor in tensors:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import SupportsIndex
 
 from mirror.concurrency.stack import warn_user
-from mirror.errors import CheckpointError, in_words
-from mirror.signposts import signposted_call
+from mirror.errors import CheckpointError, short_repr
+from mirror.signposts import call_with_hints
 from mirror.train.archive.durable import (
     has_manifest,
     locked,
@@ -23,8 +23,8 @@ from mirror.train.archive.durable import (
 )
 from mirror.train.checkpoint.checkpoint import Checkpoint
 from mirror.train.checkpoint.contents import Contents, read_contents
-from mirror.train.checkpoint.over_workers import fellows_of
-from mirror.uncopied import Uncopied
+from mirror.train.checkpoint.over_workers import worker_agreement_of
+from mirror.uncopied import NoCopy
 
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}([0-9]{{1,18}})", re.ASCII)
@@ -40,7 +40,7 @@ class SavedStep(int):
     path: Path
 
     @classmethod
-    def at(cls, step: int, path: Path) -> SavedStep:
+    def at_path(cls, step: int, path: Path) -> SavedStep:
         """Returns the step with its path."""
         saved = cls(step)
         saved.path = path
@@ -51,7 +51,7 @@ class SavedStep(int):
 
 
 @dataclass
-class Progress:
+class TrainProgress:
     """Counts steps, on from what was restored.
 
     Attributes:
@@ -75,8 +75,8 @@ class Progress:
         return self.done if self.done > self.saved else self.saved + self.since
 
 
-@signposted_call
-class CheckpointManager(Uncopied):
+@call_with_hints
+class CheckpointManager(NoCopy):
     """Saves a checkpoint under the number of steps that were done, and restores the newest.
 
     ::
@@ -111,7 +111,7 @@ class CheckpointManager(Uncopied):
         """
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(
-                f"a manager takes a mirror.Checkpoint, got {in_words(checkpoint)}; pass "
+                f"a manager takes a mirror.Checkpoint, got {short_repr(checkpoint)}; pass "
                 "mirror.Checkpoint(model=model, optimizer=optimizer)"
             )
         if max_to_keep is not None and (
@@ -119,12 +119,12 @@ class CheckpointManager(Uncopied):
         ):
             raise ValueError(
                 f"max_to_keep is how many checkpoints stay, at least 1, or None for all; got "
-                f"{in_words(max_to_keep)}"
+                f"{short_repr(max_to_keep)}"
             )
         self.checkpoint = checkpoint
         self.directory = Path(os.path.abspath(directory))
         self.max_to_keep = max_to_keep
-        self.progress = Progress()
+        self.progress = TrainProgress()
 
     @property
     def steps(self) -> tuple[SavedStep, ...]:
@@ -135,7 +135,7 @@ class CheckpointManager(Uncopied):
             match = _NAME.fullmatch(name)
             if match and has_manifest(self.directory / name):
                 found[int(match[1])] = self.directory / name
-        return tuple(SavedStep.at(step, found[step]) for step in sorted(found))
+        return tuple(SavedStep.at_path(step, found[step]) for step in sorted(found))
 
     @property
     def latest(self) -> SavedStep | None:
@@ -158,7 +158,7 @@ class CheckpointManager(Uncopied):
         if isinstance(step, bool) or not 0 <= number < 10**18:
             raise ValueError(
                 "a checkpoint is saved under the number of steps done, from 0; got "
-                f"{in_words(step)}"
+                f"{short_repr(step)}"
             )
         path = self._path(number)
         self.checkpoint.save_step(
@@ -166,7 +166,7 @@ class CheckpointManager(Uncopied):
         )
         self.progress.saved = number
         self.progress.since = 0
-        return SavedStep.at(number, path)
+        return SavedStep.at_path(number, path)
 
     def restore_latest(self) -> int | None:
         """Restores the newest checkpoint that is whole; returns its step, ``None`` without any.
@@ -176,7 +176,7 @@ class CheckpointManager(Uncopied):
         Raises:
             CheckpointError: all are damaged; or the newest is whole, and of other objects.
         """
-        fellows = fellows_of(self.checkpoint.objects)
+        fellows = worker_agreement_of(self.checkpoint.objects)
         read: list[Contents] = []
 
         def newest() -> str:
@@ -191,7 +191,7 @@ class CheckpointManager(Uncopied):
         step = int(name.removeprefix(_PREFIX))
         known = read[0] if read else None
         self.checkpoint.restore_contents(fellows.read(self.directory / name, known))
-        self.progress = Progress(done=step, saved=step)
+        self.progress = TrainProgress(done=step, saved=step)
         return step
 
     def _newest(self) -> list[Contents]:

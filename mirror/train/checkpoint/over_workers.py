@@ -21,17 +21,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.errors import CheckpointError
 from mirror.strategy.group import all_groups
 from mirror.train.checkpoint.contents import Contents, read_contents
-from mirror.train.checkpoint.packed import Own, Packed, pack, pack_own
+from mirror.train.checkpoint.packed import OwnState, Snapshot, pack, pack_own
 
-_ALONE = Alone(1)
+_ALONE = LocalWorkerGroup(1)
 _FAILED, _DONE = b"!", b"."  # how what a worker says of itself begins
 
 
-class Fellows:
+class WorkerAgreement:
     """The workers that save and restore together.
 
     Args:
@@ -39,13 +39,13 @@ class Fellows:
         can_talk: whether their strategy is still open.
     """
 
-    def __init__(self, workers: Alone, *, can_talk: bool) -> None:
+    def __init__(self, workers: LocalWorkerGroup, *, can_talk: bool) -> None:
         self._workers = workers
         self.rank, self.size = workers.rank, workers.size
         self.is_chief = workers.rank == 0
-        self.are_several = workers.are_several and can_talk
+        self.are_several = workers.is_multi_process and can_talk
 
-    def packed(self, what: str, objects: Mapping[str, Any], wait: Callable[[], None]) -> Packed:
+    def packed(self, what: str, objects: Mapping[str, Any], wait: Callable[[], None]) -> Snapshot:
         """Takes the states of objects; what others have of their own beside the chief's.
 
         All workers take them, as some are put together from those of all.
@@ -56,7 +56,7 @@ class Fellows:
         Raises:
             CheckpointError: on all workers, one has what cannot be written.
         """
-        found: list[Packed] = []
+        found: list[Snapshot] = []
 
         def digest() -> bytes:
             wait()
@@ -66,12 +66,12 @@ class Fellows:
         if not self.are_several:
             digest()
             return found[0]
-        if len(set(self._told(what, digest))) == 1:
+        if len(set(self._receive(what, digest))) == 1:
             return found[0]
         mine = pack_own(objects, f"worker {self.rank}/")
         parcels = self._workers.exchange_tensors(what, "own", mine.as_tensors())
-        others = [Own.of_tensors(parcel.tensors) for parcel in parcels[1:]]
-        return found[0].with_others(Own.joined(others))
+        others = [OwnState.of_tensors(parcel.tensors) for parcel in parcels[1:]]
+        return found[0].with_others(OwnState.join(others))
 
     def done(self, what: str, do: Callable[[], None]) -> None:
         """Has the chief do something, which the others wait for.
@@ -89,7 +89,7 @@ class Fellows:
                 do()
             return b""
 
-        self._told(what, done)
+        self._receive(what, done)
 
     def choose(self, what: str, chosen: Callable[[], str]) -> str:
         """Returns what the chief has chosen.
@@ -99,7 +99,7 @@ class Fellows:
         """
         if not self.are_several:
             return chosen()
-        return self._told(what, lambda: chosen().encode() if self.is_chief else b"")[0].decode()
+        return self._receive(what, lambda: chosen().encode() if self.is_chief else b"")[0].decode()
 
     def read(self, path: str | os.PathLike[str], known: Contents | None = None) -> Contents:
         """Reads a checkpoint, of which all others read the same.
@@ -121,7 +121,7 @@ class Fellows:
             digest()
             return found[0]
 
-        digests = self._told("what was read of a checkpoint", digest)
+        digests = self._receive("what was read of a checkpoint", digest)
         others = [w for w, one in enumerate(digests) if one != digests[0]]
         if others:
             raise CheckpointError(
@@ -137,11 +137,11 @@ class Fellows:
             return is_wanted
         return b"1" in self._workers.exchange(what, payload=lambda: b"%d" % is_wanted)
 
-    def tell(self, what: str, said: bytes) -> list[bytes]:
+    def broadcast_error(self, what: str, said: bytes) -> list[bytes]:
         """Gives every worker what each has to say, in the order of their ranks."""
         return self._workers.exchange(what, payload=lambda: said)
 
-    def _told(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
+    def _receive(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
         """Returns what every worker makes; raises on all if it fails on one."""
         error: Exception | None = None
         try:
@@ -162,19 +162,19 @@ class Fellows:
         return [one[1:] for one in said]
 
 
-def fellows_of(objects: Mapping[str, Any]) -> Fellows:
+def worker_agreement_of(objects: Mapping[str, Any]) -> WorkerAgreement:
     """Returns the workers that train objects together; one, where there are no others."""
-    groups = [group for group in all_groups() if group.replicas.workers.are_several]
+    groups = [group for group in all_groups() if group.replicas.workers.is_multi_process]
     if not groups:
-        return Fellows(_ALONE, can_talk=False)
+        return WorkerAgreement(_ALONE, can_talk=False)
     for tensor in (tensor for obj in objects.values() for tensor in _tensors(obj)):
         for group in groups:
             if group.registry.owns(tensor):
-                return Fellows(group.replicas.workers, can_talk=not group.runner.is_closed)
+                return WorkerAgreement(group.replicas.workers, can_talk=not group.runner.is_closed)
     going_on = [group for group in groups if not group.runner.is_closed]
     if not going_on:
-        return Fellows(_ALONE, can_talk=False)
-    return Fellows(going_on[0].replicas.workers, can_talk=True)
+        return WorkerAgreement(_ALONE, can_talk=False)
+    return WorkerAgreement(going_on[0].replicas.workers, can_talk=True)
 
 
 def _tensors(obj: object) -> list[Tensor]:

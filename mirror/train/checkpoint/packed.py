@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mirror.errors import CheckpointError
 from mirror.replica.bits import bytes_of
-from mirror.replica.copies.apart import copies_apart
-from mirror.train.archive.manifest import Saved
+from mirror.replica.copies.apart import local_buffers
+from mirror.train.archive.manifest import SavedTensor
 from mirror.train.archive.sharing import Tensors, View
 from mirror.train.archive.skeleton import encode
 from mirror.train.archive.skeleton_reader import Malformed, decode
@@ -23,7 +23,7 @@ from mirror.train.checkpoint.random_state import take_global
 
 
 @dataclass(frozen=True)
-class Packed:
+class Snapshot:
     """States of objects.
 
     Attributes:
@@ -36,21 +36,21 @@ class Packed:
             ``random``, ``apart``; none where that is the same on all.
     """
 
-    objects: dict[str, Saved]
+    objects: dict[str, SavedTensor]
     random: Any
     apart: Any
     stored: dict[str, Tensor]
     views: dict[str, View]
     others: list[dict[str, Any]] = field(default_factory=list)
 
-    def with_others(self, own: Own) -> Packed:
+    def with_others(self, own: OwnState) -> Snapshot:
         """Returns the same with what other workers have of their own."""
         if own.stored.keys() & (self.stored.keys() | self.views.keys()):
             raise CheckpointError("no name of a checkpoint's objects may begin with 'worker 1/'")
         stored = self.stored | own.stored
         return replace(self, stored=stored, views=self.views | own.views, others=own.states)
 
-    def of_worker(self, rank: int, size: int) -> Packed:
+    def of_worker(self, rank: int, size: int) -> Snapshot:
         """Returns what one of so many workers is to restore."""
         if not rank or len(self.others) != size - 1:
             return self
@@ -61,7 +61,7 @@ class Packed:
         }
         return replace(self, objects=self.objects | mine, random=own["random"], apart=own["apart"])
 
-    def with_tensors(self, stored: dict[str, Tensor]) -> Packed:
+    def with_tensors(self, stored: dict[str, Tensor]) -> Snapshot:
         """Returns the same with copies of the tensors."""
         return replace(self, stored=stored)
 
@@ -87,7 +87,7 @@ class Packed:
     def _decoded(self, skeleton: Any, what: str, is_placed: bool) -> Any:
         def get(name: str, device: str) -> Tensor:
             view = self.views.get(name)
-            tensor = self.stored[name] if view is None else view.seen(self.stored)
+            tensor = self.stored[name] if view is None else view.same_memory(self.stored)
             return _placed(tensor, device) if is_placed and device != "cpu" else tensor
 
         try:
@@ -99,7 +99,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnState:
     """What workers have of their own.
 
     Attributes:
@@ -112,7 +112,7 @@ class Own:
     views: dict[str, View]
 
     @classmethod
-    def joined(cls, every: Sequence[Own]) -> Own:
+    def join(cls, every: Sequence[OwnState]) -> OwnState:
         """Returns what several workers have, whose tensors have names of their own."""
         states = [state for own in every for state in own.states]
         stored = {name: tensor for own in every for name, tensor in own.stored.items()}
@@ -125,7 +125,7 @@ class Own:
         return [torch.frombuffer(bytearray(text), dtype=torch.uint8), *self.stored.values()]
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[Tensor]) -> Own:
+    def of_tensors(cls, tensors: Sequence[Tensor]) -> OwnState:
         """Returns what ``as_tensors`` returned."""
         states, names, views = json.loads(tensors[0].numpy().tobytes())
         found = {n: View(of, tuple(a), tuple(b), at) for n, (of, a, b, at) in views.items()}
@@ -140,7 +140,7 @@ class Own:
         return digest.digest()
 
 
-def pack_own(objects: Mapping[str, Any], prefix: str) -> Own:
+def pack_own(objects: Mapping[str, Any], prefix: str) -> OwnState:
     """Takes what this worker may have of its own: it differs between workers that train alike.
 
     Args:
@@ -158,10 +158,10 @@ def pack_own(objects: Mapping[str, Any], prefix: str) -> Own:
                 states[name] = encode(state_of(name, kind, obj), prefix + name, tensors.put)
         random, apart = _of_process(objects, prefix, tensors)
     stored, views = tensors.parted()
-    return Own([{"objects": states, "random": random, "apart": apart}], stored, views)
+    return OwnState([{"objects": states, "random": random, "apart": apart}], stored, views)
 
 
-def pack(objects: Mapping[str, Any], *, values: bool = True) -> Packed:
+def pack(objects: Mapping[str, Any], *, values: bool = True) -> Snapshot:
     """Takes the states of objects, without copying tensors.
 
     Args:
@@ -171,22 +171,22 @@ def pack(objects: Mapping[str, Any], *, values: bool = True) -> Packed:
         CheckpointError: something cannot be written; names it.
     """
     tensors = Tensors()
-    packed: dict[str, Saved] = {}
+    packed: dict[str, SavedTensor] = {}
     with torch.no_grad():
         for name, obj in objects.items():
             kind = kind_of(name, obj)
             if kind != VALUE or values:
                 state = encode(state_of(name, kind, obj), name, tensors.put)
-                packed[name] = Saved(kind, type(obj).__name__, state)
+                packed[name] = SavedTensor(kind, type(obj).__name__, state)
         random, apart = _of_process(objects, "", tensors)
-    return Packed(packed, random, apart, *tensors.parted())
+    return Snapshot(packed, random, apart, *tensors.parted())
 
 
 def _of_process(objects: Mapping[str, Any], prefix: str, tensors: Tensors) -> tuple[Any, Any]:
     """Returns the random generators, and what replicas keep apart."""
     random = encode(take_global(), f"{prefix}random generators", tensors.put)
     modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
-    found = {name: copies_apart(module) for name, module in modules.items()}
+    found = {name: local_buffers(module) for name, module in modules.items()}
     apart = {name: one for name, one in found.items() if one}
     return random, encode(apart, f"{prefix}replicas", tensors.put)
 

@@ -32,20 +32,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mirror.data.distributed.distribute import DistributedDataset
-from mirror.errors import CheckpointError, StrategyError, in_words
+from mirror.errors import CheckpointError, StrategyError, short_repr
 from mirror.execution.step_ends import step_ends
 from mirror.replica.optimizer.hooks import watch_optimizer_steps
-from mirror.signposts import signposted_call
+from mirror.signposts import call_with_hints
 from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.checkpoint.over_workers import fellows_of
-from mirror.uncopied import Uncopied
+from mirror.train.checkpoint.over_workers import worker_agreement_of
+from mirror.uncopied import NoCopy
 
 _open: list[PreemptionCheckpointHandler] = []
 _replaced: dict[int, Any] = {}  # the signals' handlers that are put back
 
 
-@signposted_call
-class PreemptionCheckpointHandler(Uncopied):
+@call_with_hints
+class PreemptionCheckpointHandler(NoCopy):
     """Saves at the next end of a step after a signal has come, and exits.
 
     ::
@@ -101,7 +101,7 @@ class PreemptionCheckpointHandler(Uncopied):
         self._datasets: list[DistributedDataset] = []
         self._is_simple = True
         self._has_stepped = False  # since the last batch, where that is counted
-        self._fellows = fellows_of(manager.checkpoint.objects)
+        self._fellows = worker_agreement_of(manager.checkpoint.objects)
         self._all_leave = False  # several workers have agreed to
         self._process = os.getpid()
         for number in self._signals:
@@ -119,7 +119,7 @@ class PreemptionCheckpointHandler(Uncopied):
         if not _open:
             step_ends.listeners.remove(_step_ended)
         for dataset in self._datasets:
-            dataset.before_next.remove(self._asked)
+            dataset.before_next.remove(self._is_requested)
         self._datasets = []
         wanted = {number for handler in _open for number in handler._signals}
         for number in set(self._signals) - wanted:
@@ -162,7 +162,7 @@ class PreemptionCheckpointHandler(Uncopied):
     def _leaves(self) -> bool:
         return self._all_leave if self._fellows.are_several else self.is_due
 
-    def _asked(self) -> None:
+    def _is_requested(self) -> None:
         """The loop asks for a batch: all that it does in a step is done."""
         if self._has_stepped:
             self._count()
@@ -177,17 +177,17 @@ class PreemptionCheckpointHandler(Uncopied):
     def _look_for_datasets(self) -> None:
         objects = self._manager.checkpoint.objects
         if self._fellows.size == 1:  # their strategy may have been made since
-            self._fellows = fellows_of(objects)
+            self._fellows = worker_agreement_of(objects)
         known = [id(obj) for obj in objects.values()]
         if known == self._known:
             return
         self._known = known
         for dataset in self._datasets:
-            dataset.before_next.remove(self._asked)
+            dataset.before_next.remove(self._is_requested)
         found = list(objects.values())
         self._datasets = [obj for obj in found if isinstance(obj, DistributedDataset)]
         for dataset in self._datasets:
-            dataset.before_next.append(self._asked)
+            dataset.before_next.append(self._is_requested)
         optimizers = [obj for obj in found if isinstance(obj, Optimizer)]
         trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         others = [obj for obj in found if not isinstance(obj, (DistributedDataset, Optimizer))]
@@ -243,12 +243,14 @@ def _stop_listening(number: int) -> None:
 
 def _checked_signals(signals: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(signals, Iterable):
-        raise TypeError(f"signals is a sequence of them, got {in_words(signals)}; pass (signals,)")
+        raise TypeError(
+            f"signals is a sequence of them, got {short_repr(signals)}; pass (signals,)"
+        )
     numbers = tuple(signals)
     fixed = {signal.SIGKILL, signal.SIGSTOP}
     if wrong := [n for n in numbers if n not in signal.valid_signals() or n in fixed]:
         raise ValueError(
-            f"{in_words(wrong[0])} is no signal that a program can handle; pass signal.SIGTERM, "
+            f"{short_repr(wrong[0])} is no signal that a program can handle; pass signal.SIGTERM, "
             "signal.SIGUSR1 and the like"
         )
     if numbers and threading.current_thread() is not threading.main_thread():
@@ -262,10 +264,10 @@ def _checked_signals(signals: Iterable[int]) -> tuple[int, ...]:
 def _check(manager: object, exit_code: object, watcher: object) -> None:
     if not isinstance(manager, CheckpointManager):
         raise TypeError(
-            f"a handler takes a mirror.CheckpointManager, got {in_words(manager)}; pass "
+            f"a handler takes a mirror.CheckpointManager, got {short_repr(manager)}; pass "
             "mirror.CheckpointManager(checkpoint, directory)"
         )
     if type(exit_code) is not int or not 0 <= exit_code <= 255:
-        raise ValueError(f"exit_code is an int from 0 to 255, got {in_words(exit_code)}")
+        raise ValueError(f"exit_code is an int from 0 to 255, got {short_repr(exit_code)}")
     if watcher is not None and not callable(watcher):
-        raise TypeError(f"watcher is a function without arguments, got {in_words(watcher)}")
+        raise TypeError(f"watcher is a function without arguments, got {short_repr(watcher)}")

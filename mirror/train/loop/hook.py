@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.train.loop.state import TrainingState
 
 
@@ -46,7 +46,7 @@ class Hook:
         """
 
 
-class Every:
+class Interval:
     """Tells when something is due again: so many steps, or seconds, after it was last.
 
     Args:
@@ -92,10 +92,10 @@ class Every:
 def check_count(whose: str, name: str, count: object) -> None:
     """Raises ValueError for what is no whole number above 0."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{whose}({name}=) is a whole number above 0; got {in_words(count)}")
+        raise ValueError(f"{whose}({name}=) is a whole number above 0; got {short_repr(count)}")
 
 
 def check_seconds(whose: str, seconds: object) -> None:
     """Raises ValueError for what is no number above 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ValueError(f"{whose}(seconds=) is a number above 0; got {in_words(seconds)}")
+        raise ValueError(f"{whose}(seconds=) is a number above 0; got {short_repr(seconds)}")

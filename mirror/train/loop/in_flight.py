@@ -22,7 +22,7 @@ from typing import Any
 from mirror.concurrency.stack import warn_user
 from mirror.errors import ActorDied, StrategyError
 from mirror.server.roles.coordinator import ClusterCoordinator, session_of
-from mirror.server.roles.dispatch import Step
+from mirror.server.roles.dispatch import Closure
 from mirror.server.roles.remote_value import RemoteValue
 from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 
@@ -33,7 +33,7 @@ _STEPS_PER_WORKER = 2  # one runs, one waits for the worker
 class LoopStep:
     """What one pass of the loop has scheduled, and logged under a name."""
 
-    scheduled: list[Step] = field(default_factory=list)
+    scheduled: list[Closure] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ class StepsInFlight:
         if self._note in self._session.dispatch.listeners:
             self._session.dispatch.listeners.remove(self._note)
 
-    def _note(self, step: Step) -> None:
+    def _note(self, step: Closure) -> None:
         now = self.now
         if now is not None:
             now.scheduled.append(step)

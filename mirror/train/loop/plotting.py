@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from mirror.errors import StrategyError
-from mirror.train.loop.hook import Every, Hook
+from mirror.train.loop.hook import Interval, Hook
 from mirror.train.loop.state import TrainingState
 from mirror.train.loop.values import Value
 
@@ -38,7 +38,7 @@ class LivePlot(Hook):
         self, *names: str, seconds: float = 1.0, to: Callable[[Any], object] | None = None
     ) -> None:
         self._names, self._to = names, to
-        self._every = Every("LivePlot", None, seconds)
+        self._every = Interval("LivePlot", None, seconds)
         self._lines: dict[str, Line] = {}
         self._figure: Any = None
         self._show: Callable[[Any], object] | None = None
@@ -95,11 +95,11 @@ class Line:
         self._steps.append(step)
         self._new.append(value)
         if len(self._new) >= _MANY:
-            self._look()
+            self._refresh()
 
     def points(self) -> tuple[Sequence[float], Sequence[float]]:
         """Returns steps and values; where there are too many, means of neighbours."""
-        self._look()
+        self._refresh()
         group = -(-len(self._steps) // _MANY)
         begins = range(0, len(self._steps), group)
         xs, ys = (
@@ -108,7 +108,7 @@ class Line:
         )
         return xs, ys
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         self._values.extend(map(float, self._new))
         self._new.clear()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mirror.train.loop.hook import Every, Hook
+from mirror.train.loop.hook import Interval, Hook
 from mirror.train.loop.state import TrainingState
 
 
@@ -18,7 +18,7 @@ class SaveEvery(Hook):
     """
 
     def __init__(self, steps: int | None = None, *, seconds: float | None = None) -> None:
-        self._every = Every("SaveEvery", steps, seconds)
+        self._every = Interval("SaveEvery", steps, seconds)
 
     def begin(self, training: TrainingState) -> None:
         if training.manager is None:

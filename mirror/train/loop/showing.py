@@ -11,9 +11,9 @@ from typing import Any
 
 from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.train.loop.hook import Every, Hook
+from mirror.train.loop.hook import Interval, Hook
 from mirror.train.loop.state import TrainingState
-from mirror.train.progress import Progress
+from mirror.train.progress import ProgressLine
 
 
 class LogEvery(Hook):
@@ -41,13 +41,13 @@ class LogEvery(Hook):
         seconds: float | None = None,
         to: Callable[[str], object] = print,
     ) -> None:
-        self._every = Every("LogEvery", steps, seconds)
+        self._every = Interval("LogEvery", steps, seconds)
         self._to = to
-        self._pace = Pace()
+        self._pace = StepRate()
 
     def begin(self, training: TrainingState) -> None:
         self._every.begin()
-        self._pace = Pace()
+        self._pace = StepRate()
         self._pace.since(training)
 
     def after_step(self, training: TrainingState) -> None:
@@ -60,7 +60,7 @@ class LogEvery(Hook):
             self._to(f"step {training.step}: {', '.join(told)}".replace("%", " %"))
 
 
-class Pace:
+class StepRate:
     """How fast a training goes, from one look to the next."""
 
     def __init__(self) -> None:
@@ -86,12 +86,12 @@ class ProgressBar(Hook):
     chief_only = True
 
     def __init__(self) -> None:
-        self._every = Every("ProgressBar", None, 0.5)
-        self._pace = Pace()
+        self._every = Interval("ProgressBar", None, 0.5)
+        self._pace = StepRate()
         self._bar: _Tqdm | _Rich | _Plain | None = None
 
     def begin(self, training: TrainingState) -> None:
-        self._pace = Pace()
+        self._pace = StepRate()
         self._pace.since(training)
 
     def after_step(self, training: TrainingState) -> None:
@@ -142,7 +142,7 @@ class _Rich:
         self._task = self._bar.add_task("", total=total, completed=step)
 
     def show(self, step: int, rate: float, told: str) -> None:
-        words = f"{rate:.3g} steps/s,{_left(self._total, step, rate)} {told}"
+        words = f"{rate:.3g} steps/s,{_format_remaining(self._total, step, rate)} {told}"
         self._bar.update(self._task, completed=step, description=words, refresh=True)
 
     def close(self, step: int) -> None:
@@ -153,10 +153,10 @@ class _Rich:
 class _Plain:
     def __init__(self, total: int | None, step: int) -> None:
         self._total = total
-        self._bar = Progress("training", max(total or 1, 1))
+        self._bar = ProgressLine("training", max(total or 1, 1))
 
     def show(self, step: int, rate: float, told: str) -> None:
-        left = _left(self._total, step, rate)
+        left = _format_remaining(self._total, step, rate)
         of = "" if self._total is None else f"/{self._total}"
         done = 0 if self._total is None else min(step, self._total)
         self._bar.show(done, f"{step}{of}, {rate:.3g} steps/s,{left} {told}")
@@ -165,7 +165,7 @@ class _Plain:
         self._bar.__exit__(None, None, None)
 
 
-def _left(total: int | None, step: int, rate: float) -> str:
+def _format_remaining(total: int | None, step: int, rate: float) -> str:
     """Returns when the last step will have ended, as far as that is known."""
     if total is None or rate <= 0:
         return ""

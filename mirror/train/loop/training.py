@@ -18,12 +18,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mirror.concurrency.stack import warn_user
-from mirror.errors import StrategyError, in_words
+from mirror.errors import StrategyError, short_repr
 from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerIterator
 from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.checkpoint.over_workers import Fellows, fellows_of
+from mirror.train.checkpoint.over_workers import WorkerAgreement, worker_agreement_of
 from mirror.train.loop.hook import Hook, check_count
 from mirror.train.loop.in_flight import StepsInFlight, dataset_ended
 from mirror.train.loop.saving import SaveEvery
@@ -75,7 +75,7 @@ class Training(TrainingState):
         super().__init__(strategy, checkpoint)
         self._asked = tuple(hooks)
         self._hooks: tuple[Hook, ...] = ()
-        self._fellows: Fellows | None = None
+        self._fellows: WorkerAgreement | None = None
         self._saved_at = -1
         self._is_in_step = False
 
@@ -83,7 +83,7 @@ class Training(TrainingState):
         if self._fellows is not None:
             raise StrategyError("a Training is entered once; make another one")
         objects = {} if self.manager is None else self.manager.checkpoint.objects
-        self._fellows = fellows_of(objects)
+        self._fellows = worker_agreement_of(objects)
         if isinstance(self.strategy, ParameterServerStrategy):
             self._flight = StepsInFlight(self.strategy)
             self._flight.join()
@@ -271,7 +271,7 @@ class Training(TrainingState):
         if not fellows.are_several:
             return
         wants = b"%d%s" % (self._is_to_save, self.reason.encode())
-        for rank, said in enumerate(fellows.tell("the end of a step", wants)):
+        for rank, said in enumerate(fellows.broadcast_error("the end of a step", wants)):
             self._is_to_save |= said[:1] == b"1"
             if said[1:] and not self.reason:
                 self.reason = f"worker {rank}: {said[1:].decode()}"
@@ -313,16 +313,16 @@ class Training(TrainingState):
 
 def _check(strategy: Any, checkpoint: Any, hooks: Any) -> None:
     if not isinstance(strategy, (MirroredStrategy, ParameterServerStrategy)):
-        raise TypeError(f"Training takes a strategy first; got {in_words(strategy)}")
+        raise TypeError(f"Training takes a strategy first; got {short_repr(strategy)}")
     if checkpoint is not None and not isinstance(checkpoint, CheckpointManager):
         raise TypeError(
-            f"checkpoint= takes a mirror.CheckpointManager, got {in_words(checkpoint)}; pass "
+            f"checkpoint= takes a mirror.CheckpointManager, got {short_repr(checkpoint)}; pass "
             'mirror.CheckpointManager(mirror.Checkpoint(model=model, ...), "checkpoints")'
         )
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise TypeError(
-                f"hooks are objects of mirror.train.Hook's subclasses; got {in_words(hook)}"
+                f"hooks are objects of mirror.train.Hook's subclasses; got {short_repr(hook)}"
             )
 
 

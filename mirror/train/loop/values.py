@@ -7,7 +7,7 @@ import numbers
 import torch
 from torch import Tensor
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.values import PerReplica
@@ -34,7 +34,7 @@ def as_value(strategy: AnyStrategy, name: str, value: object) -> Value:
         return float(value)
     raise TypeError(
         f"log() takes numbers, tensors of one element, {_kinds(strategy)}; {name!r} is "
-        f"{in_words(value)}; log its mean, or several of its numbers under names of their own"
+        f"{short_repr(value)}; log its mean, or several of its numbers under names of their own"
     )
 
 

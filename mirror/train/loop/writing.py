@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mirror.files import replacing
-from mirror.train.loop.hook import Every, Hook
+from mirror.files import replace_atomically
+from mirror.train.loop.hook import Interval, Hook
 from mirror.train.loop.state import TrainingState
 
 
@@ -30,7 +30,7 @@ class CSVWriter(Hook):
 
     def __init__(self, path: str | os.PathLike[str], steps: int = 1) -> None:
         self._path = Path(path)
-        self._every = Every("CSVWriter", steps, None)
+        self._every = Interval("CSVWriter", steps, None)
         self._names: list[str] = []
         self._file: Any = None
 
@@ -63,7 +63,10 @@ class CSVWriter(Hook):
 
         Whoever ends the process meanwhile leaves the file as it was.
         """
-        with replacing(self._path) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+        with (
+            replace_atomically(self._path) as file,
+            io.TextIOWrapper(file, "utf-8", newline="") as text,
+        ):
             if self._names:
                 writer = csv.writer(text)
                 writer.writerow(["step", *self._names])
@@ -91,7 +94,7 @@ class TensorBoardWriter(Hook):
 
     def __init__(self, folder: str | os.PathLike[str], steps: int = 100) -> None:
         self._folder = Path(folder)
-        self._every = Every("TensorBoardWriter", steps, None)
+        self._every = Interval("TensorBoardWriter", steps, None)
         self._writer: Any = None
 
     def begin(self, training: TrainingState) -> None:

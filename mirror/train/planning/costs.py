@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mirror.train.planning.links import Link
+from mirror.train.planning.links import Bandwidth
 
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
 
@@ -40,8 +40,8 @@ class Cluster:
         algorithm: one of ``ALGORITHMS``.
     """
 
-    link: Link
-    network: Link
+    link: Bandwidth
+    network: Bandwidth
     devices_per_machine: int
     algorithm: str = "auto"
 

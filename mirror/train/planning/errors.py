@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from mirror.errors import MirrorError, in_words
+from mirror.errors import MirrorError, short_repr
 
 
 class PlanError(MirrorError, ValueError):
@@ -20,7 +20,7 @@ def positive(name: str, value: object) -> float:
     """
     number = _number(name, value)
     if number <= 0:
-        raise PlanError(f"{name} must be above 0, got {in_words(value)}")
+        raise PlanError(f"{name} must be above 0, got {short_repr(value)}")
     return number
 
 
@@ -32,7 +32,7 @@ def not_negative(name: str, value: object) -> float:
     """
     number = _number(name, value)
     if number < 0:
-        raise PlanError(f"{name} must not be below 0, got {in_words(value)}")
+        raise PlanError(f"{name} must not be below 0, got {short_repr(value)}")
     return number
 
 
@@ -44,7 +44,7 @@ def share(name: str, value: object) -> float:
     """
     number = _number(name, value)
     if not 0 <= number <= 1:
-        raise PlanError(f"{name} must be a share from 0 to 1, got {in_words(value)}")
+        raise PlanError(f"{name} must be a share from 0 to 1, got {short_repr(value)}")
     return number
 
 
@@ -56,7 +56,7 @@ def whole(name: str, value: object) -> int:
     """
     number = _number(name, value)
     if number < 1 or number != int(number):
-        raise PlanError(f"{name} must be a whole number of at least 1, got {in_words(value)}")
+        raise PlanError(f"{name} must be a whole number of at least 1, got {short_repr(value)}")
     return int(number)
 
 
@@ -67,11 +67,11 @@ def one_of(name: str, value: object, choices: Collection[str]) -> str:
         PlanError: it is none of them; the message lists them.
     """
     if not isinstance(value, str) or value not in choices:
-        raise PlanError(f"{name} must be one of {', '.join(choices)}; got {in_words(value)}")
+        raise PlanError(f"{name} must be one of {', '.join(choices)}; got {short_repr(value)}")
     return value
 
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise PlanError(f"{name} must be a finite number, got {in_words(value)}")
+        raise PlanError(f"{name} must be a finite number, got {short_repr(value)}")
     return float(value)

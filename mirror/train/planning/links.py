@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.train.planning.errors import PlanError, not_negative, positive
 
 _TOPOLOGY = "NVIDIA/nccl 2.30.7 (2026), src/graph/topo.h"
@@ -24,7 +24,7 @@ _BYTES_PER_GIGABIT = 0.12e9  # 12.0 GB/s for 100 Gbit/s: topo.h
 
 
 @dataclass(frozen=True)
-class Link:
+class Bandwidth:
     """A link, in one direction.
 
     Attributes:
@@ -41,8 +41,8 @@ class Link:
     source: str
 
 
-def _nvlink(generation: int, num_links: int, gigabytes: float, constant: str) -> Link:
-    return Link(
+def _nvlink(generation: int, num_links: int, gigabytes: float, constant: str) -> Bandwidth:
+    return Bandwidth(
         f"nvlink{generation}",
         num_links * gigabytes * 1e9,
         _NVLINK_HOP,
@@ -50,10 +50,10 @@ def _nvlink(generation: int, num_links: int, gigabytes: float, constant: str) ->
     )
 
 
-def _pcie(generation: int) -> Link:
+def _pcie(generation: int) -> Bandwidth:
     times = 2 ** (generation - 3)
     twice = "" if times == 1 else f" x {times}: each generation doubles the rate"
-    return Link(
+    return Bandwidth(
         f"pcie{generation}", times * 12e9, _PCIE_HOP, f"12.0 GB/s, PCI_BW{twice}: {_TOPOLOGY}"
     )
 
@@ -83,7 +83,7 @@ NETWORKS = {
 """Between machines: examples. ``KxGg`` is K adapters of G Gbit/s a machine, for any K and G."""
 
 
-def link_between_devices(link: str | Sequence[float]) -> Link:
+def link_between_devices(link: str | Sequence[float]) -> Bandwidth:
     """Returns a link inside a machine.
 
     Args:
@@ -98,12 +98,12 @@ def link_between_devices(link: str | Sequence[float]) -> Link:
             return LINKS[link]
         raise PlanError(
             f"link must be one of {', '.join(LINKS)}, or (gigabytes per second, microseconds per "
-            f"hop); got {in_words(link)}"
+            f"hop); got {short_repr(link)}"
         )
     return _measured("link", link)
 
 
-def link_between_machines(network: str | Sequence[float]) -> Link:
+def link_between_machines(network: str | Sequence[float]) -> Bandwidth:
     """Returns what connects a machine with others.
 
     Args:
@@ -119,10 +119,10 @@ def link_between_machines(network: str | Sequence[float]) -> Link:
     if match is None:
         raise PlanError(
             "network must be like '100g' or '8x400g' (adapters of a machine x Gbit/s), or "
-            f"(gigabytes per second, microseconds per hop); got {in_words(network)}"
+            f"(gigabytes per second, microseconds per hop); got {short_repr(network)}"
         )
     gigabits = int(match[1] or 1) * int(match[2])
-    return Link(
+    return Bandwidth(
         network,
         gigabits * _BYTES_PER_GIGABIT,
         _NETWORK_HOP,
@@ -130,13 +130,13 @@ def link_between_machines(network: str | Sequence[float]) -> Link:
     )
 
 
-def _measured(name: str, numbers: Sequence[float]) -> Link:
+def _measured(name: str, numbers: Sequence[float]) -> Bandwidth:
     if not isinstance(numbers, (tuple, list)) or len(numbers) != 2:
         raise PlanError(
             f"{name} must be a name or (gigabytes per second, microseconds per hop); "
-            f"got {in_words(numbers)}"
+            f"got {short_repr(numbers)}"
         )
     gigabytes = positive(f"{name}: gigabytes per second", numbers[0])
     microseconds = not_negative(f"{name}: microseconds per hop", numbers[1])
     text = f"{gigabytes:g} GB/s, {microseconds:g} us"
-    return Link(text, gigabytes * 1e9, microseconds * 1e-6, "given")
+    return Bandwidth(text, gigabytes * 1e9, microseconds * 1e-6, "given")

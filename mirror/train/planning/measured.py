@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mirror.devices import is_simulated, synchronize
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.strategy.base import Strategy
 from mirror.train.planning.errors import PlanError
 
@@ -61,7 +61,7 @@ def measure(
     if not callable(measured):
         raise PlanError(
             "what is measured is a strategy, or a function that takes a step; "
-            f"got {in_words(measured)}"
+            f"got {short_repr(measured)}"
         )
     devices = {p.device for p in model.parameters()} if model is not None else set()
     return of_calls(measured, devices)

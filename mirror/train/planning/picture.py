@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from mirror.files import replacing
+from mirror.files import replace_atomically
 from mirror.train.planning.errors import PlanError
 from mirror.train.planning.prediction import WAYS, Row
 
@@ -47,5 +47,5 @@ def draw(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
         panel.set_xticks(devices, map(str, devices), fontsize="small", rotation=45)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         figure.savefig(file, dpi=120, format=kind[1:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 
 if TYPE_CHECKING:
     from mirror.strategy.base import Strategy
@@ -87,7 +87,7 @@ def plan(
     if model is not None and (parameters is not None or tensors is not None):
         raise PlanError("model has its parameters: leave out parameters= and tensors=")
     if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
-        raise PlanError(f"wire_dtype must be a torch.dtype, got {in_words(wire_dtype)}")
+        raise PlanError(f"wire_dtype must be a torch.dtype, got {short_repr(wire_dtype)}")
     if model is not None:
         sizes = sizes_of_model(model, wire_dtype)
     elif parameters is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mirror.errors import in_words
+from mirror.errors import short_repr
 from mirror.train.planning.errors import PlanError, not_negative, positive, share, whole
 
 FORWARD_SHARE = 1 / 3
@@ -122,7 +122,7 @@ def sizes_of_model(model: nn.Module, wire_dtype: torch.dtype | None) -> tuple[fl
         PlanError: it is no module, or none of its parameters is trained.
     """
     if not isinstance(model, nn.Module):
-        raise PlanError(f"model must be a torch.nn.Module, got {in_words(model)}")
+        raise PlanError(f"model must be a torch.nn.Module, got {short_repr(model)}")
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise PlanError("model has no parameter that requires a gradient: nothing is reduced")
@@ -149,10 +149,12 @@ def sizes_of_numbers(
             raise PlanError(f"{number} parameters cannot be in {count} tensors")
         return (number / count * width,) * count
     if tensors is not None:
-        raise PlanError(f"parameters are listed one by one: leave out tensors={in_words(tensors)}")
+        raise PlanError(
+            f"parameters are listed one by one: leave out tensors={short_repr(tensors)}"
+        )
     if not isinstance(parameters, (list, tuple)) or not parameters:
         raise PlanError(
             "parameters must be a number of elements, or a list with one for each tensor; "
-            f"got {in_words(parameters)}"
+            f"got {short_repr(parameters)}"
         )
     return tuple(positive("parameters", number) * width for number in parameters)

@@ -21,7 +21,7 @@ from mirror.comm.kernels.binaries import (
     unit_of,
     unit_source,
 )
-from mirror.comm.kernels.layout import Arguments
+from mirror.comm.kernels.layout import KernelArguments
 from mirror.errors import BackendError
 from tests.comm.kernels.compilers import COMPILERS, Nvcc, Nvrtc, nvrtc_library
 from tests.pairs import pairwise
@@ -41,7 +41,7 @@ def compiler(name, tmp_path):
 def unit(source, element, n=8, island=4, op=0, rounds=False):
     """Returns the unit of a source for n replicas, with islands of so many where it needs them."""
     rounds = rounds or OPS[op] in ("min", "max")  # nothing is lost by it
-    call = Arguments(num_replicas=n, island_size=island, op=op, rounds=rounds)
+    call = KernelArguments(num_replicas=n, island_size=island, op=op, rounds=rounds)
     dtype = next(dtype for dtype, name in ELEMENTS.items() if name == element)
     return unit_of(f"{source}_reduce_scatter", dtype, call)
 
@@ -148,7 +148,7 @@ def test_the_source_is_one_piece_of_ascii_without_includes():
 
 
 def test_every_kernel_is_in_one_unit():
-    call = Arguments(num_replicas=4, island_size=2, op=3)
+    call = KernelArguments(num_replicas=4, island_size=2, op=3)
     for source, needs in (("direct", (4, 0)), ("ring", (0, 0)), ("hierarchical", (4, 2))):
         assert unit_of(f"{source}_all_gather", torch.uint8, call) == Unit(source)
         assert unit_of(f"{source}_broadcast", torch.float32, call) == Unit(source)

@@ -14,7 +14,7 @@ from mirror import comm
 from mirror.comm import turns
 from mirror.comm.kernels import cuda_kernels, kernels
 from mirror.comm.kernels.binaries import Unit
-from mirror.comm.kernels.layout import ABORTED, Arguments
+from mirror.comm.kernels.layout import ABORTED, KernelArguments
 
 NAMES = ("direct", "ring", "hierarchical")
 
@@ -85,13 +85,13 @@ class FakeGpus:
 
     def launch(self, launches, what):
         for one in launches:
-            told = Arguments.from_buffer_copy(one.arguments.contents)
+            told = KernelArguments.from_buffer_copy(one.arguments.contents)
             place = torch.device("cuda", one.device), self.functions[one.function or 0]
             grid = one.blocks, one.rows
             self.launches.append((*place, grid, told, bool(one.is_cooperative)))
 
     def create(self, name, indices, **options):
-        kind = comm.choose.known(name)
+        kind = comm.choose.check_name(name)
         return kind([torch.device("cuda", index) for index in indices], **options)
 
 
@@ -113,8 +113,8 @@ def test_closing_waits_for_kernels_but_for_seconds_while_an_exception_is_under_w
     communicator = gpus.create("ring", (0, 1))
     machine = communicator._machine
     device = communicator.devices[0]
-    turns.turn_of(communicator)._last[device] = Stream, Spinning(machine.error_words)
-    monkeypatch.setattr(turns.Turn, "_leave", lambda self, gpu: None)
+    turns.lock_of(communicator)._last[device] = Stream, Spinning(machine.error_words)
+    monkeypatch.setattr(turns.CollectiveLock, "_leave", lambda self, gpu: None)
     words = []
     monkeypatch.setattr(machine, "_synchronize", lambda: words.append(machine.error_words()))
     if error is None:
@@ -143,7 +143,7 @@ def machine(gpus, name, indices):
 
 
 def run(machine, kernel, dtype=torch.float32, **facts):
-    machine.run(kernel, dtype, Arguments(num_replicas=2, island_size=2, **facts), 2)
+    machine.run(kernel, dtype, KernelArguments(num_replicas=2, island_size=2, **facts), 2)
 
 
 def test_a_ring_opens_the_memory_of_neighbours_alone(gpus):

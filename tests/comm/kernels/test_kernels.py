@@ -10,7 +10,7 @@ import torch
 
 from mirror import comm
 from mirror.comm.kernels import simulator
-from mirror.comm.kernels.layout import Arguments
+from mirror.comm.kernels.layout import KernelArguments
 from mirror.errors import BackendError, CollectiveTimeoutError
 
 NAMES = ("direct", "hierarchical", "ring")
@@ -29,7 +29,7 @@ def full(n, size, dtype=torch.float32):
 
 
 def test_arguments_are_the_struct_of_the_kernels():
-    assert simulator.library().mirror_arguments_bytes() == ctypes.sizeof(Arguments)
+    assert simulator.library().mirror_arguments_bytes() == ctypes.sizeof(KernelArguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

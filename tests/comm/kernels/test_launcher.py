@@ -10,7 +10,7 @@ import pytest
 
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.launcher import Launch, launch
-from mirror.comm.kernels.layout import Arguments
+from mirror.comm.kernels.layout import KernelArguments
 from mirror.errors import BackendError
 
 SOURCE = Path(__file__).with_name("fake_driver.cpp")
@@ -70,7 +70,7 @@ def driver(libraries, monkeypatch):
 def launches(n, rows=1):
     made = []
     for i in range(n):
-        arguments = Arguments()
+        arguments = KernelArguments()
         arguments.data[0] = 1000 + i
         made.append(
             Launch(0x10 + i, 0x20 + i, ctypes.pointer(arguments), i, 7, rows, 512, rows > 1)

@@ -240,7 +240,9 @@ def test_devices_that_get_done_in_time_are_fine(fake, monkeypatch):
 def test_the_thread_that_watches_spoils_no_capture(fake, monkeypatch):
     names = []
     monkeypatch.setattr(
-        clique, "spoil_no_capture", lambda: names.append(threading.current_thread().name)
+        clique,
+        "query_without_breaking_capture",
+        lambda: names.append(threading.current_thread().name),
     )
     fake.communicator().close()
     assert names == ["mirror-nccl"]

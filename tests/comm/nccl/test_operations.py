@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mirror.comm.nccl import operations
-from mirror.comm.nccl.operations import Operation
+from mirror.comm.nccl.operations import Work
 
 GPUS = [torch.device("cuda", i) for i in range(3)]
 
@@ -16,7 +16,7 @@ def event(is_done):
 
 
 def operation(*events):
-    return Operation("a sum", 1.0, 0.0, streams=(10, 11, 12), events=list(map(event, events)))
+    return Work("a sum", 1.0, 0.0, streams=(10, 11, 12), events=list(map(event, events)))
 
 
 def test_it_is_done_when_all_of_its_events_have_happened():
@@ -44,7 +44,7 @@ def test_the_late_are_those_whose_events_or_streams_say_so(monkeypatch, events, 
         asked.append((device.index, stream))
         return stream in idle
 
-    monkeypatch.setattr(operations, "has_nothing_left", has_nothing_left)
+    monkeypatch.setattr(operations, "is_stream_idle", has_nothing_left)
     expected = ", ".join(f"replica {i} (cuda:{i})" for i in late)
-    assert operation(*events).late(GPUS) == expected
+    assert operation(*events).timeout_message(GPUS) == expected
     assert asked == ([(0, 10), (1, 11)] if len(events) == 1 else [])

@@ -5,14 +5,14 @@ import threading
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from mirror.comm.workers.attempt import of_this_attempt
+from mirror.comm.workers.attempt import store_for_run
 
 
 def meet(store, size):
     found = {}
 
     def come(rank):
-        fresh = of_this_attempt(store, rank, size, 20.0)
+        fresh = store_for_run(store, rank, size, 20.0)
         fresh.set(f"own/{rank}", b"%d" % rank)
         found[rank] = fresh
 
@@ -38,11 +38,11 @@ def test_an_answer_to_one_who_is_gone_is_not_taken():
     store = HashStore()
     meet(store, 2)
     with pytest.raises(RuntimeError):
-        of_this_attempt(store, 1, 2, 0.2)  # worker 0 has not come again
+        store_for_run(store, 1, 2, 0.2)  # worker 0 has not come again
 
 
 def test_worker_0_does_not_wait_for_ever():
     store = HashStore()
     meet(store, 2)
     with pytest.raises(RuntimeError, match="worker 1 is missing"):
-        of_this_attempt(store, 0, 2, 0.2)
+        store_for_run(store, 0, 2, 0.2)

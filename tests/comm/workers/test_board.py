@@ -8,12 +8,12 @@ import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from mirror.comm.workers import board as board_file
-from mirror.comm.workers.board import Board
-from mirror.comm.workers.positions import End, Position
+from mirror.comm.workers.board import HeartbeatStore
+from mirror.comm.workers.positions import Exit, WorkerStatus
 from tests.interrupts.test_forks import in_child
 
 SECONDS = 30.0
-OVER = End(is_loss=False, words="over")
+OVER = Exit(is_loss=False, words="over")
 
 
 class Links:
@@ -37,16 +37,16 @@ def make(store):
     made = []
 
     def make(rank=1):
-        made.append(Board(store.underlying_store, rank, 2, lambda error: ""))
+        made.append(HeartbeatStore(store.underlying_store, rank, 2, lambda error: ""))
         return made[-1]
 
     yield make
     for board in made:
-        board.leave()
+        board.deregister()
 
 
 def said(store, rank=1):
-    return Position.heard(store.get(str(rank)))
+    return WorkerStatus.from_json(store.get(str(rank)))
 
 
 def test_an_end_is_said_at_once_and_stays_the_first(make, store):
@@ -56,7 +56,7 @@ def test_an_end_is_said_at_once_and_stays_the_first(make, store):
     assert board.end(number, OVER).wait(SECONDS)
     assert said(store).ended == {number: OVER}
     assert said(store).num_open == 0
-    assert board.end(number, End(is_loss=True, words="lost")).wait(SECONDS)
+    assert board.end(number, Exit(is_loss=True, words="lost")).wait(SECONDS)
     assert said(store).ended == {number: OVER}
 
 
@@ -65,10 +65,10 @@ def test_who_leaves_ends_the_strategies_that_are_there(make, store):
     board.keep("1", links)
     board.keep("2", gone)
     del gone
-    board.leave()
-    board.leave()
+    board.deregister()
+    board.deregister()
     (end,) = links.ends
-    assert said(store).end == end == End(is_loss=False, words="has left its program")
+    assert said(store).end == end == Exit(is_loss=False, words="has left its program")
     assert board.end("1", end).is_set()  # nobody says it any more, and nobody waits for that
 
 
@@ -79,7 +79,7 @@ def test_a_fork_is_no_worker_and_waits_for_nobody(make):
     board.keep("1", links)
 
     def child():
-        board.leave()
+        board.deregister()
         assert links.ends == []
         assert board.end("1", OVER).is_set()
 
@@ -89,9 +89,9 @@ def test_a_fork_is_no_worker_and_waits_for_nobody(make):
 @pytest.mark.parametrize(
     ("position", "waits"),
     [
-        (Position(num_open=1), True),
-        (Position(num_open=1, end=OVER), False),
-        (Position(), False),
+        (WorkerStatus(num_open=1), True),
+        (WorkerStatus(num_open=1, end=OVER), False),
+        (WorkerStatus(), False),
     ],
     ids=["goes-on", "has-left", "has-none"],
 )
@@ -101,9 +101,9 @@ def test_whose_process_has_the_store_waits_for_who_may_read_it(
     monkeypatch.setattr(board_file, "_LAST_SECONDS", 2 * SECONDS)
     monkeypatch.setattr(board_file, "_GONE_SECONDS", 0.3 if waits else 2 * SECONDS)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    store.set("1", position.said())
+    store.set("1", position.to_json())
     begun = time.monotonic()
-    leaving = threading.Thread(target=make(0).leave)
+    leaving = threading.Thread(target=make(0).deregister)
     leaving.start()
     leaving.join(SECONDS)
     assert not leaving.is_alive()

@@ -22,10 +22,10 @@ KEY = bytes(range(8))
 def test_what_is_sealed_is_opened_at_every_length(words):
     fitting = []
     for length in range(ENVELOPE_BYTES + 2):
-        envelope = Envelope.of(KEY, words, b"\x01" * length)
-        sealed = envelope.sealed()
+        envelope = Envelope.from_payload(KEY, words, b"\x01" * length)
+        sealed = envelope.to_bytes()
         assert len(sealed) == ENVELOPE_BYTES
-        assert Envelope.opened(bytes(sealed)) == envelope
+        assert Envelope.from_bytes(bytes(sealed)) == envelope
         fitting.append(envelope.payload is not None)
     assert words.startswith(envelope.words)
     assert fitting == sorted(fitting, reverse=True)

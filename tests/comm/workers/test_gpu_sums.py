@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mirror.comm.nccl.clique import Clique
-from mirror.comm.nccl.communicators import Place, new_identifier
+from mirror.comm.nccl.communicators import RankRange, new_identifier
 from mirror.comm.workers import gpu_sums
-from mirror.comm.workers.alone import Alone
-from mirror.comm.workers.gpu_sums import GpuSums, agreed_gpu_sums
+from mirror.comm.workers.alone import LocalWorkerGroup
+from mirror.comm.workers.gpu_sums import NcclAllReduce, negotiate_nccl
 from mirror.errors import BackendError, MirrorError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 
@@ -45,8 +45,8 @@ def test_replicas_of_all_workers_have_the_sum(counts, dtype):
 
     def work(first, count):
         devices = [torch.device("cpu")] * count
-        clique = Clique(library, devices, SECONDS, SECONDS, Place(first, size, identifier))
-        sums = GpuSums(clique, devices)
+        clique = Clique(library, devices, SECONDS, SECONDS, RankRange(first, size, identifier))
+        sums = NcclAllReduce(clique, devices)
         found = []
         for numel in (1, 1000):
             buffers = [
@@ -71,8 +71,8 @@ def test_sizes_that_differ_end_the_clique():
 
     def work(first, count):
         devices = [torch.device("cpu")] * count
-        place = Place(first, 2, identifier)
-        sums = GpuSums(Clique(fake.library, devices, 1.0, SECONDS, place), devices)
+        place = RankRange(first, 2, identifier)
+        sums = NcclAllReduce(Clique(fake.library, devices, 1.0, SECONDS, place), devices)
         try:
             buffers = [torch.ones(5 + first)]
             sums.begin("gradients", buffers).wait(timedelta(seconds=SECONDS))
@@ -89,7 +89,7 @@ def test_nccl_that_gives_no_identifier_is_told():
         new_identifier(fake.library)
 
 
-class Talking(Alone):
+class Talking(LocalWorkerGroup):
     """Workers in threads, which tell each other what they have to say."""
 
     def __init__(self, barrier, said, rank, counts):
@@ -115,7 +115,7 @@ def agree(monkeypatch, counts, *, gpus=None, reason=None):
     def work(first, count):
         rank = [sum(counts[:r]) for r in range(len(counts))].index(first)
         devices = [torch.device("cpu")] * count
-        sums = agreed_gpu_sums(Talking(threads, said, rank, counts), devices, SECONDS)
+        sums = negotiate_nccl(Talking(threads, said, rank, counts), devices, SECONDS)
         if sums is None:
             return None
         buffers = [torch.ones(3) for _ in devices]

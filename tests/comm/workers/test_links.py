@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mirror.comm.workers.links import Link
+from mirror.comm.workers.links import SequencedGroup
 
 
 class Group:
@@ -32,7 +32,7 @@ class Work:
     ],
 )
 def test_a_group_is_let_go_where_nobody_waits_for_it(done, forgets, is_kept):
-    link = Link("1/main", SimpleNamespace(begun={}))
+    link = SequencedGroup("1/main", SimpleNamespace(begun={}))
     link.group = Group()
     group = weakref.ref(link.group)
     works = []

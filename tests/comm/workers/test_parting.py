@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mirror.comm.workers import board, watch
-from mirror.comm.workers.workers import Workers
+from mirror.comm.workers.workers import DistributedWorkerGroup
 from mirror.errors import StrategyError, WorkerLostError
 
 OPERATIONS = ("exchange", "long", "tensors", "broadcast", "sum", "total")
@@ -56,7 +56,7 @@ def _do(workers, operation, size):
         workers.all_reduce("sum", torch.ones(size))()
     elif operation == "total":
         workers.exchange("total", size)
-        workers.total("total", torch.ones(size))
+        workers.all_reduce_sum_("total", torch.ones(size))
     else:
         raise ValueError("my own")
 
@@ -66,7 +66,7 @@ def part(seeds):
     gc.freeze()  # what there is already: or every collection takes long
     told = []
     for seed in seeds:
-        workers = Workers(1, lambda: "train.py:1", 30.0, lambda error: "train.py:1")
+        workers = DistributedWorkerGroup(1, lambda: "train.py:1", 30.0, lambda error: "train.py:1")
         program = _two_programs(seed)[workers.rank]
         begun = time.monotonic()
         try:
@@ -123,7 +123,10 @@ def test_the_programs_part_in_every_manner():
 
 def close_twice():
     quick()
-    first, second = Workers(1, lambda: "here", 30.0), Workers(2, lambda: "here", 30.0)
+    first, second = (
+        DistributedWorkerGroup(1, lambda: "here", 30.0),
+        DistributedWorkerGroup(2, lambda: "here", 30.0),
+    )
     said = [first.exchange("one", None, lambda: b"1"), second.exchange("two")]
     first.close()
     first.close()
@@ -134,7 +137,7 @@ def close_twice():
     second._sums = dict.fromkeys(range(10**4))
     second.all_reduce("sum", other := torch.ones(5))()
     second.close()
-    third = Workers(1, lambda: "here", 30.0)
+    third = DistributedWorkerGroup(1, lambda: "here", 30.0)
     said.append(third.exchange("three"))
     third.close()
     return said, summed.tolist(), other.tolist(), second.counts
@@ -147,7 +150,7 @@ def test_strategies_live_one_after_the_other_and_at_once(crew):
 
 def late():
     quick()
-    workers = Workers(1, lambda: "train.py:7", 1.0)
+    workers = DistributedWorkerGroup(1, lambda: "train.py:7", 1.0)
     if workers.rank == 0:
         with pytest.raises(
             WorkerLostError, match=r"worker 1 of 2 is lost(.|\n)*goes on"

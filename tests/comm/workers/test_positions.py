@@ -5,31 +5,31 @@ import random
 import pytest
 
 from mirror.comm.workers.positions import (
-    End,
-    Position,
-    Wait,
+    Exit,
+    WorkerStatus,
+    PendingOp,
     ended_without,
-    waiting_in_vain,
+    find_deadlocks,
 )
 
 
 def _at(begun, *waits, **other):
-    return Position(begun=begun, waits=waits, **other)
+    return WorkerStatus(begun=begun, waits=waits, **other)
 
 
 def _wait(link, number):
-    return Wait(link, number, f"operation {number} of {link}")
+    return PendingOp(link, number, f"operation {number} of {link}")
 
 
 def _ranks(positions):
-    return sorted({rank for rank, _ in waiting_in_vain(positions)})
+    return sorted({rank for rank, _ in find_deadlocks(positions)})
 
 
 def test_a_position_is_said_and_heard():
-    end = End(is_loss=True, words="gone")
-    said = Position(3, "a.py:1", {"1/main": 2}, (_wait("1/main", 2),), {"1": end}, 1, end, "!")
-    assert Position.heard(said.said().encode()) == said
-    assert Position.heard(Position().said().encode()) == Position()
+    end = Exit(is_loss=True, words="gone")
+    said = WorkerStatus(3, "a.py:1", {"1/main": 2}, (_wait("1/main", 2),), {"1": end}, 1, end, "!")
+    assert WorkerStatus.from_json(said.to_json().encode()) == said
+    assert WorkerStatus.from_json(WorkerStatus().to_json().encode()) == WorkerStatus()
 
 
 def test_who_waits_for_one_that_goes_on_waits_with_reason():
@@ -60,7 +60,7 @@ def test_one_of_two_waits_that_may_end_is_enough():
 
 
 def test_who_has_ended_is_told_to_those_it_leaves_alone():
-    end = End(is_loss=False, words="has left")
+    end = Exit(is_loss=False, words="has left")
     waits = _at({"1/a": 3}, _wait("1/a", 3))
     left = _at({"1/a": 2}, ended={"1": end})
     assert ended_without(waits.waits[0], [waits, left]) == [(1, end)]
@@ -95,7 +95,7 @@ def test_whom_it_finds_never_goes_on_and_in_the_end_it_finds_all(seed):
             link = programs[rank][done[rank]]
             return _at(counts, _wait(link, counts[link]))
         over = done[rank] == len(programs[rank])
-        return _at(counts, end=End(is_loss=False, words="over") if over else None)
+        return _at(counts, end=Exit(is_loss=False, words="over") if over else None)
 
     found = set()
     while True:

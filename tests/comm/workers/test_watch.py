@@ -7,10 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from mirror.comm.workers.board import Board, Look, in_short
-from mirror.comm.workers.errand import Errand
-from mirror.comm.workers.positions import Position, Wait
-from mirror.comm.workers.watch import Watch
+from mirror.comm.workers.board import HeartbeatStore, HeartbeatSnapshot, summarize
+from mirror.comm.workers.errand import BackgroundCall
+from mirror.comm.workers.positions import WorkerStatus, PendingOp
+from mirror.comm.workers.watch import MonitoredWait
 from mirror.errors import WorkerLostError
 from tests.comm.workers.programs import Program, run
 
@@ -158,10 +158,12 @@ def test_an_error_of_the_store_is_the_loss_of_its_process(monkeypatch):
     monkeypatch.setattr("mirror.comm.workers.watch._SLICE_SECONDS", 0.01)
     monkeypatch.setattr("mirror.comm.workers.board._another", lambda store: store)
     monkeypatch.setattr("mirror.comm.workers.board.PrefixStore", lambda prefix, store: store)
-    board = Board(Gone(), 1, 2, lambda error: "")
+    board = HeartbeatStore(Gone(), 1, 2, lambda error: "")
     with pytest.raises(WorkerLostError, match=r"worker 0 of 2 is lost: .*gone: Broken pipe\n"):
-        Watch(board, 30.0).result(_Never(), lambda: Wait("1/main", 1, "a step at here.py:1"))
-    board.leave()
+        MonitoredWait(board, 30.0).result(
+            _Never(), lambda: PendingOp("1/main", 1, "a step at here.py:1")
+        )
+    board.deregister()
 
 
 class _LateBoard:
@@ -182,12 +184,12 @@ class _LateBoard:
         return nullcontext()
 
     def position(self):
-        return Position()
+        return WorkerStatus()
 
     @property
     def look(self):
         at = self.now // self._every * self._every
-        return Look(at, [Position()] * 3, [0.0, max(at - self._every, 0.0), 0.3])
+        return HeartbeatSnapshot(at, [WorkerStatus()] * 3, [0.0, max(at - self._every, 0.0), 0.3])
 
 
 @pytest.mark.parametrize(
@@ -209,20 +211,22 @@ def test_who_is_lost_is_known_however_late_looks_are(monkeypatch, every, who):
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(WorkerLostError, match=f"^{who} is lost: Connection reset by peer"):
-        Watch(board, 60.0).result(Broken(), lambda: Wait("1/main", 1, "a step at here.py:1"))
+        MonitoredWait(board, 60.0).result(
+            Broken(), lambda: PendingOp("1/main", 1, "a step at here.py:1")
+        )
     assert board.now < 8
 
 
 def test_an_errand_returns_or_raises_what_its_call_does():
     from datetime import timedelta
 
-    assert Errand(lambda: 3).wait(timedelta(seconds=5)) == 3
+    assert BackgroundCall(lambda: 3).wait(timedelta(seconds=5)) == 3
     with pytest.raises(ZeroDivisionError):
-        Errand(lambda: 1 / 0).wait(timedelta(seconds=5))
+        BackgroundCall(lambda: 1 / 0).wait(timedelta(seconds=5))
     with pytest.raises(RuntimeError, match="timed out"):
-        Errand(lambda: time.sleep(0.2)).wait(timedelta(seconds=0.01))
+        BackgroundCall(lambda: time.sleep(0.2)).wait(timedelta(seconds=0.01))
 
 
 def test_an_error_is_told_in_short():
-    assert in_short(ValueError("one:\ntwo")) == "ValueError: one"
-    assert in_short(KeyError()) == "KeyError: "
+    assert summarize(ValueError("one:\ntwo")) == "ValueError: one"
+    assert summarize(KeyError()) == "KeyError: "

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from mirror.comm.workers.workers import Workers
+from mirror.comm.workers.workers import DistributedWorkerGroup
 from mirror.errors import DivergenceError
 
 
 def _workers(num_local=1):
-    return Workers(num_local, lambda: "here.py:1", 20.0)
+    return DistributedWorkerGroup(num_local, lambda: "here.py:1", 20.0)
 
 
 def talk():
@@ -56,8 +56,8 @@ def test_who_is_at_something_else_is_named_on_all(crew, by):
 
 def told():
     workers = _workers()
-    first = workers.tell("one", 10 + workers.rank)
-    second = workers.tell("another", -workers.rank)
+    first = workers.all_gather_int("one", 10 + workers.rank)
+    second = workers.all_gather_int("another", -workers.rank)
     return second(), first(), workers.exchange("something else")
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mirror.concurrency.schedules.contest import HELD, LOOKS, WARM, Contest
+from mirror.concurrency.schedules.contest import HELD, LOOKS, WARM, Autotuner
 
 A, B, C = (SimpleNamespace(name=name) for name in "ABC")
 
@@ -15,7 +15,7 @@ class Program:
 
     def __init__(self, seconds, manners=(A, B)):
         self.now, self.seconds, self.manners = 0.0, seconds, manners
-        self.contest = Contest(lambda: self.manners, clock=lambda: self.now)
+        self.contest = Autotuner(lambda: self.manners, clock=lambda: self.now)
         self.taken = ""
 
     def take(self, count, size=64.0):

@@ -14,9 +14,9 @@ from mirror.concurrency.schedules.manners import (
     ENDING_TEAMS,
     IN_TURN,
     Schedule,
-    manners_of,
+    policies_of,
 )
-from mirror.replica.gradients.parallel_pass import ParallelPass
+from mirror.replica.gradients.parallel_pass import ParallelBackward
 from tests.oracle import train
 
 STEPS = 4
@@ -34,18 +34,18 @@ STEPS = 4
     ],
 )
 def test_what_a_schedule_chooses_from(monkeypatch, schedule, num_threads, num_cpus, expected):
-    monkeypatch.setattr(manners, "end_team", lambda: None)
-    assert manners_of(schedule, num_threads=num_threads, num_cpus=num_cpus) == expected
+    monkeypatch.setattr(manners, "release_thread_pool", lambda: None)
+    assert policies_of(schedule, num_threads=num_threads, num_cpus=num_cpus) == expected
 
 
 def test_nobody_ends_teams_where_openmp_cannot(monkeypatch):
-    monkeypatch.setattr(manners, "end_team", None)
-    assert manners_of("auto", num_threads=2, num_cpus=2) == (IN_TURN,)
+    monkeypatch.setattr(manners, "release_thread_pool", None)
+    assert policies_of("auto", num_threads=2, num_cpus=2) == (IN_TURN,)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
 def test_other_schedules_have_nothing_to_choose(schedule):
-    assert len(manners_of(schedule, num_threads=2, num_cpus=8)) == 1
+    assert len(policies_of(schedule, num_threads=2, num_cpus=8)) == 1
     assert not Schedule(schedule).is_measured
 
 
@@ -54,7 +54,7 @@ def only(monkeypatch):
     """Gives ``only(*manners)``: has all schedules made from then on choose from these."""
 
     def only(*them):
-        monkeypatch.setattr(manners, "manners_of", lambda *_, **__: them)
+        monkeypatch.setattr(manners, "policies_of", lambda *_, **__: them)
 
     return only
 
@@ -62,13 +62,13 @@ def only(monkeypatch):
 @pytest.fixture
 def passes(monkeypatch):
     """The numbers of replicas of the backward passes that came apart."""
-    numbers, run = [], ParallelPass.run
+    numbers, run = [], ParallelBackward.run
 
     def counting(self, tasks):
         numbers.append(len(tasks))
         run(self, tasks)
 
-    monkeypatch.setattr(ParallelPass, "run", counting)
+    monkeypatch.setattr(ParallelBackward, "run", counting)
     return numbers
 
 
@@ -154,7 +154,7 @@ def test_steps_of_another_number_of_threads_begin_anew():
         schedule = Schedule("auto", clock=lambda: now[0])
         for _ in range(2 + 4):
             schedule.step_ended()
-        assert schedule.manner is not IN_TURN or manners.end_team is None
+        assert schedule.manner is not IN_TURN or manners.release_thread_pool is None
         torch.set_num_threads(3)
         schedule.step_ended()
         assert schedule.manner is IN_TURN

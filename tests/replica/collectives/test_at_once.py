@@ -8,7 +8,7 @@ from torch import nn
 
 import mirror
 from mirror import comm
-from mirror.comm.turns import Turn
+from mirror.comm.turns import CollectiveLock
 from mirror.errors import CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
 from tests.comm.test_turns import Scratch
@@ -109,7 +109,7 @@ def test_all_packs_beside_sync_batch_norm_train_as_one_device_does(backend, sche
 
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name in BACKENDS])
 def test_without_turns_the_training_is_wrong(backend, monkeypatch):
-    monkeypatch.setattr(Turn, "call", lambda self, collective, devices: collective())
+    monkeypatch.setattr(CollectiveLock, "call", lambda self, collective, devices: collective())
     wanted = train(2, "host", width=600, num_steps=3)
     for _ in range(5):
         try:

@@ -5,7 +5,7 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.replica.collectives.placed import Placed
+from mirror.replica.collectives.placed import PerPositionCommunicator
 from tests.gpu.fake import FakeGpus
 
 ROWS = ["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]
@@ -14,7 +14,9 @@ ROWS = ["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]
 @pytest.fixture
 def placed():
     with FakeGpus(4):
-        yield Placed([comm.create("naive", column) for column in zip(*ROWS, strict=True)])
+        yield PerPositionCommunicator(
+            [comm.create("naive", column) for column in zip(*ROWS, strict=True)]
+        )
 
 
 def tensors(k, size=4):
@@ -75,7 +77,7 @@ def test_bad_lists_and_strangers_are_refused_as_by_any_other(placed):
 def test_it_is_called_what_its_parts_are_and_sums_as_they_do():
     with FakeGpus(4):
         parts = [comm.create(n, d) for n, d in (("naive", ROWS[0]), ("naive", ROWS[1]))]
-        made = Placed(parts)
+        made = PerPositionCommunicator(parts)
         assert (made.name, made.deterministic, made.waits) == ("naive", True, False)
         assert not made.packs
         made.prepare([("sum", torch.float32)])

@@ -5,7 +5,7 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.replica.collectives.watched import Watched
+from mirror.replica.collectives.watched import TimeoutCommunicator
 from tests.faults.communicators import Faulty
 
 CPUS = ["cpu"] * 3
@@ -23,12 +23,12 @@ def test_those_with_a_timeout_that_keep_none_themselves_are_watched():
     assert type(communicator_of("auto", None)) is type(comm.create("host", CPUS))
     assert type(communicator_of("direct", 9)) is type(comm.create("direct", CPUS))
     for backend in (mine, "auto", "host", "naive"):
-        assert isinstance(communicator_of(backend, 9), Watched)
+        assert isinstance(communicator_of(backend, 9), TimeoutCommunicator)
 
 
 def test_a_watched_one_looks_and_acts_like_what_it_watches():
     inner = comm.create("naive", CPUS)
-    watched = Watched(inner, 20)
+    watched = TimeoutCommunicator(inner, 20)
     for name in ("name", "deterministic", "waits", "packs", "devices"):
         assert getattr(watched, name) == getattr(inner, name)
     assert repr(watched) == repr(inner)
@@ -71,7 +71,7 @@ def test_the_error_says_what_of(act, said):
     inner.all_reduce_lists = lambda lists, *rest: inner.all_reduce(lists[0])
     inner.arm("hangs", 0)
     row = [torch.ones((2, 3), dtype=torch.int64) for _ in CPUS]
-    watched = Watched(inner, 0.05)
+    watched = TimeoutCommunicator(inner, 0.05)
     with pytest.raises(mirror.CollectiveTimeoutError) as caught:
         act(watched, row)
     assert str(caught.value).startswith(

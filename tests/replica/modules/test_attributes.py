@@ -177,17 +177,17 @@ def test_a_replica_sees_its_own_value_until_the_run_ends(make_strategy):
 
     def step():
         context = mirror.get_replica_context()
-        seen = [getattr(model, "note", None)]
-        model.note = context.replica_id_in_sync_group
+        seen = [getattr(model, "record", None)]
+        model.record = context.replica_id_in_sync_group
         context.all_reduce("sum", 1)
-        seen.append(model.note)
-        inside = context.merge_call(lambda strategy: model.note)
+        seen.append(model.record)
+        inside = context.merge_call(lambda strategy: model.record)
         return seen[0] is None, seen[1], inside
 
     first, own, inside = strategy.run(step)
     assert first.values == (True,) * 3
     assert own.values == inside.values == (0, 1, 2)
-    assert model.note.values == (0, 1, 2)
+    assert model.record.values == (0, 1, 2)
 
 
 def test_a_run_that_fails_leaves_attributes_as_they_were(make_strategy):

@@ -4,8 +4,8 @@ import pytest
 
 from mirror.server.engine.choose import make_engine
 from mirror.server.engine.handshake import new_key
-from mirror.server.engine.seats.engine import SeatEngine
-from mirror.server.engine.seats.seat import Seat
+from mirror.server.engine.seats.engine import AgentEngine
+from mirror.server.engine.seats.seat import NodeAgent
 
 ECHO = "tests.server.engine.roles:Echo"
 
@@ -13,7 +13,7 @@ ECHO = "tests.server.engine.roles:Echo"
 SLOW = [pytest.param(name, marks=[pytest.mark.slow]) for name in ("seats", "ray")]
 
 
-class SeatsHere(SeatEngine):
+class SeatsHere(AgentEngine):
     """Puts a seat for each actor on this machine."""
 
     def __init__(self):
@@ -21,7 +21,7 @@ class SeatsHere(SeatEngine):
         self.seats = []
 
     def start(self, name, role, init):
-        self.seats.append(Seat("127.0.0.1", 0, self._key))
+        self.seats.append(NodeAgent("127.0.0.1", 0, self._key))
         self._addresses[name] = "127.0.0.1", self.seats[-1].port
         return super().start(name, role, init)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mirror.server.engine import frames
-from mirror.server.engine.frames import ANSWER, CALL, Frame, Outgoing, Reader
+from mirror.server.engine.frames import ANSWER, CALL, Frame, FrameWriter, FrameReader
 from mirror.server.engine.protocol import WireError
 
 HEAD = struct.Struct("<4sBIIQ")
@@ -68,13 +68,13 @@ def specs(*entries):
 def test_what_is_no_frame_is_said_to_be_none(pair, data):
     pair[0].send(data)
     with pytest.raises(WireError, match="frame"):
-        Reader(pair[1]).receive()
+        FrameReader(pair[1]).receive()
 
 
 def test_random_changes_to_a_frame_never_do_anything_else(pair):
     """Each gives a frame, an error of this kind, or a wait for the rest."""
     source = random.Random(0)
-    good = b"".join(Outgoing(CALL, 7, "echo", {"a": 1}, [np.arange(6)])._pieces)
+    good = b"".join(FrameWriter(CALL, 7, "echo", {"a": 1}, [np.arange(6)])._pieces)
     outcomes = set()
     for _ in range(1500):
         data = bytearray(good)
@@ -94,7 +94,7 @@ def test_random_changes_to_a_frame_never_do_anything_else(pair):
             ours.setblocking(False)
             theirs.send(data)
             try:
-                outcomes.add(type(Reader(ours).receive()))
+                outcomes.add(type(FrameReader(ours).receive()))
             except WireError:
                 outcomes.add(WireError)
     assert outcomes == {Frame, type(None), WireError}
@@ -103,8 +103,8 @@ def test_random_changes_to_a_frame_never_do_anything_else(pair):
 @pytest.mark.parametrize("step", [1, 7, 1000, 65_536, 10**6])
 def test_a_frame_may_come_in_pieces_of_any_size(pair, step):
     sent = [np.arange(60_000 // (64 if step < 10 else 1)), np.ones(3, np.int8)]
-    data = b"".join(Outgoing(ANSWER, 2**63, "m", {"a": 1}, sent)._pieces) * 2
-    reader, got = Reader(pair[1]), []
+    data = b"".join(FrameWriter(ANSWER, 2**63, "m", {"a": 1}, sent)._pieces) * 2
+    reader, got = FrameReader(pair[1]), []
     for start in range(0, len(data), step):
         piece = memoryview(data)[start : start + step]
         while piece:
@@ -117,7 +117,7 @@ def test_a_frame_may_come_in_pieces_of_any_size(pair, step):
 
 
 def test_the_end_of_a_connection_is_told_as_that_even_inside_a_frame(pair):
-    reader = Reader(pair[1])
+    reader = FrameReader(pair[1])
     pair[0].send(specs(["<f4", [4]]) + b"123")
     assert reader.receive() is None
     pair[0].close()
@@ -127,7 +127,7 @@ def test_the_end_of_a_connection_is_told_as_that_even_inside_a_frame(pair):
 
 def test_after_an_error_there_are_no_frames(pair):
     pair[0].send(b"\0" * HEAD.size + junk())
-    reader = Reader(pair[1])
+    reader = FrameReader(pair[1])
     for _ in range(2):
         with pytest.raises(WireError):
             reader.receive()
@@ -136,13 +136,13 @@ def test_after_an_error_there_are_no_frames(pair):
 def test_a_header_has_a_size_that_is_told(monkeypatch):
     monkeypatch.setattr(frames, "MAX_HEADER", 100)
     with pytest.raises(WireError, match="at most 100 bytes"):
-        Outgoing(CALL, 1, "m", {"a": "b" * 100}, [])
+        FrameWriter(CALL, 1, "m", {"a": "b" * 100}, [])
 
 
 def test_large_buffers_are_not_copied_here(pair):
     """The kernel is given the array's own memory, and the receiver's."""
     sent, into = np.ones(1_000_000), np.zeros(1_000_000)
-    out = Outgoing(ANSWER, 1, "", {}, [sent])
+    out = FrameWriter(ANSWER, 1, "", {}, [sent])
     assert np.shares_memory(np.frombuffer(out._pieces[1], np.uint8), sent)
     received = []
 
@@ -153,7 +153,7 @@ def test_large_buffers_are_not_copied_here(pair):
             received.append((inside, count))
             return count
 
-    reader = Reader(Counted(), lambda number, specs: [into])
+    reader = FrameReader(Counted(), lambda number, specs: [into])
     frame = None
     while frame is None:
         out.send(pair[0])
@@ -164,11 +164,11 @@ def test_large_buffers_are_not_copied_here(pair):
 
 def test_what_is_kept_may_be_changed(pair):
     values = np.ones(1_000_000)
-    out = Outgoing(ANSWER, 1, "", {}, [values])
+    out = FrameWriter(ANSWER, 1, "", {}, [values])
     assert not out.send(pair[0])
     assert 0 < out.keep() < values.nbytes
     values[:] = 2
-    reader, frame = Reader(pair[1]), None
+    reader, frame = FrameReader(pair[1]), None
     while frame is None:
         out.send(pair[0])
         frame = reader.receive()

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from mirror.server.engine import handshake
-from mirror.server.engine.handshake import introduce, new_key, welcome
+from mirror.server.engine.handshake import authenticate, new_key, accept
 from mirror.server.engine.protocol import WireError
 
 KEY = new_key()
@@ -39,12 +39,12 @@ def both(actors, clients):
 
 
 def test_who_has_the_key_comes_in(pair):
-    assert both((welcome, pair[0], KEY), (introduce, pair[1], KEY)) == (None, None)
+    assert both((accept, pair[0], KEY), (authenticate, pair[1], KEY)) == (None, None)
     assert pair[0].gettimeout() == 0
 
 
 def test_another_key_is_refused_on_both_sides(pair):
-    actor, client = both((welcome, pair[0], KEY), (introduce, pair[1], new_key()))
+    actor, client = both((accept, pair[0], KEY), (authenticate, pair[1], new_key()))
     assert "another key" in actor
     assert "another key" in client
 
@@ -55,7 +55,7 @@ def test_an_actor_that_welcomes_all_is_found_out(pair):
         sock.recv(4096)
         sock.sendall(b"+" + b"\0" * 32)
 
-    _, client = both((careless, pair[0]), (introduce, pair[1], KEY))
+    _, client = both((careless, pair[0]), (authenticate, pair[1], KEY))
     assert "does not have the engine's key" in client
 
 
@@ -67,14 +67,14 @@ def test_a_proof_cannot_be_sent_back(pair):
         sock.sendall(hello + b"\0" * 32)
         assert sock.recv(4096)[:1] == b"k"
 
-    assert "another key" in both((welcome, pair[0], KEY), (mirroring, pair[1], KEY))[0]
+    assert "another key" in both((accept, pair[0], KEY), (mirroring, pair[1], KEY))[0]
 
 
 @pytest.mark.parametrize("newer", ["actor", "client"])
 def test_other_versions_are_told(pair, newer, monkeypatch):
     def other(function, *args):
         hello = handshake._HELLO
-        if function is welcome:
+        if function is accept:
             args[0].sendall(hello.pack(b"mirror actor", 9, b"\1" * 32))
         else:
             args[0].recv(4096)
@@ -83,9 +83,9 @@ def test_other_versions_are_told(pair, newer, monkeypatch):
         return args[0].recv(4096)
 
     if newer == "actor":
-        _, told = both((other, welcome, pair[0]), (introduce, pair[1], KEY))
+        _, told = both((other, accept, pair[0]), (authenticate, pair[1], KEY))
     else:
-        told, verdict = both((welcome, pair[0], KEY), (lambda s: other(introduce, s), pair[1]))
+        told, verdict = both((accept, pair[0], KEY), (lambda s: other(authenticate, s), pair[1]))
         assert verdict == b"v"
     assert "version 9" in told
     assert "this one 1" in told
@@ -93,7 +93,7 @@ def test_other_versions_are_told(pair, newer, monkeypatch):
 
 @pytest.mark.parametrize("junk", [b"HTTP/1.1 400 Bad Request" * 9, b"", b"mirror actor"])
 def test_junk_is_refused(pair, junk):
-    actor, client = both((welcome, pair[0], KEY), (_said, pair[1], junk))
+    actor, client = both((accept, pair[0], KEY), (_said, pair[1], junk))
     assert any(words in actor for words in ("says", "closed", "Broken pipe", "reset"))
     assert client is None
 
@@ -103,14 +103,14 @@ def test_somebody_else_who_listens_is_told(pair):
         sock.sendall(b"SSH-2.0-OpenSSH" * 9)
         sock.recv(4096)
 
-    assert "no actor of mirror" in both((another, pair[0]), (introduce, pair[1], KEY))[1]
+    assert "no actor of mirror" in both((another, pair[0]), (authenticate, pair[1], KEY))[1]
 
 
 def test_silence_is_not_waited_for(pair, monkeypatch):
     for name in ("STRANGER_SECONDS", "ACTOR_SECONDS"):
         monkeypatch.setattr(handshake, name, 0.05)
-    assert "said nothing" in outcome(welcome, pair[0], KEY)
-    assert "said nothing" in outcome(introduce, pair[0], KEY)
+    assert "said nothing" in outcome(accept, pair[0], KEY)
+    assert "said nothing" in outcome(authenticate, pair[0], KEY)
 
 
 def _said(sock, data):

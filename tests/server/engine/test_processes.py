@@ -15,7 +15,7 @@ from mirror.server.engine import connect as connecting
 from mirror.server.engine import processes
 from mirror.server.engine.actor_process import receive_words
 from mirror.server.engine.connect import connect
-from mirror.server.engine.nursery import Nursery, nursery
+from mirror.server.engine.nursery import ForkServer, fork_server
 from mirror.server.engine.processes import ProcessEngine
 from mirror.server.engine.protocol import ActorDied, RemoteError, WireError
 from tests.server.engine.conftest import ECHO
@@ -65,7 +65,7 @@ def test_actors_run_in_processes_of_this_environment(echo, process_engine, monke
 
 def test_the_key_is_seen_nowhere(echo):
     key = connecting._keys[echo.address["id"]].hex()
-    for pid in (os.getpid(), nursery().pid, echo.pid):
+    for pid in (os.getpid(), fork_server().pid, echo.pid):
         for what in ("cmdline", "environ"):
             assert key not in Path(f"/proc/{pid}/{what}").read_text()
 
@@ -196,7 +196,7 @@ def test_an_engine_that_nobody_holds_ends_its_actors():
 
 
 def test_why_an_actor_does_not_stand_is_heard_after_its_end(process_engine, monkeypatch):
-    children, fork = [], Nursery.fork
+    children, fork = [], ForkServer.fork
 
     def noted(self, name):
         children.append(fork(self, name))
@@ -206,7 +206,7 @@ def test_why_an_actor_does_not_stand_is_heard_after_its_end(process_engine, monk
         assert children[-1].ended.wait(60)
         return receive_words(sock)
 
-    monkeypatch.setattr(Nursery, "fork", noted)
+    monkeypatch.setattr(ForkServer, "fork", noted)
     monkeypatch.setattr(processes, "receive_words", late)
     with pytest.raises(RemoteError, match="Missing"):
         process_engine.start("new", "tests.server.engine.roles:Missing", {})

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mirror.errors import ActorDied, ServerLostError, StrategyError, WorkerLostError
-from mirror.server.roles.dispatch import Dispatch, Step
+from mirror.server.roles.dispatch import ClosureQueue, Closure
 
 
 class Workers:
@@ -14,7 +14,7 @@ class Workers:
     def __init__(self, num_workers, act, to_aggregate=None, queue_size=1000):
         self.restarted = []
         self.lock = threading.Lock()
-        self.dispatch = Dispatch(
+        self.dispatch = ClosureQueue(
             num_workers,
             lambda worker, step, done_below: act(worker, step),
             self.restarted.append,
@@ -23,7 +23,7 @@ class Workers:
         )
 
     def put(self, data=b""):
-        return self.dispatch.put(lambda number: Step(number, data, [], ()))
+        return self.dispatch.put(lambda number: Closure(number, data, [], ()))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mirror.server.roles.server_role import ServerRole
-from mirror.server.shard import Held
+from mirror.server.shard import PieceSpec
 
 
 def role(to_aggregate):
@@ -17,7 +17,7 @@ def role(to_aggregate):
 
 
 def set_up(server, to_aggregate, value):
-    held = [Held(0, (4,), torch.float32, 0)]
+    held = [PieceSpec(0, (4,), torch.float32, 0)]
     header = {
         "num_bytes": 16,
         "dense_bytes": 16,

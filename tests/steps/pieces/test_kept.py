@@ -38,13 +38,13 @@ def results(make_model=linear, num_replicas=2, **options):
 def compiles(monkeypatch):
     """Notes the pieces that are compiled."""
     pieces = []
-    original = making.compiled
+    original = making.compile_piece
 
     def noted(piece, *rest):
         pieces.append(piece)
         return original(piece, *rest)
 
-    monkeypatch.setattr(making, "compiled", noted)
+    monkeypatch.setattr(making, "compile_piece", noted)
     return pieces
 
 
@@ -59,7 +59,7 @@ def test_the_second_time_nothing_is_compiled_or_taken_apart(folder, compiles, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(making, "pieces_of", must_not)
-        patch.setattr(making, "compiled", must_not)
+        patch.setattr(making, "compile_piece", must_not)
         patch.setattr(making.shutil, "which", lambda name: None)  # no compiler either
         with caplog.at_level(logging.INFO, "mirror"):
             found = results()
@@ -113,7 +113,7 @@ def test_what_is_damaged_is_thrown_away(damage, folder, monkeypatch):
         kept._write(folder / "key", [library] * 2, numbers, program.pieces, program._sizes)
 
     write()
-    pieces, levels, _ = kept.find("key")
+    pieces, levels, _ = kept.load_program("key")
     assert len(loaded) == 2
     assert [[called is None for called in level] for level in levels] == [
         [True, False],
@@ -121,17 +121,17 @@ def test_what_is_damaged_is_thrown_away(damage, folder, monkeypatch):
     ]
     assert pieces.num_slots == program.pieces.num_slots
     damage(folder / "key")
-    assert kept.find("key") is None
+    assert kept.load_program("key") is None
     write()
-    assert kept.find("key") is not None
+    assert kept.load_program("key") is not None
     # A folder that others may write to is not looked into; nor one that inductor may not use.
     folder.chmod(0o777)
-    assert kept.find("key") is None
+    assert kept.load_program("key") is None
     folder.chmod(0o700)
     with inductor_config.patch(force_disable_caches=True):
-        assert kept.find("key") is None
-    assert kept.find("key") is not None
-    assert kept.find("other") is None
+        assert kept.load_program("key") is None
+    assert kept.load_program("key") is not None
+    assert kept.load_program("other") is None
 
 
 def test_what_inductor_did_not_make_is_not_kept(folder):
@@ -139,7 +139,7 @@ def test_what_inductor_did_not_make_is_not_kept(folder):
     beside.train(batches([8, 8]))
     ((_, program, _),) = beside.compiled._programs
     levels = [(shared, own) for shared, own, _ in program._levels]
-    assert not kept.keep("key", program.pieces, levels, program._sizes)
+    assert not kept.store_program("key", program.pieces, levels, program._sizes)
     assert not folder.exists()
 
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import mirror
 from mirror.steps.pieces import key as key_module
-from mirror.steps.pieces.key import key_of
-from mirror.steps.pieces.trace import trace
-from mirror.steps.places import places_of
-from mirror.steps.running.arguments import Arguments
+from mirror.steps.pieces.key import program_key
+from mirror.steps.pieces.trace import trace_step
+from mirror.steps.places import state_tensors
+from mirror.steps.running.arguments import StepArguments
 from mirror.steps.torch_internals import _without_mkldnn
 from tests.steps.training import batches, mlp, usual_step
 
@@ -32,17 +32,17 @@ def traced(make_model=mlp, num_replicas=2, size=8, rate=0.1, make_step=usual_ste
     strategy.run(step, own)
     optimizer.zero_grad()
     replicas, registry = strategy._group.replicas, strategy._group.registry
-    arguments = Arguments(own, {}, range(num_replicas))
+    arguments = StepArguments(own, {}, range(num_replicas))
     leaves = arguments.leaves(arguments.signatures[0])
-    found = trace(
-        step, arguments.caller(step), leaves, arguments.own, replicas, places_of(registry), {}
+    found = trace_step(
+        step, arguments.caller(step), leaves, arguments.own, replicas, state_tensors(registry), {}
     )
     strategy.close()
     return found.graph, found.inputs, found.mode, found.meetings, num_replicas, found.device
 
 
 def key(**changes):
-    return key_of(*traced(**changes))
+    return program_key(*traced(**changes))
 
 
 def smaller():
@@ -129,8 +129,8 @@ def test_another_step_has_another_key(name):
 
 
 def test_the_same_step_has_the_same_key_also_where_what_is_an_input_differs(usual):
-    assert key() == key_of(*usual)
-    assert key(rate=0.3) == key_of(*usual)
+    assert key() == program_key(*usual)
+    assert key(rate=0.3) == program_key(*usual)
 
 
 def test_another_process_finds_the_same_key(usual):
@@ -138,7 +138,7 @@ def test_another_process_finds_the_same_key(usual):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == key_of(*usual)
+    assert done.stdout.strip() == program_key(*usual)
 
 
 class _Switch:
@@ -183,29 +183,29 @@ SWITCHES = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_another_setting_is_another_key(name, usual):
-    before = key_of(*usual)
+    before = program_key(*usual)
     with _Switch(*SWITCHES[name]):
-        assert key_of(*usual) not in (None, before)
-    assert key_of(*usual) == before
+        assert program_key(*usual) not in (None, before)
+    assert program_key(*usual) == before
 
 
 def test_without_mkldnn_it_is_another_key(usual):
-    before = key_of(*usual)
+    before = program_key(*usual)
     with _without_mkldnn():
-        assert key_of(*usual) not in (None, before)
+        assert program_key(*usual) not in (None, before)
 
 
 @pytest.mark.parametrize("name", ["CXX", "TORCHINDUCTOR_CPP_SIMDLEN", "ATEN_CPU_CAPABILITY"])
 def test_another_environment_is_another_key(name, usual, monkeypatch):
-    before = key_of(*usual)
+    before = program_key(*usual)
     monkeypatch.setenv(name, "other")
-    assert key_of(*usual) not in (None, before)
+    assert program_key(*usual) not in (None, before)
 
 
 def test_where_it_is_kept_is_not_in_the_key(usual, monkeypatch, tmp_path):
-    before = key_of(*usual)
+    before = program_key(*usual)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert key_of(*usual) == before
+    assert program_key(*usual) == before
 
 
 @pytest.fixture
@@ -230,10 +230,10 @@ def fresh_makers():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_another_maker_is_another_key(where, name, value, usual, monkeypatch):
-    before = key_of(*usual)
+    before = program_key(*usual)
     key_module.makers.cache_clear()
     monkeypatch.setattr(where, name, value)
-    assert key_of(*usual) not in (None, before)
+    assert program_key(*usual) not in (None, before)
 
 
 def test_the_digest_of_source_code_is_of_names_and_contents(tmp_path):
@@ -260,15 +260,15 @@ def test_the_type_of_an_input_is_in_the_key(usual):
             (inputs[0].fake, inputs[0].fake.t().contiguous().t()),
             (inputs[0].fake, inputs[0].fake.to(torch.complex64).conj()),
         ]
-    keys = {key_of(*usual)}
+    keys = {program_key(*usual)}
     for before, after in changed:
         inputs[0].fake = after
-        keys.add(key_of(graph, inputs, *others))
+        keys.add(program_key(graph, inputs, *others))
         inputs[0].fake = before
     assert len(keys) == 1 + len(changed)
     kind = inputs[0].kind
-    inputs[0].kind = mirror.steps.inputs.Kind.STATE
-    keys.add(key_of(graph, inputs, *others))
+    inputs[0].kind = mirror.steps.inputs.InputKind.STATE
+    keys.add(program_key(graph, inputs, *others))
     inputs[0].kind = kind
     assert len(keys) == 2 + len(changed)
 
@@ -288,4 +288,4 @@ def test_operations_of_others_and_functions_set_in_inductor_have_no_key(usual):
 
         assert key(make_step=make_step) is None
     with inductor_config.patch(_pre_fusion_custom_pass=lambda nodes: nodes):
-        assert key_of(*usual) is None
+        assert program_key(*usual) is None

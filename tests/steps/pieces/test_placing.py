@@ -5,7 +5,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirror.steps.operations import define
-from mirror.steps.pieces.placing import placed, placed_anew
+from mirror.steps.pieces.placing import retarget, retarget_again
 
 FIRST, SECOND, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 
@@ -39,12 +39,12 @@ def devices_of(graph):
 def test_only_the_device_of_the_trace_is_another():
     _, graph = piece()
     before = devices_of(graph)
-    there = devices_of(placed(graph, FIRST, SECOND))
+    there = devices_of(retarget(graph, FIRST, SECOND))
 
     assert [d if d.type == "cpu" else SECOND for d in before] == there
     assert {d.type for d in there} == {"cpu", "cuda"}
     assert devices_of(graph) == before
-    assert placed(graph, FIRST, FIRST) is graph
+    assert retarget(graph, FIRST, FIRST) is graph
 
 
 def test_a_device_named_without_its_number_is_the_same_one():
@@ -52,12 +52,12 @@ def test_a_device_named_without_its_number_is_the_same_one():
     x = graph.placeholder("x")
     where = torch.device("cuda")
     graph.output(graph.call_function(torch.ops.aten._to_copy.default, (x,), {"device": where}))
-    assert devices_of(placed(fx.GraphModule({}, graph), FIRST, SECOND)) == [SECOND]
+    assert devices_of(retarget(fx.GraphModule({}, graph), FIRST, SECOND)) == [SECOND]
 
 
 def test_a_compiler_finds_every_value_where_it_will_be():
     mode, graph = piece()
-    own = placed_anew(graph, mode, FIRST, SECOND)
+    own = retarget_again(graph, mode, FIRST, SECOND)
     values = {n.name: n.meta["val"] for n in own.graph.nodes if n.op != "output"}
     assert {v.device for v in values.values()} == {SECOND, torch.device("cpu")}
     holders = [n.meta["val"].device for n in own.graph.nodes if n.op == "placeholder"]
@@ -73,6 +73,6 @@ def test_what_a_step_draws_is_left_to_the_compiler():
         seed.meta["val"] = torch.zeros((), dtype=torch.int64).to(FIRST)
     drawn = graph.call_function(torch.ops.mirror.draw.default, ([4], seed, 0, "rand"))
     graph.output([drawn])
-    own = placed_anew(fx.GraphModule({}, graph), mode, FIRST, SECOND)
+    own = retarget_again(fx.GraphModule({}, graph), mode, FIRST, SECOND)
     (node,) = [n for n in own.graph.nodes if str(n.target) == "mirror.draw.default"]
     assert node.meta["val"].device == SECOND

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mirror.steps.running.at_once import MUCH_WORK, AtOnce
+from mirror.steps.running.at_once import MUCH_WORK, ParallelLaunch
 from tests.steps.training import Beside
 
 
@@ -37,7 +37,7 @@ def ran(work, num_replicas, values="x"):
     devices = [torch.device("cpu")] * num_replicas
     replicas = SimpleNamespace(names=devices, devices=devices, are_simulated=True)
     program = Program(work)
-    AtOnce(replicas).run(program, dict.fromkeys(range(num_replicas), values))
+    ParallelLaunch(replicas).run(program, dict.fromkeys(range(num_replicas), values))
     return program.ran
 
 
@@ -67,13 +67,13 @@ def test_threads_are_put_back_after_an_error(work):
 @pytest.mark.parametrize(("width", "is_small"), [(8, True), (512, False)])
 def test_work_is_told_from_the_graph(monkeypatch, width, is_small):
     seen = []
-    run = AtOnce.run
+    run = ParallelLaunch.run
 
     def noting(self, program, own):
         seen.append(program.work)
         run(self, program, own)
 
-    monkeypatch.setattr(AtOnce, "run", noting)
+    monkeypatch.setattr(ParallelLaunch, "run", noting)
     beside = Beside(2, lambda: nn.Sequential(nn.Linear(width, width), nn.Linear(width, 3)))
     batch = torch.randn(64, width), torch.randint(0, 3, (64,))
     beside.train([batch, batch])

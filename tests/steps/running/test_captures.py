@@ -11,10 +11,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mirror.accelerator.graphs import CudaGraph
-from mirror.steps.pieces.parts import Piece
-from mirror.steps.pieces.programs import interpreted
+from mirror.steps.pieces.parts import ProgramPiece
+from mirror.steps.pieces.programs import interpret_piece
 from mirror.steps.running import captures
-from mirror.steps.running.captures import MAX_CAPTURES, Captures
+from mirror.steps.running.captures import MAX_CAPTURES, CapturedPieces
 from tests.gpu.fake import FakeGpus
 from tests.gpu.graphs import GraphError, graphs_on
 from tests.gpu.order import StreamError
@@ -37,7 +37,7 @@ def shared(w, flat):
 
 
 def piece(function, is_own, reads, gives, writes, example):
-    return Piece(is_own, make_fx(function)(*example), reads, gives, writes)
+    return ProgramPiece(is_own, make_fx(function)(*example), reads, gives, writes)
 
 
 class Steps:
@@ -52,8 +52,8 @@ class Steps:
             piece(own, True, [W, B, X], [FLAT, LOSS], [B], [three, three + 1, some]),
             piece(shared, False, [W, FLAT], [LEFT], [W], [three, three + 1]),
         ]
-        self.own, self.shared = [interpreted(one, CPU, distinct) for one in pieces]
-        self.captures = None if graphs is None else Captures(devices, [W, B], CudaGraph)
+        self.own, self.shared = [interpret_piece(one, CPU, distinct) for one in pieces]
+        self.captures = None if graphs is None else CapturedPieces(devices, [W, B], CudaGraph)
         by_device = {device: (torch.arange(3) / 3).to(device) for device in distinct}
         self.w = [by_device[device] for device in devices]
         self.b = [torch.zeros(3).to(device) for device in devices]
@@ -87,7 +87,7 @@ class Steps:
         losses = {r: [mine[LOSS]] for r, mine in values.items()}
         grads = {"w": values[0][LEFT], "none": None}
         if self.captures is not None:
-            losses, grads = self.captures.left(losses, grads)
+            losses, grads = self.captures.remaining(losses, grads)
         return [*[loss for (loss,) in losses.values()], grads["w"]]
 
     def train(self, sizes):
@@ -211,7 +211,7 @@ def test_a_piece_that_changes_its_batch_is_not_captured(caplog):
         return own(w, b, x)
 
     with caplog.at_level(logging.WARNING), capturing(names(1)) as steps:
-        steps.own = interpreted(
+        steps.own = interpret_piece(
             piece(changing, True, [W, B, X], [FLAT, LOSS], [B, X], EXAMPLE),
             CPU,
             [torch.device("cuda:0")],
@@ -229,13 +229,13 @@ MUTANTS = [
     # The batch is not copied, or late; results are not; nothing is launched, or twice.
     (captures._Captured, "launch", "if mine is not tensor", "if False"),
     (captures._Captured, "launch", "if into:", "self.graph.launch()\n    if into:"),
-    (captures.Captures, "_kept", "in self._owned]", "in ()]"),
+    (captures.CapturedPieces, "_kept", "in self._owned]", "in ()]"),
     (captures._Captured, "launch", "self.graph.launch()", "pass"),
-    (captures.Captures, "_launch", "captured.launch(fed)", "captured.launch(fed);" * 2),
+    (captures.CapturedPieces, "_launch", "captured.launch(fed)", "captured.launch(fed);" * 2),
     # The user's batch is what the graph reads; it is let go of.
-    (captures.Captures, "_capture", "tensor.clone() for", "tensor for"),
+    (captures.CapturedPieces, "_capture", "tensor.clone() for", "tensor for"),
     # All GPUs' work in a graph of the first; the host waits; on whatever stream.
-    (captures.Captures, "run", "self._devices[r], []", "self._devices[0], []"),
+    (captures.CapturedPieces, "run", "self._devices[r], []", "self._devices[0], []"),
     (CudaGraph, "launch", "self._graph", "torch.cuda.synchronize(self._device); self._graph"),
     (CudaGraph, "launch", "self._graph", OTHER + "self._graph"),
     (CudaGraph, "capture", "with torch.cuda.stream(stream)", "if True"),

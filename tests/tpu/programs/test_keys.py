@@ -5,13 +5,15 @@ from torch import nn
 
 from mirror.server.recording import Model
 from mirror.tpu.arguments import arguments_of
-from mirror.tpu.programs.keys import key_of
+from mirror.tpu.programs.keys import tpu_program_key
 
 SCALE = 1.0
 
 
 def key(fn, model=None, optimizers=()):
-    return key_of(fn, arguments_of(((), {}), [0], None, 1), model or Model([]), optimizers)
+    return tpu_program_key(
+        fn, arguments_of(((), {}), [0], None, 1), model or Model([]), optimizers
+    )
 
 
 def test_globals_and_closures_are_seen(monkeypatch):

@@ -4,24 +4,27 @@ import numpy as np
 import pytest
 
 from mirror.errors import StructureError
-from mirror.tpu.programs.outputs import Output, widest_of
+from mirror.tpu.programs.outputs import ProgramOutput, widest_of
 
 
 def test_the_largest_of_all_branches():
-    a = Output((0, 0), [np.empty((3, 1)), ["x"]])
-    b = Output((0, 0), [np.empty((2, 4)), ["y"]])
+    a = ProgramOutput((0, 0), [np.empty((3, 1)), ["x"]])
+    b = ProgramOutput((0, 0), [np.empty((2, 4)), ["y"]])
     assert widest_of([a, None, b]) == [((3, 4), np.float64)]
 
 
 @pytest.mark.parametrize(
     ("other", "rule"),
     [
-        (Output([0, 0], [np.empty(1), ["x"]]), "different structures"),
-        (Output((0, 0), [np.empty((1, 1)), ["x"]]), "number of dimensions"),
-        (Output((0, 0), [np.empty(1, "int64"), ["x"]]), "a float64 tensor .* a int64 tensor"),
-        (Output((0, 0), [[5], ["x"]]), "got 5 and a float64 tensor"),
+        (ProgramOutput([0, 0], [np.empty(1), ["x"]]), "different structures"),
+        (ProgramOutput((0, 0), [np.empty((1, 1)), ["x"]]), "number of dimensions"),
+        (
+            ProgramOutput((0, 0), [np.empty(1, "int64"), ["x"]]),
+            "a float64 tensor .* a int64 tensor",
+        ),
+        (ProgramOutput((0, 0), [[5], ["x"]]), "got 5 and a float64 tensor"),
     ],
 )
 def test_what_does_not_fit_is_refused(other, rule):
     with pytest.raises(StructureError, match=rule):
-        widest_of([Output((0, 0), [np.empty(1), ["x"]]), other])
+        widest_of([ProgramOutput((0, 0), [np.empty(1), ["x"]]), other])

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from mirror.train.archive.manifest import Manifest, Saved, parse
+from mirror.train.archive.manifest import Manifest, SavedTensor, parse
 from mirror.train.archive.sharing import View
 from mirror.train.archive.skeleton_reader import Malformed
 from mirror.train.archive.tensor_file import Stored
@@ -22,7 +22,7 @@ def manifest(**changes):
         "data_name": NAME,
         "stored": [Stored("a", torch.float32, (2, 3), 7)],
         "views": {"b": View("a", (3,), (2,), 1)},
-        "objects": {"model": Saved("module", "Net", {"x": 1})},
+        "objects": {"model": SavedTensor("module", "Net", {"x": 1})},
         "random": {},
         "apart": {},
     }

@@ -10,7 +10,7 @@ def parted(*tensors):
     named = Tensors()
     names = [named.put(tensor, f"t{i}") for i, tensor in enumerate(tensors)]
     stored, views = named.parted()
-    back = [stored[n] if n in stored else views[n].seen(stored) for n in names]
+    back = [stored[n] if n in stored else views[n].same_memory(stored) for n in names]
     assert all(map(torch.equal, back, tensors))
     return stored, views
 

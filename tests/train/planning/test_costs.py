@@ -5,16 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.train.planning.costs import ALGORITHMS, COLLECTIVE_SECONDS, Cluster
-from mirror.train.planning.links import Link
+from mirror.train.planning.links import Bandwidth
 
 C = COLLECTIVE_SECONDS
-INSIDE = Link("inside", 100e9, 2e-6, "given")
-BETWEEN = Link("between", 10e9, 20e-6, "given")
+INSIDE = Bandwidth("inside", 100e9, 2e-6, "given")
+BETWEEN = Bandwidth("between", 10e9, 20e-6, "given")
 S = 1e9
 
 sizes = st.floats(1, 1e11)
 counts = st.integers(1, 1024)
-links = st.builds(Link, st.just("x"), st.floats(1e6, 1e13), st.floats(0, 1e-3), st.just("given"))
+links = st.builds(
+    Bandwidth, st.just("x"), st.floats(1e6, 1e13), st.floats(0, 1e-3), st.just("given")
+)
 clusters = st.builds(Cluster, links, links, st.integers(1, 16), st.sampled_from(ALGORITHMS))
 
 
@@ -83,7 +85,7 @@ def test_more_bytes_take_longer(one, other, devices, cluster):
 @given(sizes, st.integers(2, 1024), clusters, st.floats(1, 1e3))
 def test_quicker_links_take_less(size, devices, cluster, times):
     def quicker(link):
-        return Link("y", link.bytes_per_second * times, link.hop_seconds / times, "given")
+        return Bandwidth("y", link.bytes_per_second * times, link.hop_seconds / times, "given")
 
     quick = Cluster(
         quicker(cluster.link),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.train.planning.costs import Cluster
-from mirror.train.planning.links import Link, link_between_devices, link_between_machines
+from mirror.train.planning.links import Bandwidth, link_between_devices, link_between_machines
 from mirror.train.planning.prediction import (
     COMPILED,
     ENOUGH,
@@ -20,7 +20,7 @@ from mirror.train.planning.prediction import (
 )
 from mirror.train.planning.workload import make_workload
 
-WIRE = Link("a wire of no length", 1e21, 0.0, "given")
+WIRE = Bandwidth("a wire of no length", 1e21, 0.0, "given")
 
 
 def predictor(
@@ -65,7 +65,7 @@ def test_links_without_limits_leave_an_efficiency_of_one(devices):
 def test_a_slow_wire_takes_what_its_bytes_take():
     # 100 MB over 1 GB/s in a ring of two take 0.1 s; of the backward pass's 0.2, one bucket's
     # share of it is over before the first bucket can be sent.
-    slow = Link("slow", 1e9, 0.0, "given")
+    slow = Bandwidth("slow", 1e9, 0.0, "given")
     row = predictor(step=0.3, cluster=Cluster(slow, slow, 8)).row(2)
     assert row.communication_seconds == pytest.approx(0.1, rel=1e-2)
     assert 0.3 < row.step_seconds < 0.33
@@ -135,7 +135,7 @@ def test_more_devices_make_a_step_no_shorter_in_any_way(predicted):
 def test_a_quicker_network_makes_no_step_longer(predicted, devices, times):
     cluster = predicted.cluster
     links = [
-        Link(link.name, link.bytes_per_second * times, link.hop_seconds, "given")
+        Bandwidth(link.name, link.bytes_per_second * times, link.hop_seconds, "given")
         for link in (cluster.link, cluster.network)
     ]
     quick = Predictor(

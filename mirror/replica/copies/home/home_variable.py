@@ -1,4 +1,4 @@
-"""HomeVariable: a mirrored parameter that lives at home, and of which replicas have copies.
+"""CentralParam: a mirrored parameter that lives at home, and of which replicas have copies.
 
 [Note: Home]
 Where parameters are kept on a device of their own, as with ``CentralStorageStrategy``, there is
@@ -28,19 +28,19 @@ import torch
 from torch import Tensor, nn
 
 from mirror.execution.current import current
-from mirror.replica.copies.handles import Handles
-from mirror.replica.copies.kinds import alike, derived, parameter_like, value_on
-from mirror.replica.copies.variable import ReplicaParameter, Variable
+from mirror.replica.copies.handles import StorageAliases
+from mirror.replica.copies.kinds import same_kind, derived_class, parameter_like, value_on
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
 from mirror.replica.tensors import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class CopyOfHome(ReplicaParameter):
+class CentralParamCopy(ReplicaParameter):
     """One replica's copy, which tells of raw storage that leaves inside ``run``."""
 
-    variable: HomeVariable
+    variable: CentralParam
 
     @property
     def data(self) -> Tensor:
@@ -69,7 +69,7 @@ class ShownParameter(ReplicaParameter):
         return plain
 
 
-class HomeVariable(Variable):
+class CentralParam(ReplicatedParam):
     """A mirrored parameter with a home of its own. See [Note: Home].
 
     Attributes:
@@ -78,17 +78,17 @@ class HomeVariable(Variable):
     """
 
     __slots__ = ("handed_in_run", "known")
-    copy_kind = CopyOfHome
+    copy_kind = CentralParamCopy
 
     def _first_values(self, value: Tensor) -> list[Tensor]:
         return [value_on(value, device) for device in self.replicas.devices]
 
     def _find_home(self, parameter: nn.Parameter) -> None:
-        self.handed_in_run = Handles()
+        self.handed_in_run = StorageAliases()
         kind, requires_grad = type(parameter), parameter.requires_grad
         self.home = parameter_like(parameter, kind, parameter.detach(), requires_grad)
         self.home.variable = self  # type: ignore[attr-defined]
-        shown = derived(ShownParameter, kind)
+        shown = derived_class(ShownParameter, kind)
         self.shown = parameter_like(self.home, shown, self.home, requires_grad)
         self.shown.variable, self.shown.replica_id = self, 0
         self.leaves = (self.shown, *self.copies)
@@ -98,9 +98,9 @@ class HomeVariable(Variable):
 
     # Values
 
-    def hand_out(self, handle: Tensor | None) -> None:
+    def expose_storage(self, handle: Tensor | None) -> None:
         """Notes that raw storage left, of home or of a replica."""
-        handles = self.handles if self.here() is None else self.handed_in_run
+        handles = self.handles if self.forward_param() is None else self.handed_in_run
         handles.add(handle)
 
     def note_known(self) -> None:
@@ -117,42 +117,42 @@ class HomeVariable(Variable):
     def take(self, source: int) -> None:
         """Gives home what a replica has left in its copy."""
         value, target = self.targets[source].data, self.home
-        if alike(target, value) and target.stride() == value.stride():
+        if same_kind(target, value) and target.stride() == value.stride():
             target.data.copy_(value)
         else:
-            self._give_home(value_on(value, self.replicas.home))
+            self._give_home(value_on(value, self.replicas.parameter_device))
         required = self.copies[source].requires_grad
         if self.shown.requires_grad != required:
             self._require_grad_at_home(required)
         self.note_known()
-        self.handed_in_run.strike_dead()
+        self.handed_in_run.drop_dead()
 
-    def carry(self, source: int = 0, others: Iterable[int] | None = None) -> None:
+    def broadcast(self, source: int = 0, others: Iterable[int] | None = None) -> None:
         """Gives one replica's values to others; home's to all, if no others are named."""
         if others is not None:
             others = tuple(others)
             if 0 in others and self.has_changed_in_run(source):
                 self.handed_in_run.add(None)  # the first one has it now, and home has not
-            super().carry(source, others)
+            super().broadcast(source, others)
             return
         value = self.home.data
         for r, target in enumerate(self.targets):
-            if alike(target, value):
+            if same_kind(target, value):
                 target.data.copy_(value)
             else:
                 self._give(r, value)
         self.note_known()
-        self.handles.strike_dead()
+        self.handles.drop_dead()
 
     def set_data(self, data: Tensor) -> None:
         """``p.data = data``: of the current replica; of home and all in the cross context."""
-        replica, here = current.replica, self.here()
+        replica, here = current.replica, self.forward_param()
         if here is not None and replica is not None:
             self._give(here, data)
             self.handed_in_run.add(data)
             replica.run.assigned[self] = True
             return
-        self._give_home(data.to(self.replicas.home))
+        self._give_home(data.to(self.replicas.parameter_device))
         for r in range(len(self.copies)):
             self._give(r, data)
         self.note_known()
@@ -177,7 +177,7 @@ class HomeVariable(Variable):
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Sets it for the current replica; for home and all in the cross-replica context."""
-        if self.here() is None:
+        if self.forward_param() is None:
             self._require_grad_at_home(requires_grad)
         else:
             self.handed_in_run.add(None)  # home follows when the run ends

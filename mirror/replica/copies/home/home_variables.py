@@ -1,21 +1,21 @@
-"""HomeVariables: all mirrored parameters of a strategy that keeps them at home."""
+"""CentralParams: all mirrored parameters of a strategy that keeps them at home."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import cast
 
-from mirror.replica.copies.home.home_variable import HomeVariable
-from mirror.replica.copies.variables import Variables
+from mirror.replica.copies.home.home_variable import CentralParam
+from mirror.replica.copies.variables import ReplicatedParams
 
 
-class HomeVariables(Variables):
+class CentralParams(ReplicatedParams):
     """The mirrored parameters of a strategy that keeps them at home. See [Note: Home]."""
 
-    kind = HomeVariable
+    kind = CentralParam
 
-    def __iter__(self) -> Iterator[HomeVariable]:
-        return cast("Iterator[HomeVariable]", super().__iter__())
+    def __iter__(self) -> Iterator[CentralParam]:
+        return cast("Iterator[CentralParam]", super().__iter__())
 
     def _settle(self) -> None:
         for variable in self:

@@ -1,4 +1,4 @@
-"""AgreedGradients: gradients of replicas of several workers, reduced in agreed buckets.
+"""MultiWorkerGradients: gradients of replicas of several workers, reduced in agreed buckets.
 
 A class of its own, so that the gradients of one process are as they were. What is agreed, and
 when buckets travel: [Note: Agreed buckets] in ``sequence.py``; what a pass counts for: [Note:
@@ -18,42 +18,42 @@ from typing import Any
 
 import torch
 
-from mirror.compiler import opaque
+from mirror.compiler import disable_dynamo
 from mirror.execution.current import current, replica_of
 from mirror.execution.part import nothing
-from mirror.execution.replicas import Replicas, Together
+from mirror.execution.replicas import Replicas, RunView
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.copies.registry import Registry
-from mirror.replica.copies.variable import ReplicaParameter, Variable
-from mirror.replica.copies.variables import variable_of
-from mirror.replica.finite import Finite
-from mirror.replica.gradients.agreed.bucket import Bucket
-from mirror.replica.gradients.agreed.flights import Flights
-from mirror.replica.gradients.agreed.reduction import Reduction
-from mirror.replica.gradients.agreed.sequence import BucketSequence, agree
+from mirror.replica.copies.registry import MirroredTensors
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
+from mirror.replica.copies.variables import param_of
+from mirror.replica.finite import NonFiniteCheck
+from mirror.replica.gradients.agreed.bucket import WorkerBucket
+from mirror.replica.gradients.agreed.flights import InFlight
+from mirror.replica.gradients.agreed.reduction import WorkerReduction
+from mirror.replica.gradients.agreed.sequence import BucketOrder, agree
 from mirror.replica.gradients.agreed.summands import refuse_graphs
-from mirror.replica.gradients.agreed.unfit import Unfit
-from mirror.replica.gradients.agreed.weights import KeptBack, Weights
+from mirror.replica.gradients.agreed.unfit import NonFinite
+from mirror.replica.gradients.agreed.weights import Deferred, PassWeights
 from mirror.replica.gradients.arrivals import (
-    Arrivals,
+    ReadyGrads,
     are_usual,
     local_grad,
     set_local_grad,
     take,
     weigh,
 )
-from mirror.replica.gradients.gradients import Gradients
+from mirror.replica.gradients.gradients import GradReducer
 from mirror.timeline import CROSS, REDUCTION
 from mirror.torch_private import set_grad_enabled
 
 
-class AgreedGradients(Gradients):
+class MultiWorkerGradients(GradReducer):
     """The gradients of this worker's replicas that are not reduced yet.
 
     Args:
         registry: knows all parameters of the strategy, in the order in which they came.
-        As ``Gradients``.
+        As ``GradReducer``.
 
     Attributes:
         before_reducing: called where all workers reduce. See [Note: First values].
@@ -64,18 +64,20 @@ class AgreedGradients(Gradients):
         replicas: Replicas,
         runner: Runner,
         reducer: Reducer,
-        finite: Finite | None,
-        registry: Registry,
+        finite: NonFiniteCheck | None,
+        registry: MirroredTensors,
     ) -> None:
         super().__init__(replicas, runner, reducer, finite)
         self._workers, self._registry = replicas.workers, registry
-        self.deferred = self._kept_back = KeptBack()
-        self._flights = Flights(self._workers)
-        self._known = self._outside = Weights({}, None)  # those of the last run, and beside runs
-        self._sequence: BucketSequence | None = None
+        self.deferred = self._kept_back = Deferred()
+        self._flights = InFlight(self._workers)
+        self._known = self._outside = PassWeights(
+            {}, None
+        )  # those of the last run, and beside runs
+        self._sequence: BucketOrder | None = None
         self._launching_hooks: list[Any] = []
-        self._unfit = Unfit(self._workers, finite)
-        self._reduction = Reduction(
+        self._unfit = NonFinite(self._workers, finite)
+        self._reduction = WorkerReduction(
             replicas, runner, reducer, self.watch, self._kept_back, self._flights, self._unfit
         )
         self._dropped = self._reduction.dropped
@@ -83,22 +85,22 @@ class AgreedGradients(Gradients):
 
     # What passes count for
 
-    def shares_in(self, run: Together) -> Weights:
+    def shares_in(self, run: RunView) -> PassWeights:
         """Returns what backward passes inside a run count for."""
         weights = run.weights()
         if not self._replicas.weighted:
-            return Weights(dict.fromkeys(weights, 1.0), None)
+            return PassWeights(dict.fromkeys(weights, 1.0), None)
         if self._known != weights:
-            self._known = Weights(weights, float(sum(weights.values())))
+            self._known = PassWeights(weights, float(sum(weights.values())))
         return self._known
 
-    def equal_shares(self) -> Weights:
+    def equal_shares(self) -> PassWeights:
         """Returns what backward passes in the cross-replica context count for."""
         if not self._replicas.weighted:
-            return Weights(super().equal_shares(), None)
+            return PassWeights(super().equal_shares(), None)
         weight, known = self._workers.weight, self._outside
         if known.total != weight:
-            known = Weights(dict.fromkeys(range(len(self.pending)), weight), weight)
+            known = PassWeights(dict.fromkeys(range(len(self.pending)), weight), weight)
             self._outside = known
         return known
 
@@ -107,22 +109,22 @@ class AgreedGradients(Gradients):
     def has_arrived(self, replica_id: int) -> bool:
         """Whether backward passes have brought a replica what is not reduced."""
         if self.unsettled[replica_id]:
-            self.watch.look_here(replica_id)
+            self.watch.scan_replica(replica_id)
         return bool(self.pending[replica_id] or self._flights)
 
     def have_arrived(self) -> bool:
         """Whether backward passes have brought any replica what is not reduced."""
         if not (self.watch.may_have_arrived or any(self._noted)):
             return False
-        self.watch.look()
+        self.watch.scan()
         return any(self.pending) or bool(self._flights)
 
-    def drop(self, variable: Variable, replicas: Iterable[int]) -> None:
+    def drop(self, variable: ReplicatedParam, replicas: Iterable[int]) -> None:
         """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced.
 
         Some workers may have launched its bucket and some not: all reduce what there is now.
         """
-        self.watch.look()
+        self.watch.scan()
         if self.deferring or self.deferred:
             self.deferred.drop(variable, replicas)
             return
@@ -136,7 +138,7 @@ class AgreedGradients(Gradients):
             self._dropped.update((variable, r) for r in replicas)
             self.flush()
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Drops what is pending of a variable that is gone."""
         super().forget(variable)
         if self._sequence is not None:
@@ -160,8 +162,8 @@ class AgreedGradients(Gradients):
 
     # Launching beside a pass
 
-    @opaque
-    def _arrived(self, sequence: BucketSequence, index: int, copy: ReplicaParameter) -> None:
+    @disable_dynamo
+    def _arrived(self, sequence: BucketOrder, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
         with self.watch.lock:
             if sequence is self._sequence and index == len(self._flights) and self._may_launch():
@@ -180,24 +182,24 @@ class AgreedGradients(Gradients):
         is_alone = running is None or running.lockstep.takes_turns
         return is_alone or not self.watch.may_be_in_second_pass()
 
-    def _launch_beside(self, bucket: Bucket) -> None:
+    def _launch_beside(self, bucket: WorkerBucket) -> None:
         weights = self._weights_here()
         if weights is None or len(weights) < len(self.pending) or not all(weights.values()):
             return
         grads = [list(map(local_grad, mine)) for mine in bucket.copies]
         if not all(map(are_usual, grads)):
             return
-        if self._unfit.are(grads):
+        if self._unfit.are_non_finite(grads):
             return
         del grads  # who else holds them is about to be counted
-        self.watch.strike(bucket.copies)
+        self.watch.remove(bucket.copies)
         if not self._flights:
             for unsettled in self.unsettled:
                 unsettled.append(self._flights)
         columns = take(bucket.copies)
         self._reduction.launch(bucket, columns, self._reduction.estimated(weights), weights)
 
-    def _weights_here(self) -> Weights | None:
+    def _weights_here(self) -> PassWeights | None:
         """Returns what a pass that goes on counts for; ``None`` where that is not sure."""
         replica, running = current.replica, self._runner.running
         if replica is None:
@@ -216,7 +218,7 @@ class AgreedGradients(Gradients):
             GradientError: gradients of some worker are not finite, and that is looked for.
             StrategyError: they carry a graph.
         """
-        assert isinstance(shares, Weights)
+        assert isinstance(shares, PassWeights)
         self.before_reducing()
         self._replicas.timeline.begin(CROSS, REDUCTION, "gradients of all workers")
         if torch.is_inference_mode_enabled():
@@ -225,12 +227,12 @@ class AgreedGradients(Gradients):
         else:
             self._reduce_all(shares)
         if self._kept_back.has_passes:
-            self._kept_back.let_go()
+            self._kept_back.release()
         self._dropped.clear()
         self.watch.forget_streams()
         self._replicas.timeline.end(CROSS, REDUCTION)
 
-    def _reduce_all(self, shares: Weights) -> None:
+    def _reduce_all(self, shares: PassWeights) -> None:
         is_enabled = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
@@ -242,16 +244,16 @@ class AgreedGradients(Gradients):
         finally:
             set_grad_enabled(is_enabled)
 
-    def _learn(self) -> Arrivals:
+    def _learn(self) -> ReadyGrads:
         """Notes in which order gradients have come, and does without hooks if as before."""
         arrived: Sequence[Sequence[ReplicaParameter]] = self.pending
         if self._flights:
             launched = self._flights.copies(len(self.pending))
             arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
-        if self._arrivals is None or not self._arrivals.are(arrived):
-            self._arrivals = Arrivals(arrived)
+        if self._arrivals is None or not self._arrivals.are_ready(arrived):
+            self._arrivals = ReadyGrads(arrived)
         elif self._may_be_silent and self._arrivals.is_regular:
-            self.watch.silence(self._arrivals)
+            self.watch.drop_hooks(self._arrivals)
         return self._arrivals
 
     def _fits(self) -> bool:
@@ -263,11 +265,11 @@ class AgreedGradients(Gradients):
             return True
         return sequence.fits(self._trained(), changes)
 
-    def _trained(self) -> list[Variable]:
-        variables = map(variable_of, self._registry.parameters())
+    def _trained(self) -> list[ReplicatedParam]:
+        variables = map(param_of, self._registry.parameters())
         return [v for v in variables if v is not None and v.targets[0].requires_grad]
 
-    def _agree(self, weight: float) -> BucketSequence:
+    def _agree(self, weight: float) -> BucketOrder:
         """Agrees with the other workers on another sequence."""
         assert self._arrivals is not None
         arrived = self._arrivals.variables
@@ -276,7 +278,7 @@ class AgreedGradients(Gradients):
         variables, sparse = agree(self._workers, self._trained(), arrived, weight)
         for hook in self._launching_hooks:
             hook.remove()
-        self._sequence = sequence = BucketSequence(
+        self._sequence = sequence = BucketOrder(
             variables, sparse, changes, self._reducer, self._replicas.devices
         )
         self._launching_hooks = [
@@ -287,15 +289,15 @@ class AgreedGradients(Gradients):
         return sequence
 
     def _defer(self, shares: Mapping[int, float]) -> None:
-        assert isinstance(shares, Weights)
+        assert isinstance(shares, PassWeights)
         with torch.inference_mode(False), torch.no_grad():
             arrivals = self._learn()
             columns = take(arrivals.copies)
             refuse_graphs(columns)
             self.watch.clear()
-            self._unfit.look(arrivals.variables, columns, shares)
+            self._unfit.scan(arrivals.variables, columns, shares)
             if self._unfit.is_looked_for:
-                self._unfit.meet()
+                self._unfit.exchange()
             weigh(columns, self._reduction.exact(shares))
             self.deferred.add(arrivals.variables, columns)
         self._kept_back.has_passes = True

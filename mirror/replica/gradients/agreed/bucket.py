@@ -12,17 +12,17 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor, nn
 
-from mirror.comm.host.host_library import Places, library
-from mirror.comm.packing import ALIGNMENT_BYTES, lie_alike
-from mirror.replica.copies.variable import ReplicaParameter, Variable
-from mirror.replica.gradients.agreed.tail import COUNTS, NUM_OTHERS, UsualTails
+from mirror.comm.host.host_library import BufferAddresses, library
+from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
+from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
+from mirror.replica.gradients.agreed.tail import COUNTS, NUM_OTHERS, UsualTrailers
 
 # Called by ``map``, which costs less than a loop of Python's.
 _is_contiguous, _data_ptr, _as_strided_ = Tensor.is_contiguous, Tensor.data_ptr, Tensor.as_strided_
 _EXACT = (torch.float32, torch.float64)  # a weight may stand in a tail of these
 
 
-class Bucket:
+class WorkerBucket:
     """Some of the variables of all workers' sequence.
 
     Args:
@@ -42,13 +42,13 @@ class Bucket:
 
     def __init__(
         self,
-        variables: Sequence[Variable],
+        variables: Sequence[ReplicatedParam],
         wire_dtype: torch.dtype | None,
         devices: Sequence[torch.device],
         *,
         on_host: bool = False,
     ) -> None:
-        self.variables: list[Variable | None] = list(variables)
+        self.variables: list[ReplicatedParam | None] = list(variables)
         targets = [variable.targets[0] for variable in variables]
         replicas, device = range(len(devices)), devices[0]
         self.copies: list[list[ReplicaParameter]] = [
@@ -81,15 +81,17 @@ class Bucket:
         self._shapes = [self._layouts[i][0] for i in self._shaped]
         self._strides = [self._layouts[i][1] for i in self._shaped]
         packs = on_host and bool(variables) and self._is_contiguous and self.ends_exactly
-        self.tails: UsualTails | None = None
+        self.tails: UsualTrailers | None = None
         if packs and self.wire == self.dtype and not self.has_complex:
-            self.tails = UsualTails(len(variables), self.wire)
+            self.tails = UsualTrailers(len(variables), self.wire)
             offsets = [*accumulate(self._sizes, initial=0)][:: self._step]
-            self._places = Places(sizes, [*offsets[: len(sizes)], self.num_elements], self.dtype)
+            self._places = BufferAddresses(
+                sizes, [*offsets[: len(sizes)], self.num_elements], self.dtype
+            )
             tail_size = len(variables) + NUM_OTHERS
             self._size = self.num_elements + tail_size
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Lets go of a variable that is gone; its place stays, as the others may have it yet."""
         if variable not in self.variables:
             return
@@ -181,7 +183,7 @@ def _layout(target: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape: tuple[int, ...] = tuple(target.shape)
     if target.is_complex():
         shape = (*shape, 2)
-    elif lie_alike([target]):
+    elif have_same_strides([target]):
         return shape, target.stride()
     return shape, torch.empty(shape, device="meta").stride()
 

@@ -10,19 +10,24 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.errors import DivergenceError
 from mirror.replica.copies.variable import ReplicaParameter
-from mirror.replica.gradients.agreed.bucket import Bucket
-from mirror.replica.gradients.agreed.sequence import BucketSequence
-from mirror.replica.gradients.agreed.tail import Tail, UsualTails, read, written
+from mirror.replica.gradients.agreed.bucket import WorkerBucket
+from mirror.replica.gradients.agreed.sequence import BucketOrder
+from mirror.replica.gradients.agreed.tail import (
+    Trailer,
+    UsualTrailers,
+    read_trailer,
+    write_trailer,
+)
 
 # Between the marks of two reductions, as buckets have marks of their own; and of two runs.
 _STRIDE, _PHASE = 7, 5
 
 
 @dataclass(slots=True)
-class Flight:
+class BucketInFlight:
     """One bucket on its way.
 
     Attributes:
@@ -32,7 +37,7 @@ class Flight:
         usual: what its tail is, if nobody has anything else to say; ``None``: it is read.
     """
 
-    bucket: Bucket
+    bucket: WorkerBucket
     buffers: Sequence[Tensor]
     number: int
     waits: list[Callable[[], None]]
@@ -40,24 +45,24 @@ class Flight:
     what: str
     usual: list[float] | None = None
 
-    def landed(self) -> Tail | None:
+    def is_done(self) -> Trailer | None:
         """Waits until it is there; returns what its tail says, ``None`` for nothing unusual."""
         for wait in self.waits:
             wait()
         numbers = self.buffers[0][self.bucket.num_elements :].tolist()
         if numbers == self.usual:
             return None
-        tail = read(numbers)
+        tail = read_trailer(numbers)
         return tail if self.weight is None else tail._replace(weight=float(self.weight))
 
 
-class Flights:
+class InFlight:
     """The buckets that this worker has launched and not collected, in the sequence's order."""
 
-    def __init__(self, workers: Alone) -> None:
+    def __init__(self, workers: LocalWorkerGroup) -> None:
         self._workers = workers
-        self._launched: list[Flight] = []
-        self._abandoned: list[Flight] = []
+        self._launched: list[BucketInFlight] = []
+        self._abandoned: list[BucketInFlight] = []
         self._num_reductions = 0
 
     def __len__(self) -> int:
@@ -65,7 +70,7 @@ class Flights:
 
     def launch(
         self,
-        bucket: Bucket,
+        bucket: WorkerBucket,
         columns: Sequence[Sequence[Tensor]],
         flags: Sequence[float],
         scales: Sequence[float],
@@ -91,20 +96,20 @@ class Flights:
             own_weight = torch.tensor([weight], device="cpu")
             waits.append(self._workers.all_reduce(what, own_weight))
             weight = 0.0
-        tail = written(flags, number, weight, more=more, unfit=unfit, left=left, mixed=mixed)
+        tail = write_trailer(flags, number, weight, more=more, unfit=unfit, left=left, mixed=mixed)
         tails = [tail, *([[0.0] * len(tail)] * (len(columns) - 1))]  # a worker has one
         buffers = [*map(bucket.packed, columns, scales, tails, range(len(columns)))]
         if self._workers.sums_replicas:
             waits.append(self._workers.all_reduce_replicas(what, buffers))
         else:
             waits.append(self._workers.all_reduce(what, *buffers))
-        self._launched.append(Flight(bucket, buffers, number, waits, own_weight, of))
+        self._launched.append(BucketInFlight(bucket, buffers, number, waits, own_weight, of))
         return buffers
 
     def launch_usual(
         self,
-        bucket: Bucket,
-        tails: UsualTails,
+        bucket: WorkerBucket,
+        tails: UsualTrailers,
         columns: Sequence[Sequence[Tensor]],
         *,
         scale: float,
@@ -123,7 +128,7 @@ class Flights:
         buffer = bucket.summed(columns, scale, tails.own(number, weight))
         wait = self._workers.all_reduce(what, buffer)
         usual = tails.all(number, total, self._workers.size)
-        self._launched.append(Flight(bucket, [buffer], number, [wait], None, of, usual))
+        self._launched.append(BucketInFlight(bucket, [buffer], number, [wait], None, of, usual))
 
     def _next(self, phase: int) -> tuple[int, str, str]:
         """Returns the number of the next bucket, and its reduction and itself in words."""
@@ -137,13 +142,13 @@ class Flights:
         buckets = [flight.bucket for flight in self._launched]
         return [[*chain(*(b.copies[r] for b in buckets))] for r in range(num_replicas)]
 
-    def land(self) -> list[tuple[Flight, Tail | None]]:
+    def complete(self) -> list[tuple[BucketInFlight, Trailer | None]]:
         """Waits for all buckets of a reduction, and ends it.
 
         Raises:
             DivergenceError: another worker has been at another reduction, or has failed.
         """
-        tails = [flight.landed() for flight in self._launched]
+        tails = [flight.is_done() for flight in self._launched]
         flights, self._launched = self._launched, []
         self._abandoned.clear()  # these were before
         self._num_reductions += 1
@@ -165,7 +170,7 @@ class Flights:
                 )
         return list(zip(flights, tails, strict=True))
 
-    def abandon(self, sequence: BucketSequence) -> None:
+    def abandon(self, sequence: BucketOrder) -> None:
         """Ends a reduction that this worker has failed in: the others hear of it."""
         with suppress(Exception):  # they may be gone, and the worker has failed already
             for bucket in sequence.buckets[len(self._launched) :]:

@@ -11,23 +11,23 @@ from torch import Tensor
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.copies.variable import Variable
-from mirror.replica.gradients.agreed.bucket import Bucket
-from mirror.replica.gradients.agreed.flights import Flight, Flights
-from mirror.replica.gradients.agreed.rows import sum_rows
-from mirror.replica.gradients.agreed.sequence import BucketSequence
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.gradients.agreed.bucket import WorkerBucket
+from mirror.replica.gradients.agreed.flights import BucketInFlight, InFlight
+from mirror.replica.gradients.agreed.rows import sum_sparse
+from mirror.replica.gradients.agreed.sequence import BucketOrder
 from mirror.replica.gradients.agreed.several_calls import SeveralCalls
-from mirror.replica.gradients.agreed.summands import Summands
-from mirror.replica.gradients.agreed.tail import IS_THERE, Tail
-from mirror.replica.gradients.agreed.unfit import Unfit
-from mirror.replica.gradients.agreed.weights import KeptBack, Weights
-from mirror.replica.gradients.arrivals import Column, accumulate, local_grad, take
+from mirror.replica.gradients.agreed.summands import Contributions
+from mirror.replica.gradients.agreed.tail import IS_THERE, Trailer
+from mirror.replica.gradients.agreed.unfit import NonFinite
+from mirror.replica.gradients.agreed.weights import Deferred, PassWeights
+from mirror.replica.gradients.arrivals import ReplicaGrads, accumulate, local_grad, take
 from mirror.replica.gradients.hooks import run_hooks
-from mirror.replica.gradients.unusual import reduce_unusual
-from mirror.replica.gradients.watch import Watch
+from mirror.replica.gradients.unusual import reduce_non_dense
+from mirror.replica.gradients.watch import GradTracker
 
 
-class Reduction:
+class WorkerReduction:
     """Makes the reductions of one strategy.
 
     Args:
@@ -44,26 +44,26 @@ class Reduction:
         replicas: Replicas,
         runner: Runner,
         reducer: Reducer,
-        watch: Watch,
-        kept_back: KeptBack,
-        flights: Flights,
-        unfit: Unfit,
+        watch: GradTracker,
+        kept_back: Deferred,
+        flights: InFlight,
+        unfit: NonFinite,
     ) -> None:
         self._replicas, self._workers, self._runner = replicas, replicas.workers, runner
         self._watch, self._kept_back, self._flights, self._unfit = watch, kept_back, flights, unfit
         self._several_calls = SeveralCalls(self._workers, runner)
-        self._summands = Summands(replicas, reducer, kept_back, watch.streams)
-        self._estimated: tuple[Weights | None, float, dict[int, float]] = None, 0.0, {}
-        self.dropped: set[tuple[Variable, int]] = set()
+        self._summands = Contributions(replicas, reducer, kept_back, watch.streams)
+        self._estimated: tuple[PassWeights | None, float, dict[int, float]] = None, 0.0, {}
+        self.dropped: set[tuple[ReplicatedParam, int]] = set()
 
-    def make(self, sequence: BucketSequence, weights: Weights) -> None:
+    def make(self, sequence: BucketOrder, weights: PassWeights) -> None:
         """Reduces a sequence until no worker has gradients left, of a second pass."""
         more = True
         while more:
             more = self._once(sequence, weights)
         self._several_calls.forget()
 
-    def _once(self, sequence: BucketSequence, weights: Weights) -> bool:
+    def _once(self, sequence: BucketOrder, weights: PassWeights) -> bool:
         is_exact = self._kept_back.has_passes
         shares: Mapping[int, float]
         shares = self.exact(weights) if is_exact else self.estimated(weights)
@@ -74,29 +74,32 @@ class Reduction:
             self._flights.abandon(sequence)
             raise
         if sequence.sparse:
-            rows = sum_rows(self._workers, rows, sequence.sparse)
+            rows = sum_sparse(self._workers, rows, sequence.sparse)
         self._watch.clear()  # last: what an interrupt has left in the slots is found again
-        landed = self._land()
+        landed = self._complete()
         factor, least = 1.0, IS_THERE * self._workers.size
         if any(tail is not None for _, tail in landed):
-            factor, least = self._heed(landed, weights, is_exact)
+            factor, least = self._handle(landed, weights, is_exact)
         self._runner.unfinished = True  # while some have it: see [Note: Interrupts]
         for flight, tail in landed:
             self._accumulate(flight, tail, factor, least)
         for variable, row in zip(sequence.sparse, rows, strict=True):
             if variable is not None and row is not None and (variable, 0) not in self.dropped:
-                reduce_unusual(variable, [row], factor)
+                reduce_non_dense(variable, [row], factor)
         self._runner.unfinished = self._runner.running is not None
         last = landed[-1][1]
         return last is not None and bool(last.more)
 
-    def _heed(
-        self, landed: Sequence[tuple[Flight, Tail | None]], weights: Weights, is_exact: bool
+    def _handle(
+        self,
+        landed: Sequence[tuple[BucketInFlight, Trailer | None]],
+        weights: PassWeights,
+        is_exact: bool,
     ) -> tuple[float, float]:
         """Does what tails say; returns a factor for what has arrived, and the least flag."""
         tails = [tail for _, tail in landed if tail is not None]
         if any(tail.unfit for tail in tails):
-            self._unfit.meet()
+            self._unfit.exchange()
         if any(tail.mixed for tail in tails):
             self._several_calls.compare()
         first, least = landed[0][1], IS_THERE * self._workers.size
@@ -109,30 +112,30 @@ class Reduction:
         return factor, least
 
     def _launch_rest(
-        self, sequence: BucketSequence, shares: Mapping[int, float], weights: Weights
+        self, sequence: BucketOrder, shares: Mapping[int, float], weights: PassWeights
     ) -> None:
         num_launched, num_buckets = len(self._flights), len(sequence.buckets)
         for index in range(num_launched, num_buckets):
             bucket = sequence.buckets[index]
             columns = take(bucket.copies)
-            self._unfit.look(bucket.variables, columns, shares)
+            self._unfit.scan(bucket.variables, columns, shares)
             is_last = index == num_buckets - 1
             more = is_last and num_launched > 0 and _are_left(sequence.buckets[:num_launched])
             self.launch(bucket, columns, shares, weights, more=more)
 
     def launch(
         self,
-        bucket: Bucket,
-        columns: list[Column],
+        bucket: WorkerBucket,
+        columns: list[ReplicaGrads],
         shares: Mapping[int, float],
-        weights: Weights,
+        weights: PassWeights,
         *,
         more: bool = False,
     ) -> None:
         """Sends the local replicas' weighted sum on its way."""
         # A worker that has left out a pass is behind by a run.
         phase = 0 if self._runner.running is None else self._workers.num_runs
-        is_unfit, is_mixed = self._unfit.found is not None, self._several_calls.are_unlike(weights)
+        is_unfit, is_mixed = self._unfit.found is not None, self._several_calls.differ(weights)
         is_usual = not (self._workers.sums_replicas or more or is_unfit or is_mixed)
         if bucket.tails is not None and is_usual:
             scale = self._summands.usual_scale(columns, shares)
@@ -147,7 +150,7 @@ class Reduction:
                     phase=phase,
                 )
                 return
-        summand = self._summands.of(bucket, columns, shares)
+        summand = self._summands.contribution_of(bucket, columns, shares)
         buffers = self._flights.launch(
             bucket,
             *summand,
@@ -160,7 +163,9 @@ class Reduction:
         if self._watch.streams is not None and self._workers.sums_replicas:
             self._watch.streams.keep(summand.columns, [[buffer] for buffer in buffers])
 
-    def _accumulate(self, flight: Flight, tail: Tail | None, factor: float, least: float) -> None:
+    def _accumulate(
+        self, flight: BucketInFlight, tail: Trailer | None, factor: float, least: float
+    ) -> None:
         """Gives every replica what has arrived of a bucket."""
         bucket, buffers = flight.bucket, list(flight.buffers)
         for r, buffer in enumerate(buffers):
@@ -192,7 +197,7 @@ class Reduction:
             accumulate(mine, reduced)
 
     def _take_rows(
-        self, sequence: BucketSequence, shares: Mapping[int, float]
+        self, sequence: BucketOrder, shares: Mapping[int, float]
     ) -> list[Tensor | None]:
         """Takes this worker's summands of what is sparse."""
         rows = list[Tensor | None]()
@@ -201,13 +206,13 @@ class Reduction:
                 rows.append(None)
             else:
                 columns = take([[copy] for copy in variable.copies])
-                self._unfit.look([variable], columns, shares)
+                self._unfit.scan([variable], columns, shares)
                 rows.append(self._summands.row(variable, columns, shares))
         return rows
 
-    def _land(self) -> list[tuple[Flight, Tail | None]]:
+    def _complete(self) -> list[tuple[BucketInFlight, Trailer | None]]:
         try:
-            return self._flights.land()
+            return self._flights.complete()
         finally:
             for unsettled in self._watch.unsettled:
                 unsettled[:] = [one for one in unsettled if one is not self._flights]
@@ -215,14 +220,14 @@ class Reduction:
     def _reference(self) -> float:
         return self._workers.reference or 1.0
 
-    def estimated(self, weights: Weights) -> dict[int, float]:
+    def estimated(self, weights: PassWeights) -> dict[int, float]:
         """Returns shares in the total that all know; what arrives is corrected."""
         reference, known = self._reference(), self._estimated
         if known[0] is not weights or known[1] != reference:
             known = self._estimated = weights, reference, weights.shares(reference)
         return known[2]
 
-    def exact(self, weights: Weights) -> dict[int, float]:
+    def exact(self, weights: PassWeights) -> dict[int, float]:
         """Returns shares in the total of this very pass, which is exchanged."""
         if weights.total is None:
             return dict(weights)
@@ -231,6 +236,6 @@ class Reduction:
         return weights.shares(sum(struct.unpack("<d", one)[0] for one in said))
 
 
-def _are_left(buckets: Sequence[Bucket]) -> bool:
+def _are_left(buckets: Sequence[WorkerBucket]) -> bool:
     """Whether gradients have come again of what has been launched."""
     return any(local_grad(copy) is not None for b in buckets for mine in b.copies for copy in mine)

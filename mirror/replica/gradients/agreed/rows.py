@@ -10,15 +10,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import Alone, Parcel
+from mirror.comm.workers.alone import LocalWorkerGroup, Message
 from mirror.replica.collectives.reduction import summed
-from mirror.replica.copies.variable import Variable
+from mirror.replica.copies.variable import ReplicatedParam
 
 _ABSENT, _SPARSE, _DENSE = 0.0, 1.0, 2.0
 
 
-def sum_rows(
-    workers: Alone, mine: Sequence[Tensor | None], variables: Sequence[Variable | None]
+def sum_sparse(
+    workers: LocalWorkerGroup,
+    mine: Sequence[Tensor | None],
+    variables: Sequence[ReplicatedParam | None],
 ) -> list[Tensor | None]:
     """Sums gradients over the workers, each sparse, dense or absent; sparse if all are.
 
@@ -51,7 +53,7 @@ def sum_rows(
     return totals
 
 
-def _opened(parcel: Parcel, like: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+def _opened(parcel: Message, like: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
     """Returns the gradients of one worker."""
     tensors = iter(parcel.tensors)
     for kind, target in zip(parcel.numbers, like, strict=True):

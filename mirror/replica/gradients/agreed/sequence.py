@@ -29,16 +29,16 @@ from collections.abc import Sequence
 import torch
 
 from mirror.comm.packing import plan_packs
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.copies.variable import Variable
-from mirror.replica.gradients.agreed.bucket import Bucket, real_dtype
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.gradients.agreed.bucket import WorkerBucket, real_dtype
 from mirror.replica.gradients.arrivals import local_grad
 
 _PATIENCE = 3  # reductions that a frozen variable is kept for
 
 
-class BucketSequence:
+class BucketOrder:
     """What all workers have agreed on.
 
     Attributes:
@@ -49,8 +49,8 @@ class BucketSequence:
 
     def __init__(
         self,
-        variables: Sequence[Variable],
-        sparse: Sequence[Variable],
+        variables: Sequence[ReplicatedParam],
+        sparse: Sequence[ReplicatedParam],
         changes: int,
         reducer: Reducer,
         devices: Sequence[torch.device],
@@ -60,15 +60,15 @@ class BucketSequence:
         packs = plan_packs([target.nbytes for target in first], dtypes, reducer.bytes_per_pack)
         members = [[variables[i] for i in pack] for pack in packs] or [[]]
         self.buckets = [
-            Bucket(each, reducer.wire_dtype, devices, on_host=reducer.is_on_host)
+            WorkerBucket(each, reducer.wire_dtype, devices, on_host=reducer.is_on_host)
             for each in members
         ]
-        self.sparse: list[Variable | None] = list(sparse)
+        self.sparse: list[ReplicatedParam | None] = list(sparse)
         self._known = {*variables, *sparse}
         self.changes = changes
         self._num_narrower = 0
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Lets go of a variable that is gone. A garbage collection may come here: no lock."""
         self._known.discard(variable)
         for bucket in self.buckets:
@@ -76,7 +76,7 @@ class BucketSequence:
         if variable in self.sparse:
             self.sparse[self.sparse.index(variable)] = None
 
-    def fits(self, trained: Sequence[Variable], changes: int) -> bool:
+    def fits(self, trained: Sequence[ReplicatedParam], changes: int) -> bool:
         """Whether it serves for the variables that are trained now; asked after changes."""
         if not self._known.issuperset(trained):
             return False
@@ -88,8 +88,11 @@ class BucketSequence:
 
 
 def agree(
-    workers: Alone, trained: Sequence[Variable], arrived: Sequence[Variable], weight: float
-) -> tuple[list[Variable], list[Variable]]:
+    workers: LocalWorkerGroup,
+    trained: Sequence[ReplicatedParam],
+    arrived: Sequence[ReplicatedParam],
+    weight: float,
+) -> tuple[list[ReplicatedParam], list[ReplicatedParam]]:
     """Agrees with all workers on the order of what is trained; returns it, and what is sparse.
 
     Args:
@@ -120,6 +123,6 @@ def agree(
     return [trained[i] for i in agreed], [trained[i] for i in sorted(apart)]
 
 
-def _is_sparse(variable: Variable) -> bool:
+def _is_sparse(variable: ReplicatedParam) -> bool:
     grads = (local_grad(copy) for copy in variable.copies)
     return any(grad is not None and grad.is_sparse for grad in grads)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.concurrency.stack import warn_user
 from mirror.execution.runner import Runner
-from mirror.replica.gradients.agreed.weights import Weights
+from mirror.replica.gradients.agreed.weights import PassWeights
 
 
 class SeveralCalls:
@@ -19,19 +19,19 @@ class SeveralCalls:
     proportions; else the gradient is not that of one device, and nobody would see it.
     """
 
-    def __init__(self, workers: Alone, runner: Runner) -> None:
+    def __init__(self, workers: LocalWorkerGroup, runner: Runner) -> None:
         self._workers, self._runner = workers, runner
         self._has_told = False
 
-    def are_unlike(self, weights: Weights) -> bool:
+    def differ(self, weights: PassWeights) -> bool:
         """Whether the calls since the last reduction have counted differently on this worker."""
-        counted = self._workers.counted
+        counted = self._workers.run_weights
         is_outside = self._runner.running is None and weights.total is not None
         return is_outside and not self._has_told and len(set(counted)) > 1
 
     def compare(self) -> None:
         """Warns once if the workers' proportions differ; called by all of them."""
-        counted = self._workers.counted
+        counted = self._workers.run_weights
         said = self._workers.exchange(
             "what the calls of a pass count for",
             payload=lambda: struct.pack(f"<{len(counted)}d", *counted),
@@ -54,7 +54,7 @@ class SeveralCalls:
 
     def forget(self) -> None:
         """Begins anew: what follows is another pass."""
-        self._workers.counted.clear()
+        self._workers.run_weights.clear()
 
 
 def _proportions(weights: Sequence[float]) -> tuple[float, ...]:

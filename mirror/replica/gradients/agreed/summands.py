@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mirror.accelerator.current_streams import ReplicasStreams
+from mirror.accelerator.current_streams import ReplicaStreams
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reducer import Reducer
 from mirror.replica.collectives.reduction import summed
-from mirror.replica.copies.variable import Variable
-from mirror.replica.gradients.agreed.bucket import Bucket
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.gradients.agreed.bucket import WorkerBucket
 from mirror.replica.gradients.agreed.tail import COUNTS, IS_THERE
-from mirror.replica.gradients.agreed.weights import KeptBack
+from mirror.replica.gradients.agreed.weights import Deferred
 from mirror.replica.gradients.arrivals import (
-    Column,
+    ReplicaGrads,
     are_usual,
     common_scale,
     plus,
@@ -27,7 +27,7 @@ from mirror.replica.gradients.arrivals import (
 )
 
 
-class Summand(NamedTuple):
+class Contribution(NamedTuple):
     """This worker's part of a bucket.
 
     Attributes:
@@ -41,7 +41,7 @@ class Summand(NamedTuple):
     scales: Sequence[float]
 
 
-class Summands:
+class Contributions:
     """Makes this worker's summands.
 
     Args:
@@ -53,13 +53,15 @@ class Summands:
         self,
         replicas: Replicas,
         reducer: Reducer,
-        kept_back: KeptBack,
-        streams: ReplicasStreams | None,
+        kept_back: Deferred,
+        streams: ReplicaStreams | None,
     ) -> None:
         self._devices, self._workers = replicas.devices, replicas.workers
         self._reducer, self._kept_back, self._streams = reducer, kept_back, streams
 
-    def of(self, bucket: Bucket, columns: list[Column], shares: Mapping[int, float]) -> Summand:
+    def contribution_of(
+        self, bucket: WorkerBucket, columns: list[ReplicaGrads], shares: Mapping[int, float]
+    ) -> Contribution:
         """Returns the summand of a bucket.
 
         Args:
@@ -71,9 +73,9 @@ class Summands:
         if bucket.has_complex:
             columns = [bucket.real(column) for column in columns]
         if self._workers.sums_replicas:
-            return Summand(columns, flags, [shares.get(r, 0.0) for r in range(len(columns))])
+            return Contribution(columns, flags, [shares.get(r, 0.0) for r in range(len(columns))])
         if len(columns) == 1 or not flags:
-            return Summand(columns[:1], flags, [shares.get(0, 0.0)])
+            return Contribution(columns[:1], flags, [shares.get(0, 0.0)])
         moved = self._reducer.move(columns, self._streams)
         unshare(columns, moved.staying)
         scale = common_scale(shares) if len(shares) == len(columns) else None
@@ -84,9 +86,11 @@ class Summands:
                 if share not in (0.0, 1.0):  # of those that count nothing there are zeros
                     torch._foreach_mul_(column, share)
         self._reducer.all_reduce(moved, scale)
-        return Summand(columns[:1], flags, [1.0])
+        return Contribution(columns[:1], flags, [1.0])
 
-    def usual_scale(self, columns: Sequence[Column], shares: Mapping[int, float]) -> float | None:
+    def usual_scale(
+        self, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
+    ) -> float | None:
         """Returns what all replicas' gradients are multiplied by; ``None`` where that differs.
 
         Nor is there one where some are absent or unusual, or count nothing.
@@ -100,13 +104,13 @@ class Summands:
         return scale if scale and all(map(are_usual, columns)) else None
 
     @staticmethod
-    def _all_count(columns: Sequence[Column], shares: Mapping[int, float]) -> bool:
+    def _all_count(columns: Sequence[ReplicaGrads], shares: Mapping[int, float]) -> bool:
         if len(shares) < len(columns) or not all(shares.values()):
             return False
         return all(map(are_usual, columns))
 
     def _filled(
-        self, bucket: Bucket, columns: Sequence[Column], shares: Mapping[int, float]
+        self, bucket: WorkerBucket, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
     ) -> tuple[list[float], Mapping[int, float]]:
         """Puts zeros where there is no gradient, or none that counts; returns flags and shares."""
         flags = [0.0] * len(bucket.variables)
@@ -133,7 +137,7 @@ class Summands:
         return flags, shares
 
     def row(
-        self, variable: Variable, columns: list[Column], shares: Mapping[int, float]
+        self, variable: ReplicatedParam, columns: list[ReplicaGrads], shares: Mapping[int, float]
     ) -> Tensor | None:
         """Returns the summand of one variable, sparse if all replicas' gradients are."""
         refuse_graphs(columns)
@@ -147,7 +151,7 @@ class Summands:
         return summed(present, self._devices[0]) if present else None
 
 
-def refuse_graphs(columns: Sequence[Column]) -> None:
+def refuse_graphs(columns: Sequence[ReplicaGrads]) -> None:
     """Raises StrategyError for gradients that carry a graph."""
     if any(grad is not None and grad.requires_grad for column in columns for grad in column):
         raise StrategyError(

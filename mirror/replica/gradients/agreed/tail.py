@@ -27,7 +27,7 @@ NUM_OTHERS = _MARKS + _NUM_AFTER_MARKS
 _MOST_KEPT = 4 * _MARKS  # of batches of other sizes
 
 
-class Tail(NamedTuple):
+class Trailer(NamedTuple):
     """What a tail says."""
 
     flags: Sequence[float]
@@ -43,7 +43,7 @@ class Tail(NamedTuple):
         return list(self.marks) == [size * mark for mark in _MARKED[number % _MARKS]]
 
 
-class UsualTails:
+class UsualTrailers:
     """Tails of a bucket as nearly all are: every worker has all of it, and nothing else to say.
 
     Made once per mark, and compared as a whole.
@@ -65,7 +65,7 @@ class UsualTails:
         if known is None:
             if len(self._own) >= _MOST_KEPT:
                 self._own.clear()
-            known = array(self._code, written(self._flags, number, weight)).tobytes()
+            known = array(self._code, write_trailer(self._flags, number, weight)).tobytes()
             self._own[key] = known
         return known
 
@@ -76,13 +76,13 @@ class UsualTails:
         if known is None:
             if len(self._all) >= _MOST_KEPT:
                 self._all.clear()
-            known = [size * one for one in written(self._flags, number, 0.0)]
+            known = [size * one for one in write_trailer(self._flags, number, 0.0)]
             known[-_NUM_AFTER_MARKS] = total
             self._all[key] = known
         return known
 
 
-def written(
+def write_trailer(
     flags: Sequence[float],
     number: int,
     weight: float,
@@ -100,8 +100,8 @@ def written(
     return [*flags, *_MARKED[number % _MARKS], weight, more, unfit, left, mixed]
 
 
-def read(numbers: Sequence[float]) -> Tail:
+def read_trailer(numbers: Sequence[float]) -> Trailer:
     """Returns what the numbers of a tail say."""
     num_flags = len(numbers) - NUM_OTHERS
     end = num_flags + _MARKS
-    return Tail(numbers[:num_flags], numbers[num_flags:end], *numbers[end:])
+    return Trailer(numbers[:num_flags], numbers[num_flags:end], *numbers[end:])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.errors import GradientError
-from mirror.replica.copies.variable import Variable
-from mirror.replica.finite import Finite
-from mirror.replica.gradients.arrivals import Column
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.finite import NonFiniteCheck
+from mirror.replica.gradients.arrivals import ReplicaGrads
 
 
-class Unfit:
+class NonFinite:
     """What was found of this worker's gradients since all have met last.
 
     Args:
@@ -22,32 +22,32 @@ class Unfit:
         found: the error that there will be.
     """
 
-    def __init__(self, workers: Alone, finite: Finite | None) -> None:
+    def __init__(self, workers: LocalWorkerGroup, finite: NonFiniteCheck | None) -> None:
         self._workers, self._finite = workers, finite
         self.is_looked_for = finite is not None
         self.found: GradientError | None = None
 
-    def are(self, columns: Sequence[Column]) -> bool:
+    def are_non_finite(self, columns: Sequence[ReplicaGrads]) -> bool:
         """Whether some of these are; nothing is noted."""
-        return self._finite is not None and not self._finite.are(columns)
+        return self._finite is not None and not self._finite.all_finite(columns)
 
-    def look(
+    def scan(
         self,
-        variables: Sequence[Variable | None],
-        columns: Sequence[Column],
+        variables: Sequence[ReplicatedParam | None],
+        columns: Sequence[ReplicaGrads],
         shares: Mapping[int, float],
     ) -> None:
         """Notes the first gradient that is not finite, of replicas that count."""
         if self._finite is None or self.found is not None:
             return
         grads = [mine if shares.get(r) else [] for r, mine in enumerate(columns)]
-        if self.are(grads):
+        if self.are_non_finite(grads):
             try:
-                self._finite.refuse(grads, variables)
+                self._finite.raise_error(grads, variables)
             except GradientError as error:
                 self.found = error
 
-    def meet(self) -> None:
+    def exchange(self) -> None:
         """Raises GradientError on all workers if some has found any."""
         mine, self.found = self.found, None
         said = self._workers.exchange(

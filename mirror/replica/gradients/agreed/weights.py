@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mirror.replica.gradients.deferred import Deferred
+from mirror.replica.gradients.deferred import DeferredGrads
 
 
-class Weights(dict[int, float]):
+class PassWeights(dict[int, float]):
     """What the gradient of each replica counts for, by replica.
 
     Attributes:
@@ -43,7 +43,7 @@ class Weights(dict[int, float]):
         return {r: weight / total if total else 0.0 for r, weight in self.items()}
 
 
-class KeptBack(Deferred):
+class Deferred(DeferredGrads):
     """Deferred gradients; also of a worker whose passes have counted nothing.
 
     Attributes:
@@ -55,7 +55,7 @@ class KeptBack(Deferred):
     def __bool__(self) -> bool:
         return self.has_passes
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forgets all there is."""
         self.has_passes = False
         self.clear()

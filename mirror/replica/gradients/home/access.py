@@ -1,4 +1,4 @@
-"""AccessAtHome: the reduced gradients that the cross-replica context sees, at home.
+"""CentralAccess: the reduced gradients that the cross-replica context sees, at home.
 
 [Note: Gradients at home]
 A reduction leaves the gradient with every replica, on its device. ``p.grad`` in the cross-replica
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mirror.execution.part import Part
+from mirror.execution.part import LifecycleHooks
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.copies.kinds import alike
-from mirror.replica.copies.variable import Variable
-from mirror.replica.copies.variables import Variables
-from mirror.replica.gradients.access import Access
-from mirror.replica.gradients.gradients import Gradients
-from mirror.replica.gradients.views import copied_alone
+from mirror.replica.copies.kinds import same_kind
+from mirror.replica.copies.variable import ReplicatedParam
+from mirror.replica.copies.variables import ReplicatedParams
+from mirror.replica.gradients.access import GradAccess
+from mirror.replica.gradients.gradients import GradReducer
+from mirror.replica.gradients.views import copy_without_bucket
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class _Shown:
     version: int
 
 
-class GradientsAtHome(Gradients):
+class CentralGradReducer(GradReducer):
     """Gradients of parameters that live at home; it has what changed there carried before."""
 
-    access: AccessAtHome
+    access: CentralAccess
 
     def _prepare(self) -> None:
         if not self._shown and not self.have_arrived():
@@ -62,15 +62,15 @@ class GradientsAtHome(Gradients):
             self.access.refresh()
 
 
-class AccessAtHome(Access):
+class CentralAccess(GradAccess):
     """The reduced gradients of parameters that live at home. See [Note: Gradients at home]."""
 
-    def __init__(self, replicas: Replicas, runner: Runner, gradients: GradientsAtHome) -> None:
+    def __init__(self, replicas: Replicas, runner: Runner, gradients: CentralGradReducer) -> None:
         super().__init__(replicas, runner, gradients)
-        self._seen: dict[Variable, _Shown] = {}
+        self._seen: dict[ReplicatedParam, _Shown] = {}
         gradients.access = self
 
-    def part(self, variables: Variables) -> Part:
+    def part(self, variables: ReplicatedParams) -> LifecycleHooks:
         """Returns what keeps the reduced gradients of ``variables`` equal, as values are now."""
         others = super().part(variables)
 
@@ -78,23 +78,23 @@ class AccessAtHome(Access):
             others.recover()
             self.refresh()
 
-        return Part(
+        return LifecycleHooks(
             name=others.name,
             prepare=self.carry_shown,
-            bring_along=others.bring_along,
-            settle=self.refresh,
+            sync_idle=others.sync_idle,
+            on_synced=self.refresh,
             recover=recover,
         )
 
     # Between home and the replicas
 
-    def fetch(self, variable: Variable, source: int = 0) -> Tensor | None:
+    def fetch(self, variable: ReplicatedParam, source: int = 0) -> Tensor | None:
         """Gives home a replica's gradient, unless it has it, and returns it."""
         home, grad = variable.home, variable.targets[source].grad
         known = self._seen.get(variable)
         if grad is not None and known is not None and known.source is grad:
             if known.version != grad._version:
-                if alike(known.grad, grad) and not grad.requires_grad:
+                if same_kind(known.grad, grad) and not grad.requires_grad:
                     known.grad.data.copy_(grad)
                 else:
                     known.grad = home.grad = _copy_at(grad, home.device)
@@ -104,13 +104,13 @@ class AccessAtHome(Access):
         home.grad = None if grad is None else _copy_at(grad, home.device)
         return home.grad
 
-    def _show(self, variable: Variable) -> Tensor | None:
+    def _show(self, variable: ReplicatedParam) -> Tensor | None:
         grad, source = self.fetch(variable), variable.targets[0].grad
         if grad is None or source is None:
             return None
         if variable not in self._seen:
             self._seen[variable] = _Shown(grad, source, source._version)
-        return copied_alone(grad)
+        return copy_without_bucket(grad)
 
     def carry_shown(self) -> None:
         """Gives all replicas what the cross-replica context has seen, and may have changed."""
@@ -120,7 +120,7 @@ class AccessAtHome(Access):
                 continue
             for target in variable.targets:
                 grad = target.grad
-                if grad is None or not alike(grad, known.grad):
+                if grad is None or not same_kind(grad, known.grad):
                     target.grad = _copy_at(known.grad.detach(), target.device)
                 else:
                     grad.data.copy_(known.grad.data)
@@ -136,24 +136,24 @@ class AccessAtHome(Access):
             else:
                 self.fetch(variable)
 
-    def drop_unseen(self, variables: Iterable[Variable]) -> None:
+    def drop_unseen(self, variables: Iterable[ReplicatedParam]) -> None:
         """Drops the gradients at home that only a step needed."""
         for variable in variables:
             if variable not in self._seen:
                 variable.home.grad = None
 
-    def _forget_shown(self, variable: Variable) -> None:
+    def _forget_shown(self, variable: ReplicatedParam) -> None:
         self._seen.pop(variable, None)
         variable.home.grad = None
 
     # Reading and setting in the cross-replica context
 
-    def _read_outside(self, variable: Variable) -> Tensor | None:
+    def _read_outside(self, variable: ReplicatedParam) -> Tensor | None:
         self._runner.check_between_runs("a gradient")
         self.unreduced.flush()
         return self._show(variable)
 
-    def _write_outside(self, variable: Variable, value: Tensor | None) -> None:
+    def _write_outside(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         self._runner.check_between_runs("a gradient")
         everybody = range(len(variable.targets))
         copied = None if value is None else _copy_at(value.detach(), variable.targets[0].device)
@@ -164,7 +164,7 @@ class AccessAtHome(Access):
             self._seen[variable] = _Shown(value, copied, copied._version)
 
     def clear(
-        self, variables: Sequence[Variable], targets: Sequence[Sequence[nn.Parameter]]
+        self, variables: Sequence[ReplicatedParam], targets: Sequence[Sequence[nn.Parameter]]
     ) -> bool:
         """Drops reduced gradients, as ``Access.clear``, and home's with them."""
         if not super().clear(variables, targets):
@@ -174,10 +174,10 @@ class AccessAtHome(Access):
                 self._forget_shown(variable)
         return True
 
-    def replaced(self, variable: Variable, known: Tensor, grad: Tensor) -> None:
+    def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
         """Notes nothing: that the gradient is another one is seen at the next look."""
 
-    def forget(self, variable: Variable) -> None:
+    def forget(self, variable: ReplicatedParam) -> None:
         """Drops what there is of a variable that is gone; takes no lock."""
         self._seen.pop(variable, None)
         super().forget(variable)

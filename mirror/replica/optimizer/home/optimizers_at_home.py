@@ -1,4 +1,4 @@
-"""OptimizersAtHome: what steps take from the replicas, and give them. See [Note: Home]."""
+"""CentralOptimizers: what steps take from the replicas, and give them. See [Note: Home]."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from torch import Tensor
 
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
-from mirror.replica.copies.home.home_variable import HomeVariable
-from mirror.replica.gradients.home.access import AccessAtHome
-from mirror.replica.optimizer.groups import Parameters
-from mirror.replica.optimizer.optimizers import Optimizers
+from mirror.replica.copies.home.home_variable import CentralParam
+from mirror.replica.gradients.home.access import CentralAccess
+from mirror.replica.optimizer.groups import ParamGroupsView
+from mirror.replica.optimizer.optimizers import OptimizerRegistry
 
 
-class OptimizersAtHome(Optimizers):
+class CentralOptimizers(OptimizerRegistry):
     """The optimizers over parameters that live at home, where they step once for all replicas."""
 
-    def __init__(self, replicas: Replicas, runner: Runner, gradients: AccessAtHome) -> None:
+    def __init__(self, replicas: Replicas, runner: Runner, gradients: CentralAccess) -> None:
         super().__init__(replicas, runner, gradients)
         self._access = gradients
 
     @torch.no_grad()
-    def gather(self, parameters: Parameters, leader: int) -> None:
+    def gather(self, parameters: ParamGroupsView, leader: int) -> None:
         """Gives home what a step needs: gradients, and values that replicas have changed."""
-        for variable in cast("list[HomeVariable]", parameters.variables):
+        for variable in cast("list[CentralParam]", parameters.variables):
             if variable.has_changed_in_run(leader):
                 variable.take(leader)
             self._access.fetch(variable, leader)
 
     @torch.no_grad()
-    def spread(self, parameters: Parameters) -> None:
+    def spread(self, parameters: ParamGroupsView) -> None:
         """Gives all replicas the values that a step has left at home."""
         moved = [
             variable
-            for variable in cast("list[HomeVariable]", parameters.variables)
+            for variable in cast("list[CentralParam]", parameters.variables)
             if variable.home.grad is not None or variable.changed()
         ]
         homes: list[Tensor] = [variable.home for variable in moved]

@@ -97,7 +97,7 @@ class RayClient:
         arrays = [as_array(buffer) for buffer in buffers]
         future = RayFuture(self, None, into)
         try:
-            handle = self._found()
+            handle = self._find()
             ref = handle.answer.remote(method, header, *arrays)
         except (RayActorError, ValueError) as error:
             self.lost()
@@ -112,7 +112,7 @@ class RayClient:
         """Notes that the actor has ended: the next call looks for its successor."""
         self._handle = None
 
-    def _found(self) -> Any:
+    def _find(self) -> Any:
         if self._handle is None:
             self._handle = ray.get_actor(self._address["actor"], namespace=NAMESPACE)
         return self._handle

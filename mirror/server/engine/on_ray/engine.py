@@ -23,16 +23,16 @@ from mirror.server.engine.actor_process import role as role_of
 from mirror.server.engine.link import remote_error
 from mirror.server.engine.on_ray.begin import NAMESPACE, begin_here
 from mirror.server.engine.on_ray.client import RayClient, first_line
-from mirror.server.engine.on_ray.host import Host, as_json
+from mirror.server.engine.on_ray.host import RoleActor, as_json
 from mirror.server.engine.on_ray.places import place_of
 from mirror.server.engine.protocol import ActorDied, Address, Header, WireError
-from mirror.server.engine.starting import StartingEngine
+from mirror.server.engine.starting import BaseEngine
 
 _NAME_SECONDS = 30.0  # until a name whose actor has ended is free again
 _LOOK_SECONDS = 1.0
 
 
-class RayEngine(StartingEngine["RayActor"]):
+class RayEngine(BaseEngine["RayActor"]):
     """Starts actors on the cluster that this program is connected to, or on this machine alone.
 
     Args:
@@ -55,7 +55,7 @@ class RayEngine(StartingEngine["RayActor"]):
         self._numbers = count()
         threading.Thread(target=self._watch, name="actors of Ray", daemon=True).start()
 
-    def _made(self, name: str, role: str, init: Header) -> RayActor:
+    def _make(self, name: str, role: str, init: Header) -> RayActor:
         return RayActor(name, self.id, next(self._numbers), role, init, self._num_cpus)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class RayActor(RayClient):
                 ) from None
             if kind == "raised":
                 raise remote_error(header, buffers)
-            self.stays = handle.stay.options(concurrency_group="watched").remote()
+            self.stays = handle.block_forever.options(concurrency_group="watched").remote()
             self._died.clear()
 
     def lost(self) -> None:
@@ -159,7 +159,7 @@ class RayActor(RayClient):
 
     def _created(self) -> Any:
         is_concurrent = _is_concurrent(self._role)
-        host = ray.remote(concurrency_groups={"watched": 1})(Host).options(
+        host = ray.remote(concurrency_groups={"watched": 1})(RoleActor).options(
             name=self._address["actor"],
             namespace=NAMESPACE,
             num_cpus=self._num_cpus,

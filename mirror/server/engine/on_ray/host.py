@@ -11,14 +11,14 @@ import ray
 from mirror.server.engine.actor_process import role as role_of
 from mirror.server.engine.frames import as_array
 from mirror.server.engine.protocol import Array, Header, WireError
-from mirror.server.engine.service import method_of, returned, told
+from mirror.server.engine.service import method_of, encode_result, encode_error
 
 ONCE = "once"
 LARGE = 64 << 10
 """From how many bytes on buffers are put where others find them; fewer come with the answer."""
 
 
-class Host:
+class RoleActor:
     """What Ray runs: an object of a role."""
 
     def __init__(self, name: str) -> None:
@@ -34,17 +34,17 @@ class Host:
         try:
             self._target = role_of(role)(**init)
         except BaseException as error:
-            return ("raised", *told(error))
+            return ("raised", *encode_error(error))
         return "answer", {}, []
 
     def answer(self, method: str, header: Header, *buffers: Any) -> tuple[str, Header, list[Any]]:
         """Calls a method; returns what came of it, and whether these are refs of the buffers."""
         try:
-            found, arrays = returned(method_of(self._target, method)(header, list(buffers)))
+            found, arrays = encode_result(method_of(self._target, method)(header, list(buffers)))
             found = as_json(found)
             sent: list[Array] = [as_array(buffer) for buffer in arrays]
         except BaseException as error:
-            return ("raised", *told(error))
+            return ("raised", *encode_error(error))
         if ONCE not in found or sum(array.nbytes for array in sent) < LARGE:
             return "answer", found, sent
         known = self._put.get(method)
@@ -52,7 +52,7 @@ class Host:
             known = self._put[method] = found[ONCE], [ray.put(array) for array in sent]
         return "refs", found, known[1]
 
-    def stay(self) -> None:
+    def block_forever(self) -> None:
         """Never returns: who waits for it hears when the process has ended."""
         threading.Event().wait()
 

@@ -14,11 +14,11 @@ from time import monotonic
 from typing import Any
 
 from mirror.server.engine.actor_process import receive_words, send_words
-from mirror.server.engine.connect import SocketClient, know
-from mirror.server.engine.handshake import ACTOR_SECONDS, SEAT, introduce, notice_silence
-from mirror.server.engine.link import Pending, remote_error
+from mirror.server.engine.connect import SocketClient, register_key
+from mirror.server.engine.handshake import ACTOR_SECONDS, SEAT, authenticate, notice_silence
+from mirror.server.engine.link import Reply, remote_error
 from mirror.server.engine.protocol import ActorDied, Address, Array, Header, Sendable, WireError
-from mirror.server.engine.starting import StartingEngine
+from mirror.server.engine.starting import BaseEngine
 
 _NEWS_SECONDS = 1.0
 _AGAIN_SECONDS = 0.2
@@ -29,7 +29,7 @@ _Answers = queue.SimpleQueue["dict[str, Any] | None"]
 _logger = logging.getLogger("mirror")
 
 
-class SeatEngine(StartingEngine["SeatActor"]):
+class AgentEngine(BaseEngine["AgentActor"]):
     """Starts actors where a ``Seat`` listens for each.
 
     Args:
@@ -48,14 +48,14 @@ class SeatEngine(StartingEngine["SeatActor"]):
         self.id = secrets.token_hex(8)
         self._addresses, self._key, self._timeout = dict(addresses), key, timeout_seconds
         self._ends = weakref.finalize(self, _end_all, self._actors)
-        know(self.id, key)
+        register_key(self.id, key)
 
-    def _made(self, name: str, role: str, init: Header) -> SeatActor:
+    def _make(self, name: str, role: str, init: Header) -> AgentActor:
         if name not in self._addresses:
             raise WireError(f"there is no seat for {name}; there are {', '.join(self._addresses)}")
         host, port = self._addresses[name]
         address = {"engine": "process", "id": self.id, "name": name, "host": host, "port": port}
-        return SeatActor(address, self._key, {"role": role, "init": init}, self._timeout)
+        return AgentActor(address, self._key, {"role": role, "init": init}, self._timeout)
 
     def close(self) -> None:
         """See ``Engine``; the seats are free then."""
@@ -63,13 +63,13 @@ class SeatEngine(StartingEngine["SeatActor"]):
         self._ends()
 
 
-def _end_all(actors: list[SeatActor]) -> None:
+def _end_all(actors: list[AgentActor]) -> None:
     for actor in actors:
         actor.end()
     actors.clear()
 
 
-class SeatActor:
+class AgentActor:
     """An actor on a seat, as who has started it holds it."""
 
     def __init__(
@@ -105,7 +105,7 @@ class SeatActor:
         buffers: Sequence[Sendable] = (),
         *,
         into: Sequence[Array] | None = None,
-    ) -> Pending:
+    ) -> Reply:
         """See ``Client``."""
         return self._client.call(method, header, buffers, into=into)
 
@@ -132,7 +132,7 @@ class SeatActor:
         """See ``Actor``; waits until somebody serves at the address."""
         with self._lock:
             self.kill()
-            self._client.part(ActorDied(self.name))
+            self._client.disconnect(ActorDied(self.name))
             deadline = monotonic() + self._timeout
             answer = None
             while answer is None:
@@ -156,7 +156,7 @@ class SeatActor:
         if tether is not None:
             with contextlib.suppress(OSError):
                 tether.shutdown(socket.SHUT_RDWR)
-        self._client.part(ActorDied(self.name))
+        self._client.disconnect(ActorDied(self.name))
         self._died.set()
 
     def _check_open(self) -> None:
@@ -167,16 +167,18 @@ class SeatActor:
         """Asks the seat for the actor; ``None`` if the seat has gone meanwhile."""
         tether = self._tether
         if tether is None:
-            self._tether = tether = self._taken(deadline)
+            self._tether = tether = self._acquire(deadline)
             self._answers = queue.SimpleQueue()
             hearing = [tether, self._answers]
-            threading.Thread(target=self._hear, args=hearing, name=self.name, daemon=True).start()
+            threading.Thread(
+                target=self._receive, args=hearing, name=self.name, daemon=True
+            ).start()
         self._ended_pid = 0
         with contextlib.suppress(OSError):  # the thread hears of it, too
             send_words(tether, {"start": self._asked})
         return self._answers.get()
 
-    def _taken(self, deadline: float) -> socket.socket:
+    def _acquire(self, deadline: float) -> socket.socket:
         """Connects to the seat, as soon as there is one, and it is free."""
         begun, is_told = monotonic(), False
         where = f"{self._where[0]}:{self._where[1]}"
@@ -184,7 +186,7 @@ class SeatActor:
             try:
                 sock = socket.create_connection(self._where, timeout=ACTOR_SECONDS)
                 try:
-                    introduce(sock, self._key, SEAT)
+                    authenticate(sock, self._key, SEAT)
                     sock.setblocking(True)
                     notice_silence(sock)
                     return sock
@@ -207,7 +209,7 @@ class SeatActor:
             if self._is_ended.wait(_AGAIN_SECONDS):
                 self._check_open()
 
-    def _hear(self, tether: socket.socket, answers: _Answers) -> None:
+    def _receive(self, tether: socket.socket, answers: _Answers) -> None:
         while True:
             try:
                 message = receive_words(tether)
@@ -231,7 +233,7 @@ class SeatActor:
                 return
             self._died.set()
             callbacks = [] if self._is_ended.is_set() else list(self._callbacks)
-        self._client.part(ActorDied(self.name))
+        self._client.disconnect(ActorDied(self.name))
         for callback in callbacks:
             threading.Thread(target=callback, daemon=True).start()
 

@@ -21,14 +21,14 @@ import threading
 from typing import Any
 
 from mirror.errors import ActorDied, RemoteError, WireError
-from mirror.server.engine.actor_process import bound, listening, receive_words, send_words
-from mirror.server.engine.handshake import SEAT, notice_silence, welcome
-from mirror.server.engine.nursery import nursery
+from mirror.server.engine.actor_process import bind, listening, receive_words, send_words
+from mirror.server.engine.handshake import SEAT, notice_silence, accept
+from mirror.server.engine.nursery import fork_server
 from mirror.server.engine.processes import ProcessActor
-from mirror.server.engine.service import told
+from mirror.server.engine.service import encode_error
 
 
-class Seat:
+class NodeAgent:
     """Serves programs that have the key, one after another, until it is closed.
 
     Args:
@@ -37,12 +37,12 @@ class Seat:
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
         self._host, self._key = host, key
-        self._kept = bound(host, port)  # the port, while an actor listens there, or nobody
+        self._kept = bind(host, port)  # the port, while an actor listens there, or nobody
         self.port: int = self._kept.getsockname()[1]
         self._listener = listening(host, self.port)
         self._owner: socket.socket | None = None
         self._closing = threading.Event()
-        nursery()  # begins to import torch
+        fork_server()  # begins to import torch
         self._thread = threading.Thread(target=self._serve, name="seat", daemon=True)
         self._thread.start()
 
@@ -82,7 +82,7 @@ class Seat:
             except OSError:
                 return None
             try:
-                welcome(sock, self._key, SEAT)
+                accept(sock, self._key, SEAT)
                 sock.setblocking(True)
                 notice_silence(sock)
                 return sock
@@ -101,7 +101,7 @@ def _belong_to(owner: socket.socket, host: str, port: int, key: bytes) -> None:
             send_words(owner, message)
 
     try:
-        while (message := _heard(owner)) is not None:
+        while (message := _receive(owner)) is not None:
             if "start" in message:
                 if actor is not None:
                     actor.end()
@@ -117,7 +117,7 @@ def _belong_to(owner: socket.socket, host: str, port: int, key: bytes) -> None:
             actor.end()
 
 
-def _heard(owner: socket.socket) -> dict[str, Any] | None:
+def _receive(owner: socket.socket) -> dict[str, Any] | None:
     try:
         return receive_words(owner)
     except OSError:  # it has said nothing for long
@@ -134,7 +134,7 @@ def _started(actor: ProcessActor, tell: Any) -> dict[str, Any]:
             "message": error.message,
             "traceback": error.traceback,
         }
-        pickled = [] if error.original is None else told(error.original)[1]
+        pickled = [] if error.original is None else encode_error(error.original)[1]
         return {"failed": content, "pickle": [text.hex() for text in pickled]}
     except (ActorDied, OSError) as error:
         return {"died": str(error)}

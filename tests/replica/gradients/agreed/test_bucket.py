@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica.copies.variables import variable_of
-from mirror.replica.gradients.agreed.bucket import Bucket
+from mirror.replica.copies.variables import param_of
+from mirror.replica.gradients.agreed.bucket import WorkerBucket
 
 
 @pytest.fixture
@@ -15,8 +15,8 @@ def bucket_of():
 
         def make(tensors, wire=None):
             module = strategy.mirror(nn.ParameterList([nn.Parameter(t) for t in tensors]))
-            variables = [variable_of(p) for p in module.parameters()]
-            return Bucket(variables, wire, strategy.devices, on_host=True), module
+            variables = [param_of(p) for p in module.parameters()]
+            return WorkerBucket(variables, wire, strategy.devices, on_host=True), module
 
         yield make
 
@@ -69,7 +69,7 @@ def test_what_travels_may_be_coarser(bucket_of):
 
 def test_a_variable_that_is_gone_keeps_its_place(bucket_of):
     bucket, module = bucket_of([torch.zeros(3), torch.zeros(2)])
-    bucket.forget(variable_of(module[0]))
+    bucket.forget(param_of(module[0]))
     assert bucket.variables[0] is None
     assert [copy.grad is None for copy in bucket.copies[1][:1]] == [True]
     assert bucket.zeros(0, torch.device("cpu")).shape == (3,)

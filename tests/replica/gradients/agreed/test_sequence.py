@@ -5,27 +5,27 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.comm.workers.alone import Alone
+from mirror.comm.workers.alone import LocalWorkerGroup
 from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.copies.variables import variable_of
-from mirror.replica.gradients.agreed.sequence import BucketSequence, agree
+from mirror.replica.copies.variables import param_of
+from mirror.replica.gradients.agreed.sequence import BucketOrder, agree
 
 
 @pytest.fixture
 def variables():
     with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
         module = strategy.mirror(nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(4)]))
-        yield [variable_of(p) for p in module.parameters()]
+        yield [param_of(p) for p in module.parameters()]
 
 
 def sequence_of(variables, sparse=(), bytes_per_pack=64):
     replicas = variables[0].replicas
     reducer = Reducer(replicas, bytes_per_pack, None)
-    return BucketSequence(variables, sparse, 7, reducer, replicas.devices)
+    return BucketOrder(variables, sparse, 7, reducer, replicas.devices)
 
 
 def test_the_order_is_that_of_arrival_then_that_of_registration_from_the_last(variables):
-    workers = Alone(2)
+    workers = LocalWorkerGroup(2)
     order, sparse = agree(workers, variables, [variables[1]], 5.0)
     assert [variables.index(v) for v in order] == [1, 3, 2, 0]
     assert sparse == []
@@ -33,7 +33,7 @@ def test_the_order_is_that_of_arrival_then_that_of_registration_from_the_last(va
 
 
 def test_a_reference_is_never_nothing(variables):
-    workers = Alone(2)
+    workers = LocalWorkerGroup(2)
     agree(workers, variables, [], 0.0)
     assert workers.reference == 2.0
 

@@ -10,10 +10,10 @@ import pytest
 from mirror.server.engine import connect as connecting
 from mirror.server.engine.actor_process import listening
 from mirror.server.engine.connect import connect
-from mirror.server.engine.handshake import SEAT, new_key, welcome
+from mirror.server.engine.handshake import SEAT, new_key, accept
 from mirror.server.engine.protocol import ActorDied, WireError
-from mirror.server.engine.seats.engine import SeatEngine
-from mirror.server.engine.seats.seat import Seat
+from mirror.server.engine.seats.engine import AgentEngine
+from mirror.server.engine.seats.seat import NodeAgent
 from tests.server.engine.conftest import ECHO
 
 KEY = new_key()
@@ -42,7 +42,7 @@ def stranger(*replies):
 
 
 def engine_at(where, key=KEY, timeout_seconds=0.0):
-    return SeatEngine({"one": where}, key, timeout_seconds)
+    return AgentEngine({"one": where}, key, timeout_seconds)
 
 
 def test_where_nobody_serves_what_to_do_is_said():
@@ -63,7 +63,7 @@ def test_a_name_without_an_address_is_refused():
 
 def test_another_key_is_told_at_once():
     with (
-        stranger(lambda sock: welcome(sock, new_key(), SEAT)) as where,
+        stranger(lambda sock: accept(sock, new_key(), SEAT)) as where,
         engine_at(where, timeout_seconds=60) as engine,
         pytest.raises(WireError, match=r"one at 127\.0\.0\.1:.*another key"),
     ):
@@ -72,7 +72,7 @@ def test_another_key_is_told_at_once():
 
 def test_who_serves_another_program_is_waited_for():
     with (
-        stranger(lambda sock: welcome(sock, KEY)) as where,
+        stranger(lambda sock: accept(sock, KEY)) as where,
         engine_at(where) as engine,
         pytest.raises(ActorDied, match="it serves another program"),
     ):
@@ -81,7 +81,7 @@ def test_who_serves_another_program_is_waited_for():
 
 def test_a_seat_that_goes_while_it_is_asked_is_looked_for_again():
     with (
-        stranger(*[lambda sock: welcome(sock, KEY, SEAT)] * 2) as where,
+        stranger(*[lambda sock: accept(sock, KEY, SEAT)] * 2) as where,
         engine_at(where, timeout_seconds=0.1) as engine,
         pytest.raises((ActorDied, WireError)),
     ):
@@ -90,7 +90,7 @@ def test_a_seat_that_goes_while_it_is_asked_is_looked_for_again():
 
 def test_a_seat_without_an_actor_is_one_that_has_ended(monkeypatch):
     monkeypatch.setitem(connecting._keys, "id", KEY)
-    with stranger(lambda sock: welcome(sock, KEY, SEAT)) as (host, port):
+    with stranger(lambda sock: accept(sock, KEY, SEAT)) as (host, port):
         client = connect(
             {"engine": "process", "id": "id", "name": "one", "host": host, "port": port}
         )
@@ -121,7 +121,7 @@ def test_a_client_that_waits_for_a_seat_goes_with_its_engine():
 
 @pytest.mark.slow  # a fork server
 def test_a_seat_serves_one_program_after_another():
-    seat = Seat("127.0.0.1", 0, KEY)
+    seat = NodeAgent("127.0.0.1", 0, KEY)
     where = ("127.0.0.1", seat.port)
     with socket.create_connection(where) as junk:
         junk.sendall(b"no client of ours" * 9)
@@ -146,7 +146,7 @@ def test_a_seat_serves_one_program_after_another():
     assert not actor.alive
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(where)
-    seat = Seat(*where, KEY)
+    seat = NodeAgent(*where, KEY)
     actor.restart()
     assert actor.call("told").result()[0]["init"] == {"number": 2}
     later.close()
