@@ -108,7 +108,7 @@ core:
 
 core-here: $(VENV)/core.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizer \
-	    tests/compiler tests/test_torch_private.py
+	    tests/compiler tests/base/test_torch_private.py
 
 # Not part of make test: jax and a pre-release of torchax, whose import changes torch.
 tpu:
@@ -116,7 +116,7 @@ tpu:
 
 tpu-here: $(VENV)/tpu.stamp
 	$(PIP) pytest
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu tests/accelerator/test_tpu_library.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu tests/integrations/tpu/test_torchax_library.py
 
 clean:
 	rm -rf $(VENV) .venv-tpu .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

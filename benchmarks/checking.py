@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mirror import comm
-from mirror.comm import choose
+from mirror.comm import registry
 from mirror.devices import synchronize
 
 LATE_CYCLES = 200_000_000
@@ -24,7 +24,7 @@ def created(name: str, devices: tuple[torch.device, ...], **options: object) -> 
     Raises:
         Skipped: the backend does not serve the devices, for a reason other than a failed test.
     """
-    kind = choose.known(name)
+    kind = registry.known(name)
     reason = None if kind is None else kind.unavailable_reason(devices)
     if reason is not None:
         raise Skipped(reason)

@@ -30,8 +30,8 @@ import mirror
 from mirror import comm
 from mirror.comm import self_test
 from mirror.devices import num_cuda_devices, resolve
-from mirror.doctor.doctor import diagnose
 from mirror.errors import DeviceError
+from mirror.tools.doctor.diagnosis import diagnose
 
 REPLICAS = (1, 2, 4, 8)
 KERNELS = ("direct", "ring", "hierarchical")

@@ -18,7 +18,7 @@ from timing import interleaved
 from torch import nn
 
 import mirror
-from mirror.steps.running.captures import Captures
+from mirror.compiler.runtime.cuda_graphs import Captures
 
 Check = Callable[[], str]
 Devices = tuple[torch.device, ...]
@@ -96,7 +96,7 @@ def is_captured(devices: Devices) -> str:
         counts[0] += 1
         return capture(*args)  # type: ignore[arg-type]
 
-    logging.getLogger("mirror.steps").addHandler(told)
+    logging.getLogger("mirror.compiler").addHandler(told)
     Captures._capture = counted  # type: ignore[method-assign, assignment]
     try:
         plain, compiled = _Training(devices, None), _Training(devices, "auto")
@@ -104,7 +104,7 @@ def is_captured(devices: Devices) -> str:
             one.train(10)
     finally:
         Captures._capture = capture  # type: ignore[method-assign]
-        logging.getLogger("mirror.steps").removeHandler(told)
+        logging.getLogger("mirror.compiler").removeHandler(told)
     if told.texts:
         raise AssertionError("; ".join(told.texts))
     wanted = (1 if len(devices) == 1 else 2) * len(set(devices))

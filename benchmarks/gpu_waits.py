@@ -17,10 +17,10 @@ import torch
 from checking import LATE_CYCLES, Skipped, created, settle
 from timing import seconds_of
 
-from mirror.comm import choose, trials
+from mirror.comm import registry, subprocess_probe
 from mirror.comm.nccl.libnccl import NcclLibrary
-from mirror.comm.nccl.nccl import NcclCommunicator
-from mirror.comm.verdicts import FOLDER_VARIABLE
+from mirror.comm.nccl.nccl_backend import NcclCommunicator
+from mirror.comm.probe_cache import FOLDER_VARIABLE
 
 Devices = tuple[torch.device, ...]
 Check = Callable[[], str]
@@ -57,15 +57,15 @@ def wait_checks(device: torch.device, everything: Devices) -> Iterator[tuple[str
 
 def goes_first(name: str, devices: Devices) -> str:
     """A process of its own tries a backend, and finds nothing."""
-    kind = choose.known(name)
+    kind = registry.known(name)
     assert kind is not None, name
     unavailable = kind.unavailable_reason(devices)
     if unavailable is not None:
         raise Skipped(unavailable)
     start = perf_counter()
     try:
-        reason = trials.ask(kind, devices)
-    except trials.Untried as untried:
+        reason = subprocess_probe.ask(kind, devices)
+    except subprocess_probe.Untried as untried:
         raise AssertionError(f"no process could try it: {untried}") from None
     assert reason is None, reason
     return f"{perf_counter() - start:.1f} s"
@@ -73,14 +73,14 @@ def goes_first(name: str, devices: Devices) -> str:
 
 def is_killed(devices: Devices) -> str:
     """A process whose kernel never ends is killed at its deadline, and the GPU serves on."""
-    kind = choose.known("direct")
+    kind = registry.known("direct")
     assert kind is not None
     start = perf_counter()
     with (
-        mock.patch.object(trials, "PROBE", ("-c", _HANGS)),
-        mock.patch.dict(trials._SECONDS, prepared=HANG_SECONDS),
+        mock.patch.object(subprocess_probe, "PROBE", ("-c", _HANGS)),
+        mock.patch.dict(subprocess_probe._SECONDS, prepared=HANG_SECONDS),
     ):
-        reason = trials.ask(kind, devices)
+        reason = subprocess_probe.ask(kind, devices)
     seconds = perf_counter() - start
     assert reason is not None, "it was not found out"
     assert "hung, and was killed" in reason, reason
@@ -92,7 +92,7 @@ def is_killed(devices: Devices) -> str:
 
 def is_remembered(devices: Devices) -> str:
     """What a process has found is not tried again by the next one."""
-    kind = choose.known("direct")
+    kind = registry.known("direct")
     assert kind is not None
     unavailable = kind.unavailable_reason(devices)
     if unavailable is not None:
@@ -103,8 +103,8 @@ def is_remembered(devices: Devices) -> str:
         mock.patch.dict(os.environ, {FOLDER_VARIABLE: folder}),
     ):
         for _ in range(2):
-            with mock.patch.object(trials, "_found", {}):  # as in a process of its own
-                took.append(seconds_of(partial(trials.disproof, kind, devices)))
+            with mock.patch.object(subprocess_probe, "_found", {}):  # as in a process of its own
+                took.append(seconds_of(partial(subprocess_probe.disproof, kind, devices)))
     assert took[1] < took[0] / 10, f"the first took {took[0]:.2f} s, the second {took[1]:.2f}"
     return f"{took[0]:.1f} s, then {1e3 * took[1]:.1f} ms"
 

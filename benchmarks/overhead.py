@@ -22,8 +22,8 @@ from timing import Samples, interleaved
 from torch import nn
 
 import mirror
-from mirror.concurrency.lockstep import Lockstep
-from mirror.concurrency.merge_point import MergePoint
+from mirror.threads.lockstep import Lockstep
+from mirror.threads.merge_point import MergePoint
 
 MERGES = 400
 ACCESSES = 20_000

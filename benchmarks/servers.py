@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.server.engine.choose import make_engine
-from mirror.server.engine.protocol import Actor
+from mirror.server.engine.engine_types import Actor
+from mirror.server.engine.make_engine import make_engine
 
 ROLE = "servers:Values"  # sys.path of a program begins with its folder
 NUM_BYTES = 10_000_000

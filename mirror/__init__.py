@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from mirror import amp, comm, data, metrics, nn, train
-from mirror.data.distributed.distribute import DistributedDataset
-from mirror.data.options import InputContext, InputOptions
+from mirror.base.migration_hints import names_of
+from mirror.data.distributed_dataset import DistributedDataset
+from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import (
     BackendError,
     BatchError,
@@ -24,30 +25,29 @@ from mirror.errors import (
     StructureError,
     WorkerLostError,
 )
-from mirror.pictures.trace import Trace
-from mirror.replica.collectives.reduction import ReduceOp
+from mirror.integrations.tpu.tpu_strategy import TPUStrategy
+from mirror.replica.collectives.reduce_ops import ReduceOp
 from mirror.server.roles.coordinator import ClusterCoordinator
-from mirror.signposts import names_of
-from mirror.strategy.current import (
+from mirror.strategy.central_storage import CentralStorageStrategy
+from mirror.strategy.current_strategy import (
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
 from mirror.strategy.inspection import is_mirrored, set_aggregation
-from mirror.strategy.kinds.central_storage import CentralStorageStrategy
-from mirror.strategy.kinds.multi_worker import MultiWorkerMirroredStrategy
-from mirror.strategy.kinds.one_device import OneDeviceStrategy
-from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
 from mirror.strategy.mirrored import MirroredStrategy
-from mirror.strategy.options import CommunicationOptions, Guards
+from mirror.strategy.multi_worker import MultiWorkerMirroredStrategy
+from mirror.strategy.one_device import OneDeviceStrategy
+from mirror.strategy.parameter_server import ParameterServerStrategy
 from mirror.strategy.replica_context import ReplicaContext
-from mirror.tpu.strategy.strategy import TPUStrategy
+from mirror.strategy.strategy_options import CommunicationOptions, Guards
+from mirror.tools.planning.plan import plan
 from mirror.train.checkpoint.checkpoint import Checkpoint
 from mirror.train.checkpoint.manager import CheckpointManager
 from mirror.train.checkpoint.preemption import PreemptionCheckpointHandler
-from mirror.train.planning.plan import plan
 from mirror.values import PerReplica
+from mirror.viewer.trace_file import Trace
 
 __version__ = "0.1.0"
 

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mirror.replica.optimizer.grad_scaler import GradScaler
-from mirror.signposts import names_of
+from mirror.base.migration_hints import names_of
+from mirror.replica.optimizers.grad_scaler import GradScaler
 
 __all__ = ["GradScaler"]
 

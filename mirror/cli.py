@@ -97,7 +97,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from mirror.doctor.doctor import diagnose
+    from mirror.tools.doctor.diagnosis import diagnose
 
     found = diagnose(args.devices, lambda line: print(line, file=sys.stderr, flush=True))
     print(found.to_json() if args.json else found.to_text())
@@ -170,14 +170,14 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from mirror.train.checkpoint.show import describe_checkpoint
+    from mirror.train.checkpoint.describe_checkpoint import describe_checkpoint
 
     print(describe_checkpoint(args.path, verify=args.verify))
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from mirror.train.checkpoint.show import export_checkpoint
+    from mirror.train.checkpoint.describe_checkpoint import export_checkpoint
 
     export_checkpoint(args.path, args.to)
     return 0
@@ -214,7 +214,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from mirror.train.demo import DemoOptions, run_demo
+    from mirror.tools.demo import DemoOptions, run_demo
 
     run_demo(
         DemoOptions(
@@ -263,8 +263,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mirror.train.planning.command import make_plan, table_of_links
-    from mirror.train.planning.published import table_of_checks
+    from mirror.tools.planning.plan_command import make_plan, table_of_links
+    from mirror.tools.planning.published_figures import table_of_checks
 
     if args.links or args.check:
         tables = [table_of_links()] * args.links + [table_of_checks()] * args.check

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mirror.base.migration_hints import names_of
 from mirror.errors import short_repr
-from mirror.signposts import names_of
 from mirror.values import PerReplica, map_structure
 
 

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from mirror.base.migration_hints import names_of
 from mirror.replica.layers.losses import compute_average_loss, scale_regularization_loss
-from mirror.replica.layers.normalization import SyncBatchNorm, convert_sync_batchnorm
-from mirror.signposts import names_of
+from mirror.replica.layers.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     "SyncBatchNorm",

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from mirror import cli, torch_private
-from mirror.execution.current import current
-from mirror.torch_private import (
+from mirror import cli
+from mirror.base import torch_private
+from mirror.base.torch_private import (
     NEWEST_TORCH,
     OLDEST_TORCH,
     PYTHON_RANGE,
     TORCH_RANGE,
     range_warnings,
 )
+from mirror.run.current_replica import current
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from mirror.torch_private import wrap_once
+from mirror.base.torch_private import wrap_once
 
 
 class Base:

@@ -1,4 +1,4 @@
-// Collectives over replicas in host memory, with a C ABI for ctypes: mirror/comm/host/host.py.
+// Collectives over replicas in host memory, with a C ABI for ctypes: mirror/comm/host/host_backend.py.
 //
 //   traffic       all-reduce: n * bytes read and n * bytes written, the least there is
 //   best for      every size: small messages stay in the calling thread, large ones are shared

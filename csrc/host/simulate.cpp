@@ -22,7 +22,7 @@ using Any = Known<0, 0, kAnyOp>;
 // The same where partial sums are rounded, which makes a difference for half types alone.
 using Rounding = Known<0, 0, kAnyOp, true>;
 
-// In the order of mirror.comm.base.DTYPES. A race detector's program compiles in a fraction of the
+// In the order of mirror.comm.communicator.DTYPES. A race detector's program compiles in a fraction of the
 // time with one type.
 #ifdef MIRROR_ONLY_INT32
 #define FOR_EACH_ELEMENT(name)                                                      \

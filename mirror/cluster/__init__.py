@@ -11,6 +11,7 @@ What a launcher says wrong, or not at all, is a ``ClusterError`` that names the 
 
 from typing import TYPE_CHECKING
 
+from mirror.base.migration_hints import names_of
 from mirror.cluster.kubernetes import KubernetesResolver
 from mirror.cluster.rendezvous import Rendezvous
 from mirror.cluster.resolver import ClusterResolver
@@ -20,7 +21,6 @@ from mirror.cluster.spec import ClusterSpec
 from mirror.cluster.tf_config import TFConfigResolver
 from mirror.cluster.torchrun import TorchrunResolver
 from mirror.errors import ClusterError
-from mirror.signposts import names_of
 
 __all__ = [
     "ClusterError",

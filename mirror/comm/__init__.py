@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from mirror.comm.base import Communicator
-from mirror.comm.choose import available, create, register, unavailable_reason
-from mirror.comm.host import host, naive  # noqa: F401  they register
-from mirror.comm.kernels import direct, hierarchical, ring  # noqa: F401  they register
-from mirror.comm.nccl import nccl  # noqa: F401  they register
-from mirror.signposts import names_of
+from mirror.base.migration_hints import names_of
+from mirror.comm.communicator import Communicator
+from mirror.comm.host import host_backend, naive_backend  # noqa: F401  they register
+from mirror.comm.kernels import direct_backend, hierarchical_backend, ring_backend  # noqa: F401  they register
+from mirror.comm.nccl import nccl_backend  # noqa: F401  they register
+from mirror.comm.registry import available, create, register, unavailable_reason
 
 __all__ = ["Communicator", "available", "create", "register", "unavailable_reason"]
 

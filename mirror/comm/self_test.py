@@ -8,8 +8,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mirror.comm.base import DTYPES, OPS, Communicator
-from mirror.comm.trials import unsafe_reason
+from mirror.comm.communicator import DTYPES, OPS, Communicator
+from mirror.comm.subprocess_probe import unsafe_reason
 from mirror.devices import is_simulated, synchronize
 from mirror.errors import BackendError
 

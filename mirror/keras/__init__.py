@@ -1,7 +1,7 @@
 """Layers of Keras for mirrored models: the names of ``mirror.keras``. Imports Keras."""
 
 try:
-    from mirror.replica.keras.normalization import SyncBatchNormalization
+    from mirror.replica.keras.keras_normalization import SyncBatchNormalization
 except ModuleNotFoundError as error:  # Keras, or another library that it would compute with
     raise ModuleNotFoundError(
         f"{error}; mirror.keras takes Keras over torch: pip install 'mirror-strategy[keras]', and "

@@ -28,8 +28,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from mirror.errors import StrategyError
-from mirror.strategy.base import Strategy
 from mirror.strategy.mirrored import MirroredStrategy as _MirroredStrategy
+from mirror.strategy.strategy_base import Strategy
 
 
 class MirroredStrategy(OfTrainer, OfFabric):  # type: ignore[misc]

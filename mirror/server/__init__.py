@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+from mirror.base.migration_hints import names_of
 from mirror.server.partitioners import FixedShards, MaxSize, MinSize
 from mirror.server.roles.coordinator import ClusterCoordinator
-from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerValues
 from mirror.server.roles.remote_value import RemoteValue
-from mirror.server.roles.serving import Server
-from mirror.signposts import names_of
+from mirror.server.roles.serve import Server
+from mirror.server.roles.worker_datasets import PerWorkerDataset, PerWorkerValues
 
 __all__ = [
     "ClusterCoordinator",

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirror.server.optimizers import rebuild, set_options
-from mirror.server.packing import Bytes, Spec, as_bytes, pack, unpack
-from mirror.server.states import State
-from mirror.server.updates import Update, mean
+from mirror.server.optimizer_messages import State
+from mirror.server.server_optimizers import rebuild, set_options
+from mirror.server.shard_updates import Update, mean
+from mirror.server.tensor_bytes import Bytes, Spec, as_bytes, pack, unpack
 
 Key = tuple[int, int, int]  # step, number of the push in it, attempt
 Commit = dict[str, Any]

@@ -6,44 +6,41 @@ import weakref
 
 import torch
 
-import mirror.replica.copies.overrides  # noqa: F401  registers what tensor functions do
-from mirror.accelerator.host_memory import give_back_freed_memory, keep_freed_memory
-from mirror.accelerator.places import DeviceMesh
-from mirror.comm.base import Communicator
-from mirror.comm.workers.alone import LocalWorkerGroup
+import mirror.replica.params.torch_function  # noqa: F401  registers what tensor functions do
+from mirror.comm.communicator import Communicator
+from mirror.comm.workers.worker_group import LocalWorkerGroup
+from mirror.device.device_mesh import DeviceMesh
+from mirror.device.host_memory import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
-from mirror.execution.current import current
-from mirror.execution.every import EveryNSteps
-from mirror.execution.part import LifecycleHooks
-from mirror.execution.parts import AllLifecycleHooks
-from mirror.execution.replicas import Replicas
-from mirror.execution.runner import Runner
-from mirror.execution.saved_draws import watch_saved_draws
-from mirror.replica.collectives.nodes import order
-from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.comparison import ReplicaChecks
-from mirror.replica.copies.assigned import assigned_part
-from mirror.replica.copies.buffers import Buffers
-from mirror.replica.copies.home.home_variables import CentralParams
-from mirror.replica.copies.recorded import PendingModules
-from mirror.replica.copies.registry import MirroredTensors
-from mirror.replica.copies.variables import ReplicatedParams
-from mirror.replica.finite import NonFiniteCheck, stop_watching, watch_only_replica
-from mirror.replica.gradients.access import GradAccess
-from mirror.replica.gradients.agreed.agreed_gradients import MultiWorkerGradients
-from mirror.replica.gradients.gradients import GradReducer
-from mirror.replica.gradients.home.access import CentralAccess, CentralGradReducer
-from mirror.replica.gradients.passes import watch_backward
-from mirror.replica.gradients.plain import UnmirroredParams
-from mirror.replica.modules.modules import ModuleRegistry
-from mirror.replica.modules.own_values import ModuleAttributes
-from mirror.replica.optimizer.home.optimizers_at_home import CentralOptimizers
-from mirror.replica.optimizer.hooks import watch_optimizer_steps
-from mirror.replica.optimizer.optimizers import OptimizerRegistry
-from mirror.replica.workers.comparison import WorkerChecks
-from mirror.replica.workers.first_values import FirstValues
-from mirror.replica.workers.shared_buffers import SharedBuffers
-from mirror.strategy.options import CommunicationOptions, Guards
+from mirror.replica.collectives.autograd_nodes import order
+from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.gradients.backward_interceptor import watch_backward
+from mirror.replica.gradients.central_access import CentralAccess, CentralGradReducer
+from mirror.replica.gradients.grad_access import GradAccess
+from mirror.replica.gradients.grad_reducer import GradReducer
+from mirror.replica.gradients.non_finite import NonFiniteCheck, stop_watching, watch_only_replica
+from mirror.replica.gradients.unmirrored import UnmirroredParams
+from mirror.replica.modules.module_registry import ModuleRegistry
+from mirror.replica.modules.per_replica_values import ModuleAttributes
+from mirror.replica.multi_worker.first_values import FirstValues
+from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
+from mirror.replica.multi_worker.shared_buffers import SharedBuffers
+from mirror.replica.multi_worker.worker_checks import WorkerChecks
+from mirror.replica.optimizers.optimizer_registry import CentralOptimizers, OptimizerRegistry
+from mirror.replica.optimizers.step_hooks import watch_optimizer_steps
+from mirror.replica.params.assignments import assigned_part
+from mirror.replica.params.buffers import Buffers
+from mirror.replica.params.central_param import CentralParams
+from mirror.replica.params.pending_modules import PendingModules
+from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
+from mirror.replica.replica_checks import ReplicaChecks
+from mirror.run.checkpoint_rng import watch_saved_draws
+from mirror.run.current_replica import current
+from mirror.run.every_n_steps import EveryNSteps
+from mirror.run.lifecycle import AllLifecycleHooks, LifecycleHooks
+from mirror.run.replicas import Replicas
+from mirror.run.runner import Runner
+from mirror.strategy.strategy_options import CommunicationOptions, Guards
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError, short_repr
-from mirror.replica.copies.buffer import AGGREGATIONS, MirroredBuffer
-from mirror.replica.modules.dicts import ReplicaDict
+from mirror.replica.modules.module_dicts import ReplicaDict
+from mirror.replica.params.mirrored_buffer import AGGREGATIONS, MirroredBuffer
 from mirror.strategy.group import all_groups
 
 

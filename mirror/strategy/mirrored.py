@@ -7,15 +7,15 @@ from typing import Any, get_args
 
 import torch
 
-from mirror.accelerator.places import DeviceMesh
-from mirror.comm.base import Communicator
-from mirror.comm.workers.alone import LocalWorkerGroup
-from mirror.data.options import or_default
+from mirror.base.migration_hints import call_with_hints, signposted_keywords
+from mirror.comm.communicator import Communicator
+from mirror.comm.workers.worker_group import LocalWorkerGroup
+from mirror.data.input_options import or_default
+from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import is_simulated, resolve_places
-from mirror.signposts import call_with_hints, signposted_keywords
-from mirror.strategy.backend import communicator_at
-from mirror.strategy.base import Strategy
-from mirror.strategy.options import (
+from mirror.strategy.make_communicator import communicator_at
+from mirror.strategy.strategy_base import Strategy
+from mirror.strategy.strategy_options import (
     CommunicationOptions,
     GradientReduction,
     Guards,
@@ -70,7 +70,7 @@ class MirroredStrategy(Strategy):
     meant. ``get_replica_context().devices`` has them for what is none: streams, generators,
     ``torch.cuda.device``. Inputs go to the first device, results come from wherever they are. Each
     GPU is in one place. Layers are placed before the model is first used. Lists of CPUs simulate
-    that: all their positions are the one CPU. See [Note: Places] in ``accelerator/places.py``.
+    that: all their positions are the one CPU. See [Note: Places] in ``device/device_mesh.py``.
 
     Raises:
         DeviceError: a device does not exist, or CPU is mixed with CUDA; of lists, they are of

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from mirror.compiler import disable_dynamo
-from mirror.concurrency.merge_point import MergePoint
-from mirror.execution.current import check_current
-from mirror.execution.replicas import Replica
-from mirror.execution.run import Run
-from mirror.execution.runner import Runner
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.migration_hints import with_hints
+from mirror.base.no_copy import NoCopy
 from mirror.replica.collectives.collectives import all_gather, all_reduce
-from mirror.replica.collectives.reduction import Op
-from mirror.replica.gradients.gradients import GradReducer
-from mirror.signposts import with_hints
-from mirror.strategy.arguments import regroup
-from mirror.uncopied import NoCopy
+from mirror.replica.collectives.reduce_ops import Op
+from mirror.replica.gradients.grad_reducer import GradReducer
+from mirror.run.current_replica import check_current
+from mirror.run.replicas import Replica
+from mirror.run.run_state import Run
+from mirror.run.runner import Runner
+from mirror.strategy.run_arguments import regroup
+from mirror.threads.merge_point import MergePoint
 from mirror.values import select
 
 
@@ -111,7 +111,7 @@ class ReplicaContext(NoCopy):
         """Reduces a structure of tensors over the replicas that take part, in one collective.
 
         Differentiable for sum and mean, as part of the one loss that the replicas have in common;
-        see [Note: Gradients of collectives] in ``mirror/replica/collectives/nodes.py``.
+        see [Note: Gradients of collectives] in ``mirror/replica/collectives/autograd_nodes.py``.
 
         Args:
             op: ``"sum"``, ``"mean"`` (the plain mean), ``"max"``, ``"min"``, ``"prod"``, any case,

@@ -2,15 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from mirror.signposts import names_of
+from mirror.base.migration_hints import names_of
 from mirror.train.loop.hook import Hook
-from mirror.train.loop.plotting import LivePlot
-from mirror.train.loop.saving import SaveEvery
-from mirror.train.loop.showing import LogEvery, ProgressBar
-from mirror.train.loop.state import TrainingState
-from mirror.train.loop.stopping import StopAfter, StopAtStep, StopOnNan
+from mirror.train.loop.hooks import SaveEvery, StopAfter, StopAtStep, StopOnNan
+from mirror.train.loop.live_plot import LivePlot
+from mirror.train.loop.metric_writers import CSVWriter, TensorBoardWriter
+from mirror.train.loop.progress_hooks import LogEvery, ProgressBar
 from mirror.train.loop.training import Training
-from mirror.train.loop.writing import CSVWriter, TensorBoardWriter
+from mirror.train.loop.training_state import TrainingState
 
 __all__ = [
     "CSVWriter",

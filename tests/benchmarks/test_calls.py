@@ -17,7 +17,7 @@ N = 2
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
     """Another test of this process may have used it, and every run then lifts its limits."""
-    monkeypatch.setattr("mirror.compiler._is_used", lambda: False)
+    monkeypatch.setattr("mirror.base.dynamo._is_used", lambda: False)
 
 
 def calls_of(fn, events=("call", "c_call")):

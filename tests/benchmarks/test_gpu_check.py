@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mirror.accelerator.streams import CopyStreams
+from mirror.device.side_streams import CopyStreams
 from mirror.devices import synchronize
 from tests.gpu.fake import FakeGpus
 

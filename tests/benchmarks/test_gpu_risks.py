@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mirror import comm
-from mirror.comm.kernels.kernels import KernelCommunicator
+from mirror.comm.kernels.kernel_communicator import KernelCommunicator
 from tests.gpu.fake import FakeGpus
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

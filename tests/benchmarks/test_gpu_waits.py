@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mirror.comm import self_test, trials
+from mirror.comm import self_test, subprocess_probe
 from mirror.comm.nccl import clique
-from mirror.comm.verdicts import FOLDER_VARIABLE
+from mirror.comm.probe_cache import FOLDER_VARIABLE
 from tests.comm.nccl.fake_nccl import MISSING
 from tests.gpu.fake_cupy import gpus_with_cupy
 from tests.gpu.fake_nccl import gpus_with_nccl
@@ -30,7 +30,7 @@ def child(monkeypatch, tmp_path):
 
     def says(**said):
         program = f"import json, sys; print(sys.argv[1], json.dumps({said}))"
-        monkeypatch.setattr(trials, "PROBE", ("-S", "-c", program))
+        monkeypatch.setattr(subprocess_probe, "PROBE", ("-S", "-c", program))
 
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     return says
@@ -40,7 +40,7 @@ def test_a_process_that_hangs_is_seen_to_be_killed(waits, monkeypatch):
     monkeypatch.setattr(waits, "HANG_SECONDS", 0.05)
     assert waits.is_killed((torch.device("cpu"),)).startswith("after ")
     monkeypatch.setattr(waits, "_HANGS", "raise SystemExit(-1)")
-    with pytest.raises(trials.ProbeUnavailable):
+    with pytest.raises(subprocess_probe.ProbeUnavailable):
         waits.is_killed((torch.device("cpu"),))
     found = "import sys; print(sys.argv[1], '{\"found\": null}')"
     monkeypatch.setattr(waits, "_HANGS", found)
@@ -65,7 +65,7 @@ def test_what_a_process_finds_is_what_comes_of_the_check(waits, child, said, mes
 
 def test_a_verdict_that_is_forgotten_is_seen(waits, child, monkeypatch):
     child(found=None)
-    monkeypatch.setattr(trials, "load", lambda facts: None)
+    monkeypatch.setattr(subprocess_probe, "load", lambda facts: None)
     with gpus_with_cupy(2) as gpus, pytest.raises(AssertionError, match="the first took"):
         waits.is_remembered(tuple(gpus.devices))
 

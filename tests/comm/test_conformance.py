@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mirror.comm.base import DTYPES, HALF_DTYPES, OPS
+from mirror.comm.communicator import DTYPES, HALF_DTYPES, OPS
 
 SIZES = (0, 1, 7, 4099)
 PACKS = (0, 1, 64, 1000, 25 * 2**20)

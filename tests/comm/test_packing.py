@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mirror.comm.host.naive import NaiveCommunicator
+from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.comm.packing import (
     ALIGNMENT_BYTES,
     copy_back,

@@ -7,8 +7,8 @@ import torch
 
 from mirror import comm
 from mirror.comm import self_test
-from mirror.comm.base import DTYPES, OPS
-from mirror.comm.host.naive import NaiveCommunicator
+from mirror.comm.communicator import DTYPES, OPS
+from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.gpu.fake import FakeGpus
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from mirror import comm
-from mirror.comm.turns import CollectiveLock
+from mirror.comm.collective_lock import CollectiveLock
 
 
 class FakeStream:

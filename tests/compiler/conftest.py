@@ -1,15 +1,18 @@
-"""A compiler that has seen nothing, and fails where it would give up in silence."""
-
-import logging
+"""Calls the compiled steps of all tests here inside the scope, as the README's programs do."""
 
 import pytest
-import torch
+
+from mirror.compiler.runtime.compiled_step import CompiledStep
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch):
-    torch.compiler.reset()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # costs seconds
-    # A frame that hits the limit silently runs uncompiled; here it fails.
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        yield
+@pytest.fixture(autouse=True, params=["inside", pytest.param("outside", marks=pytest.mark.slow)])
+def where_compiled_steps_are_called(request, monkeypatch):
+    if request.param == "outside":
+        return
+    call = CompiledStep.__call__
+
+    def call_inside(self, *args, **kwargs):
+        with self._coherence._replicas.strategy.scope():
+            return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(CompiledStep, "__call__", call_inside)

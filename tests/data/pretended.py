@@ -1,7 +1,7 @@
 """Workers that are none: what one process of several reads, without the others."""
 
-from mirror.comm.workers.alone import LocalWorkerGroup
-from mirror.comm.workers.wire import serialize, deserialize
+from mirror.comm.workers.checked_gather import deserialize, serialize
+from mirror.comm.workers.worker_group import LocalWorkerGroup
 
 
 class Pretended(LocalWorkerGroup):

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from mirror.data import DistributedDataset
-from mirror.data.options import InputOptions
+from mirror.data.input_options import InputOptions
 
 TWO = [torch.device("cpu")] * 2
 SECONDS = 30  # of waiting for what comes in milliseconds, before a test fails

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from mirror.data import DistributedDataset, from_arrays
-from mirror.data.options import InputOptions
+from mirror.data.input_options import InputOptions
 from mirror.values import leaves_of, map_structure
 
 TWO = [torch.device("cpu")] * 2

@@ -34,7 +34,7 @@ def known_messages():
     for path in sorted((ROOT / "mirror").rglob("*.py")):
         texts.update(messages(path.read_text()))
     texts.update(messages(inspect.getsource(torch.nn.modules.module)))
-    signposts = (ROOT / "mirror" / "signposts.txt").read_text()
+    signposts = (ROOT / "mirror" / "base" / "migration_hints.txt").read_text()
     return [*texts, re.sub(r"\s+", " ", signposts)]
 
 
@@ -54,7 +54,7 @@ def subclasses(kind):
 
 def test_every_error_class_is_there():
     import mirror.cli
-    import mirror.train.planning.errors  # noqa: F401
+    import mirror.tools.planning.plan_error  # noqa: F401
 
     named = {name for name, _ in QUOTES}
     assert set(subclasses(MirrorError)) - named == set()

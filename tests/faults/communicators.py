@@ -6,7 +6,7 @@ import time
 import torch
 
 from mirror import comm
-from mirror.comm.base import Communicator
+from mirror.comm.communicator import Communicator
 from mirror.errors import BackendError
 
 FAULTS = ("raises before", "raises after", "corrupts", "delays", "hangs")

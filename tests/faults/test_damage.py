@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.train.checkpoint.contents import read_contents
+from mirror.train.checkpoint.read_checkpoint import read_contents
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.train.archive.durable import MANIFEST
-from mirror.train.checkpoint.packed import copied, pack
+from mirror.train.checkpoint.atomic_checkpoint import MANIFEST
+from mirror.train.checkpoint.snapshot import copied, pack
 
 ODD: list[object] = [
     None, True, -1, 0, 1, 2**31, 2**63, -(2**70), 1.5, 1e308, "", "x", "$", "../../etc/passwd",

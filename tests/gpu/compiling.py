@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.steps.running import making
+from mirror.compiler.runtime import build_program
 from tests.gpu.fake import FakeGpus
 
 
@@ -28,9 +28,11 @@ def compiling_gpus(num_devices):
             return call
 
         with (
-            mock.patch.object(making, "trace_step", real(making.trace_step)),
-            mock.patch.object(making, "pieces_of", real(making.pieces_of)),  # traces it anew
-            mock.patch.object(making, "_has_compiler", return_value=False),
+            mock.patch.object(build_program, "trace_step", real(build_program.trace_step)),
+            mock.patch.object(
+                build_program, "pieces_of", real(build_program.pieces_of)
+            ),  # traces it anew
+            mock.patch.object(build_program, "_has_compiler", return_value=False),
         ):
             yield gpus
 

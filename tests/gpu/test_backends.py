@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mirror import comm
-from mirror.comm.base import DTYPES
-from mirror.comm.turns import CollectiveLock
+from mirror.comm.collective_lock import CollectiveLock
+from mirror.comm.communicator import DTYPES
 from tests.comm import test_conformance
 from tests.gpu.fake_cupy import gpus_with_cupy
 from tests.gpu.order import StreamError

@@ -5,10 +5,10 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.accelerator.streams import SideStream
-from mirror.comm.base import DTYPES
+from mirror.comm.communicator import DTYPES
 from mirror.comm.nccl.clique import Clique
-from mirror.comm.nccl.nccl import NcclCommunicator
+from mirror.comm.nccl.nccl_backend import NcclCommunicator
+from mirror.device.side_streams import SideStream
 from tests.comm import test_conformance
 from tests.comm.nccl.fake_nccl import MISSING
 from tests.gpu.fake_nccl import gpus_with_nccl

@@ -11,12 +11,12 @@ from torch import nn
 
 import mirror
 from mirror import comm
-from mirror.accelerator.current_streams import CallerStreams, ReplicaStreams
-from mirror.accelerator.streams import CopyStreams, SideStream
-from mirror.comm.turns import CollectiveLock
+from mirror.comm.collective_lock import CollectiveLock
 from mirror.data import DistributedDataset
-from mirror.data.distributed.steps import DistributedSteps
-from mirror.data.options import InputOptions
+from mirror.data.distributed_steps import DistributedSteps
+from mirror.data.input_options import InputOptions
+from mirror.device.current_streams import CallerStreams, ReplicaStreams
+from mirror.device.side_streams import CopyStreams, SideStream
 from mirror.replica.gradients.buckets import Buckets
 from tests.gpu.fake import FakeGpus
 from tests.gpu.order import StreamError

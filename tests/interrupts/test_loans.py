@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.replica.optimizer.loan import ParamGroupSwap
+from mirror.replica.optimizers.param_swap import ParamGroupSwap
 from tests.oracle import finishes
 
 

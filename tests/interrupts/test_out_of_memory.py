@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mirror
-from tests.concurrency.meeting import me
 from tests.oracle import assert_same
+from tests.threads.meeting import me
 
 LARGE, SMALL = 12, 6
 

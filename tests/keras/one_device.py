@@ -46,8 +46,8 @@ def _difference(program, schedule):
     import numpy as np
 
     import mirror
-    from mirror.concurrency import pace
-    from mirror.replica.keras.written import LayerWrites
+    from mirror.replica.keras.layer_writes import LayerWrites
+    from mirror.threads import turn_timer
 
     one = _numbers(program, contextlib.nullcontext)
     replicas = set()
@@ -59,7 +59,7 @@ def _difference(program, schedule):
 
     LayerWrites.of_layer = counted
     if schedule == "staggered":  # replicas run beside each other also where their turns are short
-        pace.LONG_SECONDS, pace.LOOKS = -1.0, 1
+        turn_timer.LONG_SECONDS, turn_timer.LOOKS = -1.0, 1
     try:
         with mirror.MirroredStrategy(["cpu"] * 3, schedule=schedule) as strategy:
             three = _numbers(program, strategy.scope)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mirror
+from tests.compiler.training import Beside, batches, usual_step
 from tests.mistakes.mistake import refused
-from tests.steps.training import Beside, batches, usual_step
 
 X = torch.arange(24.0).reshape(6, 4) / 24
 

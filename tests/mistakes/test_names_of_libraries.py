@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import mirror
-from mirror.signposts import table
+from mirror.base.migration_hints import table
 
 
 def parameters_of(function):

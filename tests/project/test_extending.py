@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mirror
-from mirror.comm.choose import check_name, names
-from mirror.comm.kernels.kernels import KernelCommunicator
-from mirror.replica.copies.buffer import AGGREGATIONS
+from mirror.comm.kernels.kernel_communicator import KernelCommunicator
+from mirror.comm.registry import check_name, names
+from mirror.replica.params.mirrored_buffer import AGGREGATIONS
 from tests.comm.backends import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_a_backend_that_waits_takes_a_timeout(name):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_is_documented(name):
     assert f"`{name}`" in PERFORMANCE
-    assert f'"{name}"' in (ROOT / "mirror" / "comm" / "auto.py").read_text()
+    assert f'"{name}"' in (ROOT / "mirror" / "comm" / "selection.py").read_text()
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
@@ -96,4 +96,4 @@ def test_every_optimizer_of_torch_is_tried():
 @pytest.mark.parametrize("how", AGGREGATIONS)
 def test_an_aggregation_is_documented_and_tested(how):
     assert f'"{how}"' in mirror.set_aggregation.__doc__
-    assert f'"{how}"' in (ROOT / "tests/replica/copies/test_buffers.py").read_text()
+    assert f'"{how}"' in (ROOT / "tests/replica/params/test_buffers.py").read_text()

@@ -65,7 +65,7 @@ OPTIONAL = (
     "mirror.cluster",
     "mirror.lightning",
 )
-LATE = ("mirror.train.planning.prediction",)  # what is imported where it is used
+LATE = ("mirror.tools.planning.prediction",)  # what is imported where it is used
 SHARE = 0.2  # of the time that importing torch takes; 0.05 of some 1.5 s on a quiet machine
 
 TIMED_IMPORT = """

@@ -2,12 +2,12 @@
 
 import torch
 
-from mirror.server.optimizers import describe
-from mirror.server.packing import pack
-from mirror.server.placement import VariableSpec, place
+from mirror.server.optimizer_messages import cut, join
+from mirror.server.server_optimizers import describe
 from mirror.server.shard import PieceSpec, PushMessage, Shard
-from mirror.server.states import cut, join
-from mirror.server.updates import Update
+from mirror.server.shard_updates import Update
+from mirror.server.tensor_bytes import pack
+from mirror.server.variable_placement import VariableSpec, place
 
 
 class Servers:

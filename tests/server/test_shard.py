@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirror.server.optimizers import describe
 from mirror.server.partitioners import FixedShards
+from mirror.server.server_optimizers import describe
 from mirror.server.shard import PieceSpec, PushMessage, Shard
-from mirror.server.updates import Update
+from mirror.server.shard_updates import Update
 from tests.server.shards import Servers
 
 SHAPES = [(5, 3), (), (4,), (1, 2)]

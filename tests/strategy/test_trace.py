@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.timeline import (
-    BACKWARD,
-    FORWARD,
-    KINDS,
-    OPTIMIZER,
-    REDUCTION,
-    WAITING,
-)
+from mirror.base.timeline import BACKWARD, FORWARD, KINDS, OPTIMIZER, REDUCTION, WAITING
 from tests.oracle import finishes
 from tests.strategy.timed import training
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mirror.comm.built import unusable_reason
+from mirror.comm.native_library import unusable_reason
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_reduce.so"

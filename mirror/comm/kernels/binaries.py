@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mirror.comm.checks import HALF_DTYPES
-from mirror.comm.kernels.layout import KernelArguments
+from mirror.base.atomic_file import replace_atomically
+from mirror.comm.argument_checks import HALF_DTYPES
+from mirror.comm.kernels.kernel_arguments import KernelArguments
 from mirror.errors import BackendError
-from mirror.files import replace_atomically
 
 # No contraction: a * b + c must have the same bits as on simulated devices. Before CUDA 13 generic
 # lambdas are taken for functions of the host, even in those of the device.
@@ -43,7 +43,7 @@ ELEMENTS = {
     torch.int64: "long long",
     torch.uint8: "unsigned char",
 }
-# Op in csrc/portable.h, in the order of mirror.comm.base.OPS.
+# Op in csrc/portable.h, in the order of mirror.comm.communicator.OPS.
 _OPS = ("kSum", "kMin", "kMax", "kProd")
 _REDUCTIONS = {
     "direct": ("one_shot", "two_shot", "reduce_scatter"),

@@ -20,8 +20,13 @@ import torch
 
 from mirror.comm.kernels import launcher
 from mirror.comm.kernels.binaries import Unit, binary, compile_all, source_folder, unit_of
+from mirror.comm.kernels.kernel_arguments import (
+    ABORTED,
+    FLAG_BYTES,
+    KernelArguments,
+    workspace_bytes,
+)
 from mirror.comm.kernels.launcher import Launch, launch
-from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, KernelArguments, workspace_bytes
 from mirror.comm.topology import unreachable_pair
 from mirror.errors import BackendError
 

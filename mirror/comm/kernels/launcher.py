@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from mirror.comm.built import unusable_reason
-from mirror.comm.kernels.layout import KernelArguments
+from mirror.comm.kernels.kernel_arguments import KernelArguments
+from mirror.comm.native_library import unusable_reason
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_launch.so"

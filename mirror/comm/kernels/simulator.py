@@ -11,9 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mirror.comm.base import DTYPES
-from mirror.comm.built import unusable_reason
-from mirror.comm.kernels.layout import ABORTED, FLAG_BYTES, KernelArguments, workspace_bytes
+from mirror.comm.communicator import DTYPES
+from mirror.comm.kernels.kernel_arguments import (
+    ABORTED,
+    FLAG_BYTES,
+    KernelArguments,
+    workspace_bytes,
+)
+from mirror.comm.native_library import unusable_reason
 from mirror.errors import BackendError
 
 PATH = Path(__file__).parents[1] / "_simulate.so"

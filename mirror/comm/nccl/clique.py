@@ -32,12 +32,16 @@ from time import monotonic, sleep
 
 import torch
 
-from mirror.accelerator.events import record_event, query_without_breaking_capture, stream_address
 from mirror.comm.nccl.calls import Call, are_joint
-from mirror.comm.nccl.communicators import Communicators, RankRange
-from mirror.comm.nccl.failures import failure_message, timeout_message
+from mirror.comm.nccl.communicators import (
+    Communicators,
+    RankRange,
+    Work,
+    failure_message,
+    timeout_message,
+)
 from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, NcclLibrary
-from mirror.comm.nccl.operations import Work
+from mirror.device.events import query_without_breaking_capture, record_event, stream_address
 from mirror.errors import MirrorError
 
 _WATCH_SECONDS = 0.05

@@ -1,21 +1,75 @@
-"""NCCL's communicators of this process, as NCCL hands them out: made, and ended in a thread.
+"""Operations: what a caller has NCCL do, until the devices are known to have done it.
+
+[Note: One witness]
+To record an event on each of 8 devices takes longer than NCCL's calls. Where no replica's part can
+end before all the others' have begun (``are_joint``), the last device's event stands for all: once
+it has happened nobody is late any more, and the next operation is for all devices again. If it has
+not happened in time, the other streams are asked whether they have work left, to say whose.
+
+NCCL's communicators of this process, as NCCL hands them out: made, and ended in a thread.
 
 A clique may reach over several processes, each with the ranks of its own devices; what they have
 in common is an identifier, which one of them makes (``new_identifier``) and tells the others.
+
+What is said when NCCL fails, or does not come to an end.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from mirror.comm.nccl.libnccl import IN_PROGRESS, SUCCESS, NcclLibrary, UniqueId, non_blocking
+from mirror.comm.nccl.libnccl import (
+    IN_PROGRESS,
+    SUCCESS,
+    NcclLibrary,
+    UniqueId,
+    non_blocking,
+    version_name,
+)
+from mirror.device.events import Event, is_stream_idle
 from mirror.devices import using
-from mirror.errors import BackendError
+from mirror.errors import BackendError, CollectiveTimeoutError
+
+
+@dataclass
+class Work:
+    """One collective, or the making or ending of communicators.
+
+    Attributes:
+        seconds: how long it may take, which is until the deadline.
+        streams: the addresses of those it was enqueued on, one per replica.
+        events: what happens when it is done: one per replica, or the last replica's alone.
+    """
+
+    what: str
+    seconds: float
+    deadline: float
+    streams: Sequence[int] = ()
+    events: list[Event] = field(default_factory=list)
+
+    def is_done(self) -> bool:
+        """Whether the devices are done with it; does not wait."""
+        return all(event.query() for event in self.events)
+
+    def timeout_message(self, devices: Sequence[torch.device]) -> str:
+        """Returns who is not known to be done."""
+        unasked = len(devices) - len(self.events)
+        who = []
+        for i, device in enumerate(devices):
+            if i < unasked:
+                is_done = is_stream_idle(device, self.streams[i])
+            else:
+                is_done = self.events[i - unasked].query()
+            if not is_done:
+                who.append(f"replica {i} ({device})")
+        return ", ".join(who)
 
 
 class RankRange(NamedTuple):
@@ -129,3 +183,50 @@ class Communicators:
 
     def _none(self) -> ctypes.Array[ctypes.c_void_p]:
         return (ctypes.c_void_p * len(self._devices))()
+
+
+_ABORTED = (
+    "its communicators were aborted, and what was reduced last may be garbage: make another "
+    "strategy"
+)
+
+# Where GPUs do not reach each other's memory, NCCL has them meet there: some 10 MB a pair and
+# channel. Docker gives 64 MB.
+_SHARED_MEMORY, _ENOUGH_BYTES = "/dev/shm", 2**29
+_SIGNS = ("ncclSystemError", "shared memory", "/shm", "No space left")
+
+
+def failure_message(
+    version: int, what: str, devices: Sequence[torch.device], why: str
+) -> BackendError:
+    where = ", ".join(map(str, devices))
+    return BackendError(
+        f"NCCL {version_name(version)} failed at {what} on {where}: {why}{_hint(why)}; {_ABORTED}"
+    )
+
+
+def timeout_message(
+    seconds: float, what: str, devices: Sequence[torch.device], state: str
+) -> CollectiveTimeoutError:
+    where = ", ".join(map(str, devices))
+    return CollectiveTimeoutError(
+        f"NCCL must be done within {seconds:g} s; {what} on {where} was not: {state}; see what "
+        f"the devices were doing, or allow more with timeout_seconds; {_ABORTED}"
+    )
+
+
+def _hint(why: str) -> str:
+    """Returns a remedy where memory that processes share is short, and may be the reason."""
+    if not any(sign in why for sign in _SIGNS):
+        return ""
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return ""
+    size = found.f_blocks * found.f_frsize
+    if size >= _ENOUGH_BYTES:
+        return ""
+    return (
+        f"; {_SHARED_MEMORY} has {size >> 20} MiB, in which NCCL joins GPUs that do not reach "
+        "each other: give a container more, as by docker run --shm-size=1g"
+    )

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mirror.data.tfrecord.features import Array, FixedLenFeature, VarLenFeature
-from mirror.data.tfrecord.wire import (
+from mirror.data.tfrecord.protobuf_wire import (
     DELIMITED,
     FIXED32,
     VARINT,

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.concurrency.merge_point import MergePoint
-from mirror.execution.replicas import Replica, Replicas
-from mirror.replica.collectives.nodes import CollectiveState, CollectiveEnd, not_differentiable
+from mirror.base.timeline import CROSS, REDUCTION
+from mirror.replica.collectives.autograd_nodes import (
+    CollectiveEnd,
+    CollectiveState,
+    not_differentiable,
+)
 from mirror.replica.collectives.over_workers import AllWorkersResult, gathered_over, reduced_over
-from mirror.replica.collectives.reduction import check_reducible, reduce_op, summed
-from mirror.replica.tensors import resolve
-from mirror.timeline import CROSS, REDUCTION
+from mirror.replica.collectives.reduce_ops import check_reducible, reduce_op, summed
+from mirror.replica.params.mirrored_tensor import resolve
+from mirror.run.replicas import Replica, Replicas
+from mirror.threads.merge_point import MergePoint
 from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
 
 Payloads = dict[int, list[Tensor]]

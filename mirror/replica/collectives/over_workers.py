@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mirror.comm.workers.alone import LocalWorkerGroup, Message
-from mirror.replica.collectives.reduction import summed
+from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
+from mirror.replica.collectives.reduce_ops import summed
 
 _MOST_BYTES = 64 * 1024  # that are as fast gathered as summed on the way
 _SUMMED_ON_THE_WAY = {

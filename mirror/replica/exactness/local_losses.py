@@ -24,13 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mirror.concurrency.stack import warn_user
-from mirror.data.split import GivenWeights, counts_of
-from mirror.execution.replicas import RunView
-from mirror.replica.exactness.contrasts import products_below
-from mirror.replica.exactness.meetings import meetings_below
-from mirror.replica.exactness.scalar_outputs import Mixed, NotReducible, weights_of_terms
-from mirror.replica.exactness.scalar_terms import (
+from mirror.data.split_batch import GivenWeights, counts_of
+from mirror.replica.exactness.batch_dim_rules import meetings_below
+from mirror.replica.exactness.contrastive import products_below
+from mirror.replica.exactness.loss_graph import (
     Term,
     UnknownNode,
     is_loss,
@@ -42,6 +39,9 @@ from mirror.replica.exactness.scalar_terms import (
     total_weight,
     views_below,
 )
+from mirror.replica.exactness.loss_reduction import Mixed, NotReducible, weights_of_terms
+from mirror.run.replicas import RunView
+from mirror.threads.user_frames import warn_user
 from mirror.values import PerReplica
 
 _REDUCED = (products_below, meetings_below, is_same, is_loss, names_below, mask_sums, views_below)

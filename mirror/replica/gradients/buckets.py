@@ -35,16 +35,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.accelerator.streams import SideStream
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.timeline import CROSS, EXPOSED, OVERLAPPED, REDUCTION
 from mirror.comm.packing import plan_packs
-from mirror.compiler import disable_dynamo
-from mirror.execution.current import current
-from mirror.execution.replicas import Replicas
-from mirror.execution.runner import Runner
-from mirror.replica.collectives.reducer import Reducer
-from mirror.replica.copies.variable import ReplicaParameter, ReplicatedParam
-from mirror.replica.finite import NonFiniteCheck
-from mirror.replica.gradients.arrivals import (
+from mirror.device.side_streams import SideStream
+from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.gradients.grad_tracker import GradTracker
+from mirror.replica.gradients.non_finite import NonFiniteCheck
+from mirror.replica.gradients.ready_grads import (
     ReadyGrads,
     accumulate,
     are_usual,
@@ -54,8 +52,10 @@ from mirror.replica.gradients.arrivals import (
     unshare,
     weigh,
 )
-from mirror.replica.gradients.watch import GradTracker
-from mirror.timeline import OVERLAPPED, CROSS, EXPOSED, REDUCTION
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.run.current_replica import current
+from mirror.run.replicas import Replicas
+from mirror.run.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)

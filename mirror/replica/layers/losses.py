@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirror.concurrency.merge_point import MergePoint
 from mirror.errors import StrategyError, short_repr
-from mirror.execution.current import current
+from mirror.run.current_replica import current
+from mirror.threads.merge_point import MergePoint
 
 
 def compute_average_loss(

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mirror.base.torch_private import CONVERT, wrap_once
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replicas
-from mirror.replica.routing import owner_of
-from mirror.replica.tensors import MirroredTensor
-from mirror.torch_private import CONVERT, wrap_once
+from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.run.replicas import Replicas
 
 Conversion = Callable[[Tensor], Tensor]
 

@@ -37,12 +37,12 @@ from typing import Any
 
 from torch import nn
 
-from mirror.compiler import disable_dynamo
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError
-from mirror.execution.current import current
-from mirror.replica.joining.once import Join, merge_call_joined, describe_call
-from mirror.replica.routing import owner_of
-from mirror.torch_private import wrap_once
+from mirror.replica.modules.call_interceptor import owner_of
+from mirror.replica.scatter_gather.merge_call_joined import Join, describe_call, merge_call_joined
+from mirror.run.current_replica import current
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _WRAPPED = "_mirror_wrapped"

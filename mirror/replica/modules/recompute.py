@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from mirror.execution.replicas import Replicas
-from mirror.replica.copies.variable import ReplicaParameter
-from mirror.torch_private import (
+from mirror.base.torch_private import (
     current_autograd_node,
     current_graph_task_id,
     top_saved_tensors_hooks,
 )
+from mirror.replica.params.replicated_param import ReplicaParameter
+from mirror.run.replicas import Replicas
 
 
 def replica_of_backward(replicas: Replicas) -> int | None:

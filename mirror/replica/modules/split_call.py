@@ -11,21 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mirror.compiler import DynamoCallback, call_under_dynamo, limits_for, resume_dynamo
-from mirror.concurrency.stack import add_note
-from mirror.data.split import split_sizes
-from mirror.execution.current import current
-from mirror.execution.runner import Runner
-from mirror.replica.joining.arguments import ReplicaArgs, SplitPlan, describe_split, must_move
-from mirror.replica.joining.changes import join_changes
-from mirror.replica.joining.contents import IMMUTABLE, is_in, leaves_in
-from mirror.replica.joining.joiner import Gatherer
-from mirror.replica.joining.outputs import join_outputs
-from mirror.replica.joining.sequences import LAYERS, is_sequence_first
+from mirror.base.dynamo import DynamoCallback, call_under_dynamo, limits_for, resume_dynamo
+from mirror.base.torch_private import WHOLE_CALL, Loss, functions_interpreter, is_tracing
+from mirror.data.split_batch import split_sizes
+from mirror.replica.modules.call_interceptor import ModuleRecorder
 from mirror.replica.modules.metric_calls import is_metric
-from mirror.replica.routing import ModuleRecorder
-from mirror.replica.tensors import MirroredTensor
-from mirror.torch_private import WHOLE_CALL, Loss, functions_interpreter, is_tracing
+from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
+from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
+from mirror.replica.scatter_gather.mutations import join_changes
+from mirror.replica.scatter_gather.recurrent_states import LAYERS, is_sequence_first
+from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
+from mirror.run.current_replica import current
+from mirror.run.runner import Runner
+from mirror.threads.user_frames import add_note
 from mirror.values import PerReplica
 
 # Makes a replica's call, given its id: what calls it may note what that does, and return more.

@@ -18,25 +18,25 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mirror.compiler import suspend_dynamo, disable_and_suspend, skip_frame, resume_dynamo
-from mirror.execution.current import (
-    current,
-    push_context,
-    save_context,
-    refuse_within_another,
-    renaming,
-)
-from mirror.execution.replicas import Replica
-from mirror.execution.run import recomputing
-from mirror.replica.joining.once import merge_call_joined
-from mirror.replica.joining.sequences import LAYERS, call_with_sequences
-from mirror.replica.layers.embedding import renormalize_everywhere, renormalizes
+from mirror.base.dynamo import disable_and_suspend, resume_dynamo, skip_frame, suspend_dynamo
+from mirror.base.torch_private import SPLIT_CALL, WHOLE_CALL
+from mirror.replica.layers.max_norm_embedding import renormalize_everywhere, renormalizes
+from mirror.replica.modules.call_interceptor import Interceptor
 from mirror.replica.modules.metric_calls import is_metric
-from mirror.replica.modules.own_values import ModuleAttributes, PerReplicaAttribute
+from mirror.replica.modules.per_replica_values import ModuleAttributes, PerReplicaAttribute
 from mirror.replica.modules.recompute import replica_of_backward, saves_are_hooked
 from mirror.replica.modules.split_call import Each, MirroringModules, call_split
-from mirror.replica.routing import Interceptor
-from mirror.torch_private import SPLIT_CALL, WHOLE_CALL
+from mirror.replica.scatter_gather.merge_call_joined import merge_call_joined
+from mirror.replica.scatter_gather.recurrent_states import LAYERS, call_with_sequences
+from mirror.run.current_replica import (
+    current,
+    push_context,
+    refuse_within_another,
+    renaming,
+    save_context,
+)
+from mirror.run.replicas import Replica
+from mirror.run.run_state import recomputing
 
 
 class ModuleKeeper(MirroringModules, Protocol):

@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
-from mirror.concurrency.stack import warn_user
-from mirror.data.samplers import SHARDED, reads_a_shard
+from mirror.base.torch_private import wrap_once
+from mirror.data.sampler_state import SHARDED, reads_a_shard
 from mirror.errors import StrategyError
-from mirror.replica.routing import owner_of
-from mirror.torch_private import wrap_once
+from mirror.replica.modules.call_interceptor import owner_of
+from mirror.threads.user_frames import warn_user
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module that names what DDP is to leave out."""

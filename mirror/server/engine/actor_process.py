@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from mirror.errors import short_repr
-from mirror.server.engine.connect import register_key
-from mirror.server.engine.service import ServiceLoop, encode_error
+from mirror.server.engine.service_loop import ServiceLoop, encode_error
+from mirror.server.engine.socket_client import register_key
 
 _LENGTH = struct.Struct("<I")
 

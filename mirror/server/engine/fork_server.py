@@ -1,144 +1,233 @@
-"""The fork server: a process that has imported torch and mirror, and forks into actors.
+"""The nursery: a process's hold on its fork server, and on the actors that came from there.
 
-It is alone in having one thread, so that its forks are whole; started once by a process that wants
-actors, whoever of its engines that is. Messages are JSON in packets:
-
-    {"fork": 7}, with three descriptors (tether, stdout, stderr)      {"forked": 7, "pid": 4711}
-    {"kill": 4711}                                                    {"ended": 4711, "code": -9}
-
-It ends, and all actors with it, when the process that started it does.
+One for the whole process, made when the first engine wants it, and anew when its fork server has
+ended. One thread of it hears who has ended, and passes on what actors print.
 """
 
 from __future__ import annotations
 
-import array
+import atexit
 import contextlib
-import ctypes
-import gc
-import importlib
 import json
 import os
 import select
-import signal
 import socket
+import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
-from mirror.server.engine import actor_process
+from mirror.server.engine.child_output import ChildOutput
+from mirror.server.engine.engine_types import ActorDied
 
+_PROGRAM = """\
+import sys
+sys.path[:] = {path!r}
+from mirror.server.engine.fork_server_main import main
+main({descriptor}, {parent})
+"""
 _SIZE = 4096
-_LOOK_SECONDS = 1.0  # for a parent's end that left the connection open in a fork of the parent
-_PR_SET_PDEATHSIG = 1
+_END_SECONDS = 5.0
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serves the process at the other end of a connection, until that ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who has started this
-    control = socket.socket(fileno=descriptor)
-    importlib.import_module("mirror")
-    _import_what_optimizers_do()
-    gc.collect()
-    gc.freeze()  # so that forks share it: a collection would write to all objects
-    ForkServerMain(control, parent).run()
+class ForkedProcess:
+    """A process forked from the fork server.
+
+    Attributes:
+        tether: its configuration goes there; the child ends when this is closed.
+        code: its exit code, once it has ended; None if nobody knows it.
+        ended: set once it has ended, and what it has printed has been passed on.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[dict[str, Any]], None],
+        tether: socket.socket,
+        outputs: list[ChildOutput],
+    ) -> None:
+        self.tether = tether
+        self.pid = 0
+        self.code: int | None = None
+        self.ended = threading.Event()
+        self.forked = threading.Event()
+        self.outputs = outputs
+        self._tell = tell
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def begin_kill(self) -> None:
+        """Asks the fork server to, which alone knows whose number a process's still is."""
+        self.forked.wait()
+        self._tell({"kill": self.pid})
+
+    def kill(self) -> None:
+        """Ends it and waits until it has ended."""
+        self.begin_kill()
+        self.ended.wait()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Has a function called, in a thread of its own, when it has ended."""
+        with self._lock:
+            if not self.ended.is_set():
+                self._callbacks.append(callback)
+                return
+        threading.Thread(target=callback, daemon=True).start()
+
+    def note_end(self, code: int | None) -> None:
+        """Notes that it has ended, and tells who wants to know."""
+        for output in self.outputs:
+            output.finish()
+        self.code = code
+        self.tether.close()
+        self.forked.set()
+        with self._lock:
+            self.ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            threading.Thread(target=callback, daemon=True).start()
 
 
-def _import_what_optimizers_do() -> None:
-    import torch
+class ForkServer:
+    """A fork server of this process."""
 
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            descriptor = theirs.fileno()
+            program = _PROGRAM.format(path=sys.path, descriptor=descriptor, parent=os.getpid())
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=[descriptor]
+            )
+        self.pid = self._process.pid
+        self._owner = os.getpid()
+        self._control = ours
+        self._lock = threading.Lock()
+        self._numbers = count()
+        self._waiting: dict[int, ForkedProcess] = {}
+        self._children: dict[int, ForkedProcess] = {}
+        self._is_ended = False
+        self._woken, self._wake = os.pipe()
+        self._thread = threading.Thread(target=self._receive, name="actors", daemon=True)
+        self._thread.start()
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can have children, in this process."""
+        return not self._is_ended and self._owner == os.getpid()
 
-class ForkServerMain:
-    """Forks, and tells which of its forks have ended."""
+    def fork(self, name: str) -> ForkedProcess:
+        """Returns a new process, which waits for its configuration."""
+        ours, theirs = socket.socketpair()
+        pipes = {stream: os.pipe() for stream in ("stdout", "stderr")}
+        outputs = [ChildOutput(name, stream, read) for stream, (read, _) in pipes.items()]
+        child = ForkedProcess(self._send, ours, outputs)
+        passed = [theirs.fileno(), *(write for _, write in pipes.values())]
+        with self._lock:
+            number = next(self._numbers)
+            if not self._is_ended:
+                self._waiting[number] = child
+                try:
+                    message = json.dumps({"fork": number}).encode()
+                    socket.send_fds(self._control, [message], passed)
+                except OSError:
+                    pass  # the thread hears of it
+            else:
+                child.note_end(None)
+        theirs.close()
+        for _, write in pipes.values():
+            os.close(write)
+        os.write(self._wake, b"+")
+        try:
+            child.forked.wait()
+        except BaseException:
+            ours.close()  # so that it ends as soon as it begins
+            raise
+        if child.ended.is_set() and not child.pid:
+            raise ActorDied(name, "the process that starts actors has ended")
+        return child
 
-    def __init__(self, control: socket.socket, parent: int) -> None:
-        self._control, self._parent = control, parent
-        self._pids: set[int] = set()
-        self._libc = ctypes.CDLL(None)
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # its children end with it
+            self._control.send(json.dumps(message).encode())
 
-    def run(self) -> None:
-        """Serves."""
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+    def close(self) -> None:
+        """Ends the fork server, and with it all children."""
+        if self._owner != os.getpid():
+            return
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._thread.join(_END_SECONDS)
+
+    def _receive(self) -> None:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
-        while os.getppid() == self._parent:
-            for descriptor, _ in poll.poll(_LOOK_SECONDS * 1e3):
-                if descriptor == self._woken.fileno():
-                    self._woken.recv(_SIZE)
-                    self._reap()
-                elif not self._serve():
+        known: dict[int, ChildOutput] = {}
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._woken:
+                    os.read(self._woken, _SIZE)
+                elif descriptor in known:
+                    if not known[descriptor].pass_on():
+                        poll.unregister(descriptor)
+                        del known[descriptor]
+                elif not self._take():
                     self._end()
                     return
-        self._end()
+            with self._lock:
+                children = [*self._waiting.values(), *self._children.values()]
+            outputs = [output for child in children for output in child.outputs]
+            fresh = {o.descriptor: o for o in outputs if o.descriptor is not None}
+            for gone in known.keys() - fresh.keys():
+                poll.unregister(gone)
+            for descriptor in fresh.keys() - known.keys():
+                poll.register(descriptor, select.POLLIN)
+            known = fresh
 
-    def _serve(self) -> bool:
+    def _take(self) -> bool:
         try:
-            packet, ancillary, _, _ = self._control.recvmsg(_SIZE, socket.CMSG_SPACE(3 * 4))
-        except ConnectionError:
+            packet = self._control.recv(_SIZE)
+        except OSError:
             return False
         if not packet:
             return False
-        message = json.loads(packet)
-        if "kill" in message:
-            if message["kill"] in self._pids:
-                os.kill(message["kill"], signal.SIGKILL)
+        message: dict[str, Any] = json.loads(packet)
+        if "forked" in message:
+            child = self._waiting.pop(message["forked"])
+            child.pid = message["pid"]
+            self._children[child.pid] = child
+            child.forked.set()
         else:
-            descriptors = array.array("i")
-            for _, _, data in ancillary:
-                descriptors.frombytes(data)
-            self._fork(message["fork"], list(descriptors))
+            self._children.pop(message["ended"]).note_end(message["code"])
         return True
 
-    def _fork(self, number: int, descriptors: list[int]) -> None:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                self._become_actor(*descriptors)
-                code = 0
-            finally:
-                actor_process.exit_now(code)
-        self._pids.add(pid)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        self._send({"forked": number, "pid": pid})
-
-    def _become_actor(self, tether: int, stdout: int, stderr: int) -> None:
-        server = os.getppid()
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:
-            return  # it ended before it was asked for
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for end in (self._control, self._wake, self._woken):
-            end.close()
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
-        for descriptor, standard in ((stdout, 1), (stderr, 2)):
-            os.dup2(descriptor, standard)
-            os.close(descriptor)
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        actor_process.run(socket.socket(fileno=tether))
-
-    def _reap(self) -> None:
-        for pid in tuple(self._pids):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                self._pids.remove(pid)
-                self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
-
-    def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed elsewhere
-            self._control.send(json.dumps(message).encode())
-
     def _end(self) -> None:
-        for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)
-        for pid in self._pids:
-            os.waitpid(pid, 0)
+        with self._lock:
+            self._is_ended = True
+            left = [*self._waiting.values(), *self._children.values()]
+            self._waiting.clear()
+            self._children.clear()
+        for child in left:
+            child.note_end(None)
+        self._control.close()
+
+
+_lock = threading.Lock()
+_nursery: ForkServer | None = None
+
+
+def fork_server() -> ForkServer:
+    """Returns this process's, which may still be importing torch."""
+    global _nursery
+    with _lock:
+        if _nursery is None or not _nursery.is_usable:
+            _nursery = ForkServer()
+            atexit.register(_nursery.close)
+        return _nursery

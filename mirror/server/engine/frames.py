@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mirror.errors import short_repr
-from mirror.server.engine.protocol import Array, Header, Sendable, WireError
+from mirror.server.engine.engine_types import Array, Header, Sendable, WireError
 
 CALL, ANSWER, RAISED = range(3)
 

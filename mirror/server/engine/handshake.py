@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 
-from mirror.server.engine.protocol import WireError
+from mirror.server.engine.engine_types import WireError
 
 VERSION = 1
 STRANGER_SECONDS = 10.0

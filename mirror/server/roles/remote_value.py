@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror.server.roles.dispatch import Closure
-from mirror.uncopied import NoCopy
+from mirror.base.no_copy import NoCopy
+from mirror.server.roles.closure_queue import Closure
 
 
 class RemoteValue(NoCopy):

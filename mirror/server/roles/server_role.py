@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from mirror.server import states
-from mirror.server.packing import as_bytes, as_tensor
+from mirror.server import optimizer_messages
 from mirror.server.shard import PushMessage, Shard
-from mirror.server.updates import Update
+from mirror.server.shard_updates import Update
+from mirror.server.tensor_bytes import as_bytes, as_tensor
 
 Header = dict[str, Any]
 Answer = tuple[Header, Sequence[Any]]
@@ -50,12 +50,12 @@ class ServerRole:
 
     def states(self, header: Header, buffers: Sequence[Any]) -> Answer:
         self._follow(header)
-        said, sent = states.message_of(self._shard.states(header["optimizer"]))
+        said, sent = optimizer_messages.message_of(self._shard.states(header["optimizer"]))
         return {"states": said}, sent
 
     def set_states(self, header: Header, buffers: Sequence[Any]) -> None:
         self._follow(header)
-        found = states.from_message(header["states"], buffers)
+        found = optimizer_messages.from_message(header["states"], buffers)
         self._shard.set_states(header["optimizer"], found)
 
     def pull(self, header: Header, buffers: Sequence[Any]) -> Answer:

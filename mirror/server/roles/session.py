@@ -6,17 +6,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mirror.concurrency.stack import add_note
 from mirror.errors import StrategyError, short_repr
-from mirror.server.recording import RecordedModules
-from mirror.server.report import ServersReport, Traffic
-from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
-from mirror.server.roles.dispatch import ClosureQueue, Closure
-from mirror.server.roles.fleet import ActorPool
+from mirror.server.cluster_tasks import Settings
+from mirror.server.persistent_ids import PersistentId, dump, dump_step, load, names_in
+from mirror.server.recorded_model import RecordedModules
+from mirror.server.roles.actor_pool import ActorPool
+from mirror.server.roles.closure_queue import Closure, ClosureQueue
 from mirror.server.roles.remote_value import RemoteValue
-from mirror.server.roles.variables import ServerVariables
-from mirror.server.settings import Settings
-from mirror.server.tokens import PersistentId, dump, dump_step, load, names_in
+from mirror.server.roles.server_variables import ServerVariables
+from mirror.server.roles.worker_datasets import (
+    PerWorkerDataset,
+    PerWorkerIterator,
+    PerWorkerValues,
+)
+from mirror.server.servers_report import ServersReport, Traffic
+from mirror.threads.user_frames import add_note
 
 
 class _Sent:

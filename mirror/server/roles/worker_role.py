@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirror.data.options import InputContext
+from mirror.data.input_options import InputContext
 from mirror.errors import ActorDied, StepError, StrategyError, short_repr
-from mirror.server.engine.connect import connect
-from mirror.server.engine.protocol import ActorClient as Connection
-from mirror.server.report import Traffic
-from mirror.server.roles.client import VariableClient
-from mirror.server.roles.datasets import PerWorkerValues, WorkerIterator
+from mirror.server.engine.engine_types import ActorClient as Connection
+from mirror.server.engine.socket_client import connect
+from mirror.server.persistent_ids import PersistentId, dump, load
+from mirror.server.roles.variable_client import VariableClient
+from mirror.server.roles.worker_datasets import PerWorkerValues, WorkerIterator
 from mirror.server.roles.worker_model import WorkerModel
+from mirror.server.servers_report import Traffic
 from mirror.server.shard import PushMessage
-from mirror.server.tokens import PersistentId, dump, load
 
 Header = dict[str, Any]
 Answer = tuple[Header, Sequence[Any]]

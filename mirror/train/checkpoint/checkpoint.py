@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from mirror.concurrency.stack import add_note
+from mirror.base.migration_hints import with_hints
+from mirror.base.no_copy import NoCopy
 from mirror.errors import CheckpointError, StrategyError
-from mirror.execution.current import enclosing_replica
-from mirror.replica.copies.apart import set_local_buffers
-from mirror.signposts import with_hints
-from mirror.train.checkpoint.contents import Contents, write_contents
-from mirror.train.checkpoint.entries import VALUE, check, give, give_value, kind_of
-from mirror.train.checkpoint.host_copies import StagingBuffers
-from mirror.train.checkpoint.over_workers import worker_agreement_of
-from mirror.train.checkpoint.packed import Snapshot, copied, on_host, pack
-from mirror.train.checkpoint.random_state import give_global
-from mirror.uncopied import NoCopy
+from mirror.replica.params.local_buffers import set_local_buffers
+from mirror.run.current_replica import enclosing_replica
+from mirror.threads.user_frames import add_note
+from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
+from mirror.train.checkpoint.generator_state import give_global
+from mirror.train.checkpoint.read_checkpoint import Contents, write_contents
+from mirror.train.checkpoint.snapshot import Snapshot, copied, on_host, pack
+from mirror.train.checkpoint.staging import StagingBuffers
+from mirror.train.checkpoint.stateful_objects import VALUE, check, give, give_value, kind_of
 
 _log = logging.getLogger("mirror")
 

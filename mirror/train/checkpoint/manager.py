@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
 
-from mirror.concurrency.stack import warn_user
+from mirror.base.migration_hints import call_with_hints
+from mirror.base.no_copy import NoCopy
 from mirror.errors import CheckpointError, short_repr
-from mirror.signposts import call_with_hints
-from mirror.train.archive.durable import (
+from mirror.threads.user_frames import warn_user
+from mirror.train.checkpoint.atomic_checkpoint import (
     has_manifest,
     locked,
     make_directories,
@@ -22,9 +23,8 @@ from mirror.train.archive.durable import (
     remove_leftovers,
 )
 from mirror.train.checkpoint.checkpoint import Checkpoint
-from mirror.train.checkpoint.contents import Contents, read_contents
-from mirror.train.checkpoint.over_workers import worker_agreement_of
-from mirror.uncopied import NoCopy
+from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
+from mirror.train.checkpoint.read_checkpoint import Contents, read_contents
 
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}([0-9]{{1,18}})", re.ASCII)

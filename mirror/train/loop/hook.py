@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from mirror.errors import short_repr
-from mirror.train.loop.state import TrainingState
+from mirror.train.loop.training_state import TrainingState
 
 
 class Hook:

@@ -17,18 +17,17 @@ from itertools import repeat
 from types import TracebackType
 from typing import Any, TypeVar
 
-from mirror.concurrency.stack import warn_user
 from mirror.errors import StrategyError, short_repr
-from mirror.server.roles.datasets import PerWorkerDataset, PerWorkerIterator
-from mirror.strategy.kinds.parameter_server import ParameterServerStrategy
+from mirror.server.roles.worker_datasets import PerWorkerDataset, PerWorkerIterator
 from mirror.strategy.mirrored import MirroredStrategy
+from mirror.strategy.parameter_server import ParameterServerStrategy
+from mirror.threads.user_frames import warn_user
+from mirror.train.checkpoint.checkpoint_agreement import WorkerAgreement, worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
-from mirror.train.checkpoint.over_workers import WorkerAgreement, worker_agreement_of
 from mirror.train.loop.hook import Hook, check_count
-from mirror.train.loop.in_flight import StepsInFlight, dataset_ended
-from mirror.train.loop.saving import SaveEvery
-from mirror.train.loop.state import TrainingState
-from mirror.train.loop.values import AnyStrategy
+from mirror.train.loop.hooks import SaveEvery
+from mirror.train.loop.steps_in_flight import StepsInFlight, dataset_ended
+from mirror.train.loop.training_state import AnyStrategy, TrainingState
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mirror.comm.base import OPS
+from mirror.comm.communicator import OPS
 from mirror.comm.kernels import binaries
 from mirror.comm.kernels.binaries import (
     ELEMENTS,
@@ -21,7 +21,7 @@ from mirror.comm.kernels.binaries import (
     unit_of,
     unit_source,
 )
-from mirror.comm.kernels.layout import KernelArguments
+from mirror.comm.kernels.kernel_arguments import KernelArguments
 from mirror.errors import BackendError
 from tests.comm.kernels.compilers import COMPILERS, Nvcc, Nvrtc, nvrtc_library
 from tests.pairs import pairwise

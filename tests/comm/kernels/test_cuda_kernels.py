@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mirror import comm
-from mirror.comm import turns
-from mirror.comm.kernels import cuda_kernels, kernels
+from mirror.comm import collective_lock
+from mirror.comm.kernels import cuda_kernels, kernel_communicator
 from mirror.comm.kernels.binaries import Unit
-from mirror.comm.kernels.layout import ABORTED, KernelArguments
+from mirror.comm.kernels.kernel_arguments import ABORTED, KernelArguments
 
 NAMES = ("direct", "ring", "hierarchical")
 
@@ -52,8 +52,8 @@ class FakeGpus:
         )
         monkeypatch.setattr(cuda_kernels, "launch", self.launch)
         monkeypatch.setattr(cuda_kernels, "missing_reason", lambda pairs: None)
-        monkeypatch.setattr(kernels, "is_simulated", lambda devices: False)
-        monkeypatch.setattr("mirror.comm.base.resolve", tuple)
+        monkeypatch.setattr(kernel_communicator, "is_simulated", lambda devices: False)
+        monkeypatch.setattr("mirror.comm.communicator.resolve", tuple)
         cuda_kernels._load.cache_clear()
 
     @contextmanager
@@ -91,7 +91,7 @@ class FakeGpus:
             self.launches.append((*place, grid, told, bool(one.is_cooperative)))
 
     def create(self, name, indices, **options):
-        kind = comm.choose.check_name(name)
+        kind = comm.registry.check_name(name)
         return kind([torch.device("cuda", index) for index in indices], **options)
 
 
@@ -109,12 +109,12 @@ class Spinning:
 def test_closing_waits_for_kernels_but_for_seconds_while_an_exception_is_under_way(
     gpus, monkeypatch, error
 ):
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(collective_lock, "PATIENCE_SECONDS", 0.05)
     communicator = gpus.create("ring", (0, 1))
     machine = communicator._machine
     device = communicator.devices[0]
-    turns.lock_of(communicator)._last[device] = Stream, Spinning(machine.error_words)
-    monkeypatch.setattr(turns.CollectiveLock, "_leave", lambda self, gpu: None)
+    collective_lock.lock_of(communicator)._last[device] = Stream, Spinning(machine.error_words)
+    monkeypatch.setattr(collective_lock.CollectiveLock, "_leave", lambda self, gpu: None)
     words = []
     monkeypatch.setattr(machine, "_synchronize", lambda: words.append(machine.error_words()))
     if error is None:
@@ -273,7 +273,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 def on_one_gpu(request):
     n, name = request.param
     devices = [torch.device("cuda:0")] * n
-    reason = comm.choose.unavailable_reason(name, devices)
+    reason = comm.registry.unavailable_reason(name, devices)
     if reason is not None and "CuPy" in reason:
         pytest.skip(reason)
     communicator = comm.create(name, devices)

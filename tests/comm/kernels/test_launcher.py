@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mirror.comm.kernels import launcher
+from mirror.comm.kernels.kernel_arguments import KernelArguments
 from mirror.comm.kernels.launcher import Launch, launch
-from mirror.comm.kernels.layout import KernelArguments
 from mirror.errors import BackendError
 
 SOURCE = Path(__file__).with_name("fake_driver.cpp")

@@ -11,7 +11,7 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.comm.base import HALF_DTYPES
+from mirror.comm.communicator import HALF_DTYPES
 from tests.pairs import pairwise
 
 # Chunks of equal size for every number of replicas below.

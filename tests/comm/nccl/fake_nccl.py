@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from mirror.comm.nccl.libnccl import NcclLibrary
-from mirror.comm.nccl.nccl import NcclCommunicator
+from mirror.comm.nccl.nccl_backend import NcclCommunicator
 
 SOURCE = Path(__file__).with_name("fake_nccl.cpp")
 MISSING = None if shutil.which("g++") else "there is no g++"

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from mirror.comm import turns
-from mirror.comm.nccl import clique, nccl
+from mirror.comm import collective_lock
+from mirror.comm.nccl import clique, nccl_backend
 from mirror.errors import BackendError, CollectiveTimeoutError
 from tests.comm.nccl.failing import (
     FUNCTIONS,
@@ -65,7 +65,7 @@ def test_making_communicators_has_a_deadline_of_its_own(fake):
     with communicator.within(60):
         assert_works(communicator)
         communicator.close()
-    assert nccl._INIT_SECONDS >= 300
+    assert nccl_backend._INIT_SECONDS >= 300
 
 
 def test_a_deadline_can_be_another_one_for_a_while(fake):
@@ -260,7 +260,7 @@ def test_an_abort_from_another_thread_is_told_by_the_next_call(fake, monkeypatch
 
 
 def test_closing_while_an_exception_is_under_way_waits_for_seconds_only(fake, monkeypatch):
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(collective_lock, "PATIENCE_SECONDS", 0.1)
     communicator = fake.communicator(timeout_seconds=600)
     Devices(monkeypatch, fake)
     communicator.all_reduce(tensors())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mirror.comm.nccl import failures, nccl
+from mirror.comm.nccl import communicators, nccl_backend
 from mirror.errors import BackendError
 from tests.comm.nccl.failing import FUNCTIONS, assert_the_next_one_works, tensors
 
@@ -10,7 +10,7 @@ from tests.comm.nccl.failing import FUNCTIONS, assert_the_next_one_works, tensor
 @pytest.mark.parametrize("result", [1, 2, 3, 4, 5, 6, 8], ids=str)
 def test_errors_have_their_names(fake, result):
     fake.fail("ncclGetUniqueId", 1, result)
-    with pytest.raises(BackendError, match=nccl.libnccl.RESULTS[result]):
+    with pytest.raises(BackendError, match=nccl_backend.libnccl.RESULTS[result]):
         fake.communicator()
 
 
@@ -139,7 +139,7 @@ class Size:
 def test_little_shared_memory_is_named_where_it_may_be_the_reason(
     fake, monkeypatch, megabytes, result, is_told
 ):
-    monkeypatch.setattr(failures.os, "statvfs", lambda path: Size(megabytes))
+    monkeypatch.setattr(communicators.os, "statvfs", lambda path: Size(megabytes))
     communicator = fake.communicator()
     fake.fail("ncclAllReduce", 1, result)
     with pytest.raises(BackendError, match="make another strategy") as error:
@@ -152,7 +152,7 @@ def test_a_machine_without_shared_memory_is_no_other_error(fake, monkeypatch):
     def missing(path):
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(failures.os, "statvfs", missing)
+    monkeypatch.setattr(communicators.os, "statvfs", missing)
     fake.fail("ncclGetUniqueId", 1, 2)
     with pytest.raises(BackendError, match="ncclSystemError"):
         fake.communicator()

@@ -191,7 +191,7 @@ def test_numbers_are_those_of_the_header(header):
 
 WITHOUT_A_DRIVER = """
 from mirror.comm.nccl.libnccl import NcclLibrary
-from mirror.comm.nccl.nccl import NcclCommunicator
+from mirror.comm.nccl.nccl_backend import NcclCommunicator
 import sys, threading
 try:
     NcclCommunicator(["cpu"] * 2, library=NcclLibrary(sys.argv[1]), timeout_seconds=30)

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from mirror.comm.workers import board, watch
-from mirror.comm.workers.workers import DistributedWorkerGroup
+from mirror.comm.workers import heartbeat, monitored_wait
+from mirror.comm.workers.distributed_group import DistributedWorkerGroup
 from mirror.errors import StrategyError, WorkerLostError
 
 OPERATIONS = ("exchange", "long", "tensors", "broadcast", "sum", "total")
@@ -17,7 +17,7 @@ ENDS = ("raise", "close", "let go")
 
 def quick():
     """Has workers look at each other more often than they need to."""
-    watch._SLICE_SECONDS = board._LOOK_SECONDS = board._BEAT_SECONDS = 0.02
+    monitored_wait._SLICE_SECONDS = heartbeat._LOOK_SECONDS = heartbeat._BEAT_SECONDS = 0.02
 
 
 def _two_programs(seed):

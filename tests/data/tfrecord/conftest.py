@@ -14,6 +14,8 @@ def paths(tmp_path):
 def as_worker(monkeypatch):
     def become(worker_id, num_workers):
         worker = None if worker_id is None else Worker(worker_id, num_workers)
-        monkeypatch.setattr("mirror.data.tfrecord.dataset.get_worker_info", lambda: worker)
+        monkeypatch.setattr(
+            "mirror.data.tfrecord.tfrecord_dataset.get_worker_info", lambda: worker
+        )
 
     return become

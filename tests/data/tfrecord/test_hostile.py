@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mirror.data import RecordError, TFRecordDataset
-from mirror.data.tfrecord import index, tfrecord
+from mirror.data.tfrecord import record_index, record_reader
 from mirror.data.tfrecord.checksum import find_length, masked_crc32c
-from mirror.data.tfrecord.tfrecord import FOOTER, HEADER
+from mirror.data.tfrecord.record_reader import FOOTER, HEADER
 from tests.data.tfrecord.records import ALL, COMPRESSIONS, write
 
 LENGTHS = [2**20, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
@@ -74,7 +74,7 @@ def test_a_length_that_the_file_does_not_have_is_an_error_and_takes_no_memory(
 def test_little_that_inflates_to_much_is_refused_before_it_does(
     tmp_path, compression, monkeypatch
 ):
-    monkeypatch.setattr(tfrecord, "MAX_INFLATED_BYTES", 2**20)
+    monkeypatch.setattr(record_reader, "MAX_INFLATED_BYTES", 2**20)
     largest = record(bytes(2**20))
     path = save(tmp_path / "a", largest + record(bytes(2**24)), compression)
     assert path.stat().st_size < 2**15
@@ -117,20 +117,20 @@ def test_what_is_searched_is_in_proportion_to_the_file_however_often_it_is_damag
     tmp_path, monkeypatch
 ):
     searched = []
-    real = tfrecord.find_length
+    real = record_reader.find_length
     monkeypatch.setattr(
-        tfrecord, "find_length", lambda window: searched.append(len(window)) or real(window)
+        record_reader, "find_length", lambda window: searched.append(len(window)) or real(window)
     )
     often = save(tmp_path / "often", (record(b"") + b"?") * 300)
     assert read_all(often, on_damage="skip") == ([b""] * 300, [])
     zeros = save(tmp_path / "zeros", record(b"one") + bytes(2**23))
     assert TFRecordDataset(zeros, on_damage="skip")[0] == b"one"
-    assert sum(searched) < 3 * 2 * 300 * tfrecord.FIRST_SCAN_BYTES + 2**23 + 2**20
+    assert sum(searched) < 3 * 2 * 300 * record_reader.FIRST_SCAN_BYTES + 2**23 + 2**20
 
 
 def test_damage_without_end_is_an_error_even_where_damage_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "MAX_DAMAGE", 10)
-    monkeypatch.setattr("mirror.data.tfrecord.dataset.MAX_DAMAGE", 10)
+    monkeypatch.setattr(record_index, "MAX_DAMAGE", 10)
+    monkeypatch.setattr("mirror.data.tfrecord.tfrecord_dataset.MAX_DAMAGE", 10)
     path = save(tmp_path / "a", (record(b"one")[:-1] + b"?") * 10)
     assert read_all(path, on_damage="skip") == ([], [])
     path = save(tmp_path / "a", (record(b"one")[:-1] + b"?") * 11)
@@ -233,7 +233,7 @@ def test_an_index_with_offsets_that_no_file_has_is_made_anew(kept, offset):
     file, is_right = kept
     good = file.read_bytes()
     values = np.load(file)
-    values[index.NUM_FIELDS + 1] = offset
+    values[record_index.NUM_FIELDS + 1] = offset
     values[3] = masked_crc32c(np.delete(values, 3).tobytes())
     np.save(file, values)
     assert is_right()

@@ -8,10 +8,10 @@ from torch import nn
 
 import mirror
 from mirror import comm
-from mirror.comm.turns import CollectiveLock
+from mirror.comm.collective_lock import CollectiveLock
 from mirror.errors import CollectiveTimeoutError
 from tests.comm.nccl.fake_nccl import MISSING, FakeNccl
-from tests.comm.test_turns import Scratch
+from tests.comm.test_collective_lock import Scratch
 from tests.pairs import pairwise
 
 WIDTH, LAYERS = 160, 5

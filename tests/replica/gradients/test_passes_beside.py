@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from mirror.timeline import BACKWARD, CROSS
+from mirror.base.timeline import BACKWARD, CROSS
 from tests.oracle import assert_same, finishes
 from tests.replica.gradients.at_once import (
     Watched,

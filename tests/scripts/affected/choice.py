@@ -22,8 +22,8 @@ ELSEWHERE = {
     "deploy/": ("tests/deploy",),
     "docs/": ("tests/examples/test_documents.py",),
     "examples/": ("tests/examples",),
-    "mirror/signposts.txt": ("tests/test_signposts.py",),
-    "mirror/torch_names.txt": ("tests/test_torch_private.py",),
+    "mirror/base/migration_hints.txt": ("tests/base/test_migration_hints.py",),
+    "mirror/base/torch_names.txt": ("tests/base/test_torch_private.py",),
     "README.md": ("tests/examples/test_documents.py",),
 }
 

@@ -25,7 +25,7 @@ if not hasattr(builtins, "__hits__"):
         builtins.__hits__ = bytearray(%d)
 """
 # torch's compiler follows models into these, and refuses what the mark does.
-FOLLOWED = ("mirror/replica/modules/dicts.py",)
+FOLLOWED = ("mirror/replica/modules/module_dicts.py",)
 BLOCKS = (
     *(ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match),
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.AsyncFor, ast.AsyncWith),

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mirror.server.engine.choose import make_engine
+from mirror.server.engine.agent_engine import AgentEngine
 from mirror.server.engine.handshake import new_key
-from mirror.server.engine.seats.engine import AgentEngine
-from mirror.server.engine.seats.seat import NodeAgent
+from mirror.server.engine.make_engine import make_engine
+from mirror.server.engine.node_agent import NodeAgent
 
 ECHO = "tests.server.engine.roles:Echo"
 

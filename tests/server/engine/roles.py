@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from mirror.server.engine.connect import connect
+from mirror.server.engine.socket_client import connect
 
 
 class TwoArgumentsError(Exception):

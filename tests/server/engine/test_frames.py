@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mirror.server.engine import frames
-from mirror.server.engine.frames import ANSWER, CALL, Frame, FrameWriter, FrameReader
-from mirror.server.engine.protocol import WireError
+from mirror.server.engine.engine_types import WireError
+from mirror.server.engine.frames import ANSWER, CALL, Frame, FrameReader, FrameWriter
 
 HEAD = struct.Struct("<4sBIIQ")
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from mirror.server.engine import handshake
-from mirror.server.engine.handshake import authenticate, new_key, accept
-from mirror.server.engine.protocol import WireError
+from mirror.server.engine.engine_types import WireError
+from mirror.server.engine.handshake import accept, authenticate, new_key
 
 KEY = new_key()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.train.archive.durable import locked
+from mirror.train.checkpoint.atomic_checkpoint import locked
 
 
 def manager(directory, value=0, **options):

@@ -1,1 +1,0 @@
-"""What GPUs and the CPU do differently, beside their names: streams, events, clocks, memory."""

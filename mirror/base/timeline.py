@@ -1,0 +1,270 @@
+"""Where a strategy's time goes: sums of every step, and single spans while a trace is taken.
+
+[Note: Lanes]
+Every replica has a lane, the cross-replica context has one, and so have the reductions that run
+beside a backward pass. Spans of a lane nest; what counts for a kind is its own time, without that
+of the spans inside. So under ``"lockstep"``, where one lane moves at a time, the own times of all
+lanes but for ``WAITING`` add up to the step; where some of them go backward at once, the
+cross-replica lane has what that took less than the sum of theirs, as seconds below zero.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from mirror.base.atomic_file import replace_atomically
+from mirror.errors import StrategyError
+
+FORWARD = "forward"  # what a replica's function does besides the rest
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+INPUT = "waiting for input"
+REDUCTION = "reduction"
+WAITING = "waiting for other replicas"
+EXPOSED = "waiting for a reduction"  # that was to be done beside the backward pass
+PROGRAMS = "programs of replicas"  # of compiled steps, which have these four kinds
+SHARED_PROGRAMS = "programs of devices"
+COMPILED = "compiled step"  # what the host does around the programs
+COMPILING = "tracing and compiling"
+KINDS = (
+    *(FORWARD, BACKWARD, OPTIMIZER, INPUT, REDUCTION, WAITING, EXPOSED),
+    *(PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING),
+)
+
+CROSS, OVERLAPPED = -2, -1  # lanes, besides those of the replicas
+_STEPS_KEPT = 1000
+
+
+class _Latest(threading.local):
+    """The timeline that the calling thread last used."""
+
+    reference: weakref.ref[Timeline] | None = None
+
+
+_latest = _Latest()
+
+
+def latest() -> Timeline | None:
+    """Returns the timeline that this thread last used: whose its cross-replica context is."""
+    return None if _latest.reference is None else _latest.reference()
+
+
+@dataclass(slots=True)
+class _Span:
+    kind: str
+    name: str
+    begin: float
+    inner_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Compiled:
+    """What compiled steps have done so far.
+
+    Attributes:
+        calls: of their programs.
+        traces: made of them.
+        seconds: that tracing and compiling took.
+    """
+
+    calls: int = 0
+    traces: int = 0
+    seconds: float = 0.0
+
+
+class Timeline:
+    """The time of one strategy.
+
+    Attributes:
+        steps: of the last steps, the whole and each kind's own seconds by lane.
+        compiled: what compiled steps have done.
+        at_step_ends: called when a step has ended.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.num_replicas = len(names)
+        self.names = (*names, "cross-replica context", "reductions beside backward")
+        self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
+        self.compiled = Compiled()
+        self.at_step_ends: list[Callable[[], None]] = []
+        self._open: list[list[_Span]] = [[] for _ in self.names]
+        self._sums: list[dict[str, float]] = []
+        self._events: list[dict[str, Any]] | None = None
+        self._target = Path()  # of the spans kept
+        self._step_began = perf_counter()
+        self._clear()
+
+    def use(self) -> None:
+        """Makes this the timeline of the calling thread's cross-replica context."""
+        if _latest.reference is None or _latest.reference() is not self:
+            _latest.reference = weakref.ref(self)
+
+    def begin(self, lane: int, kind: str, name: str = "") -> None:
+        """Opens a span on a lane: a replica's id, ``CROSS`` or ``OVERLAPPED``."""
+        self._open[lane].append(_Span(kind, name, perf_counter()))
+
+    def end(self, lane: int, kind: str) -> None:
+        """Closes the innermost span of this kind, and what is open inside it."""
+        now = perf_counter()
+        opened, sums = self._open[lane], self._sums[lane]
+        is_innermost = bool(opened) and opened[-1].kind is kind
+        if not is_innermost and not any(span.kind is kind for span in opened):
+            return  # opened before an error
+        while opened:
+            span = opened.pop()
+            seconds = now - span.begin
+            sums[span.kind] += seconds - span.inner_seconds
+            if opened:
+                opened[-1].inner_seconds += seconds
+            if self._events is not None:
+                self._record(lane, span, now)
+            if span.kind is kind:
+                return
+
+    @contextmanager
+    def counting_once(self, kind: str) -> Iterator[None]:
+        """Has what replicas do at once inside counted as long as it takes, not once for each."""
+        before, began = self._of_replicas(kind), perf_counter()
+        try:
+            yield
+        finally:
+            counted = self._of_replicas(kind) - before
+            self._sums[CROSS][kind] += perf_counter() - began - counted
+
+    def _of_replicas(self, kind: str) -> float:
+        return sum(sums[kind] for sums in self._sums[: self.num_replicas])
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Counts what happens inside as tracing and compiling a step."""
+        began = perf_counter()
+        self.begin(CROSS, COMPILING)
+        try:
+            yield
+        finally:
+            self.end(CROSS, COMPILING)
+            self.compiled.traces += 1
+            self.compiled.seconds += perf_counter() - began
+
+    def end_step(self) -> None:
+        """Ends a step of training, and begins the next one. See [Note: Ends of steps]."""
+        self._open[CROSS].clear()
+        now = perf_counter()
+        self.steps.append((now - self._step_began, self._sums))
+        self._step_began = now
+        self._clear()
+        for hear in self.at_step_ends:
+            hear()
+
+    def so_far(self) -> tuple[float, list[dict[str, float]]]:
+        """Returns the step that has not ended."""
+        return perf_counter() - self._step_began, self._sums
+
+    def drop_open(self) -> None:
+        """Forgets the spans that an error left open."""
+        for opened in self._open:
+            opened.clear()
+
+    # Traces
+
+    @contextmanager
+    def recorded(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+        """Writes what happens inside to ``path``, and then into the dict it gives, empty before.
+
+        See ``start_recording``.
+        """
+        self.use()
+        self.start_recording(path)
+        content: dict[str, Any] = {}
+        try:
+            yield content
+        finally:
+            content.update(self.stop_recording())
+
+    def start_recording(self, path: str | os.PathLike[str]) -> None:
+        """Keeps single spans from now on.
+
+        Raises:
+            StrategyError: they are being kept already.
+            OSError: no file can be written there.
+        """
+        if self._events is not None:
+            raise StrategyError("a trace is being taken already; end it before you begin another")
+        self._target = _writable(path)
+        self._events = []
+
+    def stop_recording(self) -> dict[str, Any]:
+        """Writes the spans kept as a Chrome trace, whole or not at all, and returns it."""
+        events, self._events = self._events or [], None
+        hidden = self._hidden_share(events)
+        threads = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane, "args": {"name": name}}
+            for lane, name in enumerate(self.names)
+        ]
+        trace = {
+            "displayTimeUnit": "ms",
+            "otherData": {"hidden_share_of_communication": hidden},
+            "traceEvents": threads + events,
+        }
+        with replace_atomically(self._target) as file:
+            file.write(json.dumps(trace).encode())
+        return trace
+
+    def _record(self, lane: int, span: _Span, now: float) -> None:
+        assert self._events is not None
+        self._events.append(
+            {
+                "name": span.name or span.kind,
+                "cat": span.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": lane % len(self.names),
+                "ts": span.begin * 1e6,
+                "dur": (now - span.begin) * 1e6,
+            }
+        )
+
+    def _hidden_share(self, events: list[dict[str, Any]]) -> float | None:
+        """Returns the share of the reductions' time for which nobody waited."""
+        beside_lane = OVERLAPPED % len(self.names)
+        reductions = [event for event in events if event["cat"] == REDUCTION]
+        beside = sum(event["dur"] for event in reductions if event["tid"] == beside_lane)
+        waited = sum(event["dur"] for event in events if event["cat"] == EXPOSED)
+        total = sum(event["dur"] for event in reductions)
+        return max(0.0, beside - waited) / total if total else None
+
+    def _clear(self) -> None:
+        self._sums = [dict.fromkeys(KINDS, 0.0) for _ in self.names]
+
+
+def _writable(path: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path of a file that can be written; tries it, and leaves nothing.
+
+    Raises:
+        OSError: it cannot.
+    """
+    target = Path(path).resolve()  # the program may change its directory before the end
+    try:
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EISDIR, "it is no regular file")
+        with suppress(_EnoughError), replace_atomically(target):
+            raise _EnoughError
+    except OSError as error:
+        rule = "a trace needs the path of a file in a directory that exists and can be written to"
+        raise OSError(error.errno, f"{error.strerror}; {rule}", str(target)) from None
+    return target
+
+
+class _EnoughError(Exception):
+    """A file could be made."""

@@ -1,0 +1,347 @@
+"""Every private name of torch that mirror uses, and what stands in where a torch lacks it.
+
+torch_names.txt has them all: what each gives, and what is lost without it. Other files take them
+from here; those of the compiler are used in compiler.py, those of tracing in
+compiler/torch_internals.py, which imports what mirror does not. Where torch lacks a name, something
+public stands in, or its use raises StrategyError; importing mirror works.
+
+Free to use everywhere is what is private in name alone: ``torch._foreach_*``, ``Tensor._version``,
+the dicts ``_parameters``, ``_buffers`` and ``_modules`` of modules, the base class ``_BatchNorm``,
+and ``_saved_*`` and ``_raw_saved_*`` of autograd's nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import operator
+import platform
+import threading
+from ast import literal_eval
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ClassMethodDescriptorType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from mirror.errors import StrategyError
+
+Function = Callable[..., Any]
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+_WRAPS = "_mirror_wraps"  # on what has been wrapped: owner, name and wrapper of each wrapping
+_wrapping = threading.RLock()
+
+# docs/torch-versions.md has the table; pyproject.toml promises the same range.
+OLDEST_TORCH, NEWEST_TORCH = (2, 7), (2, 15)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
+
+TORCH_RANGE = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
+PYTHON_RANGE = f"{OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} to {NEWEST_PYTHON[0]}.{NEWEST_PYTHON[1]}"
+
+
+def range_warnings() -> tuple[str, ...]:
+    """Returns a sentence for each of torch and Python that is outside of what was seen."""
+    found = []
+    if not OLDEST_TORCH <= _minor(torch.__version__) <= NEWEST_TORCH:
+        found.append(_warning(f"torch {torch.__version__}", f"torch {TORCH_RANGE}"))
+    if not OLDEST_PYTHON <= _minor(platform.python_version()) <= NEWEST_PYTHON:
+        found.append(_warning(f"Python {platform.python_version()}", f"Python {PYTHON_RANGE}"))
+    return tuple(found)
+
+
+def _warning(what: str, seen: str) -> str:
+    return (
+        f"this is {what}, and mirror was seen to work with {seen} only; run tests/scripts/"
+        "smoke.py of the source here before you trust it, or install one of those"
+    )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """Returns (2, 7) for "2.7.0+cu126" and "2.7.0a0+git1234"."""
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
+def wrap_once(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> bool:
+    """Replaces an attribute of a class or a module by ``wrapper(original)``: once, for good.
+
+    The wrapper gets a plain function, of ``cls`` and the arguments if it is a class method, and
+    what it returns becomes of the same kind, with the name and docstring of the original. What
+    others have put around it since stays around it. Every wrapper has its own turn; that one is
+    known by its place in its file, so it may be a local function.
+
+    Returns:
+        Whether it has been done now, and not before.
+
+    Raises:
+        AttributeError: there is no such attribute.
+    """
+    key = (owner, name, f"{wrapper.__module__}.{wrapper.__qualname__}")
+    with _wrapping:
+        kind, original = _kind_and_function(owner, name)
+        known = getattr(original, _WRAPS, ())
+        if key in known:
+            return False
+        function = wrapper(original)
+        own = dict(vars(function))
+        functools.update_wrapper(function, original)
+        vars(function).update(own, **{_WRAPS: (*known, key)})
+        setattr(owner, name, function if kind is None else kind(function))
+        return True
+
+
+def plain_apply() -> Function:
+    """Returns ``torch.autograd.Function.apply`` as a function of the class and the arguments."""
+    return _kind_and_function(torch.autograd.Function, "apply")[1]
+
+
+def _kind_and_function(owner: Any, name: str) -> tuple[type[Any] | None, Function]:
+    """Returns an attribute as a plain function, and what kind of method it is if not a plain one.
+
+    A class method that is written in C, as Function.apply is since torch 2.15, has no function
+    of Python inside.
+    """
+    found: Any = inspect.getattr_static(owner, name)
+    if isinstance(found, (classmethod, staticmethod)):
+        return type(found), found.__func__
+    if not isinstance(found, ClassMethodDescriptorType):
+        return None, found
+
+    @functools.wraps(found)
+    def function(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        return found.__get__(None, cls)(*args, **kwargs)
+
+    return classmethod, function
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """A private name of torch.
+
+    Attributes:
+        path: where it is; of objects, it has an expression that makes one.
+        gives: what mirror has from it.
+        lost: what does not work without it.
+        instead: what stands in for it; nothing, if empty.
+    """
+
+    path: str
+    gives: str
+    lost: str
+    instead: str
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether this torch does not have it. Imports what it is in."""
+        try:
+            _of_torch(self.path)
+        except AttributeError:
+            return True
+        return False
+
+
+@functools.cache
+def private_names() -> dict[str, PrivateName]:
+    """Returns the table, by path."""
+    text = Path(__file__).with_name("torch_names.txt").read_text("ascii")
+    names = {}
+    for paragraph in text.split("\n\n")[1:]:
+        path, *lines = paragraph.splitlines()
+        said = dict(line.strip().split(": ", 1) for line in lines)
+        names[path] = PrivateName(path, said["gives"], said["lost"], said.get("instead", ""))
+    return names
+
+
+def refuse_lacking(name: str) -> None:
+    """Raises StrategyError if this torch lacks a name; its last part is enough."""
+    (known,) = (known for path, known in private_names().items() if path.endswith(f".{name}"))
+    if known.is_lacking:
+        _refuse(known.path)
+
+
+def _refuse(path: str) -> NoReturn:
+    lost = private_names()[path].lost
+    raise StrategyError(
+        f"torch {torch.__version__} lacks {path}, without which mirror cannot have {lost}; "
+        f"install one of torch {TORCH_RANGE}"
+    )
+
+
+def _of_torch(path: str) -> Any:
+    found: Any = torch
+    for i, part in enumerate(parts := path.split(".")[1:]):
+        name, bracket, arguments = part.partition("(")
+        if inspect.ismodule(found) and not hasattr(found, name):
+            with suppress(ImportError):
+                importlib.import_module(".".join(["torch", *parts[: i + 1]]))
+        found = getattr(found, name)
+        if bracket:
+            found = found(*literal_eval(f"[{arguments[:-1]}]"))
+    return found
+
+
+def _find(path: str, instead: Any = None) -> Any:
+    """Returns what has a name, or what stands in for it, or what raises when it is used."""
+    try:
+        return _of_torch(path)
+    except AttributeError:
+        return _Lacking(path) if instead is None else instead
+
+
+class _Lacking:
+    """Raises StrategyError whenever it is used."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self._path)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(self._path)
+
+
+# What a thread is in
+
+current_graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id")
+current_autograd_node: Callable[[], Any] = _find("torch._C._current_autograd_node")
+queue_callback: Callable[[Callable[[], None]], None] = _find(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+num_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 1)
+num_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
+functions_interpreter: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack")
+set_grad_enabled: Callable[[bool], object] = _find(
+    "torch._C._set_grad_enabled", torch.set_grad_enabled
+)
+_jit: Any = torch.jit  # untyped
+is_tracing: Callable[[], bool] = _find("torch._C._is_tracing", _jit.is_tracing)
+tracing_state: Callable[[], object] = _find(
+    "torch._C._get_tracing_state", lambda: _jit.is_tracing() or None
+)
+compile_context: Callable[[], object] = _find("torch._guards.CompileContext.try_get")
+
+
+class _HookStack(threading.local):
+    """What each thread pushed and did not pop yet, noted from the import of mirror on.
+
+    Every ``saved_tensors_hooks`` goes through two functions of ``torch._C._autograd``, which are
+    looked up there whenever they are called.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: list[Hooks] = []
+
+    def install(self) -> None:
+        names: Any = torch._C._autograd
+        push, pop = names._push_saved_tensors_default_hooks, names._pop_saved_tensors_default_hooks
+
+        def noted_push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+            push(pack, unpack)
+            self.hooks.append((pack, unpack))
+
+        def noted_pop() -> None:
+            pop()
+            if self.hooks:
+                self.hooks.pop()
+
+        names._push_saved_tensors_default_hooks = noted_push
+        names._pop_saved_tensors_default_hooks = noted_pop
+
+    def top(self) -> Hooks | None:
+        return self.hooks[-1] if self.hooks else None
+
+
+def _find_top() -> Callable[[], Hooks | None]:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None:
+        return partial(top, False)
+    stack = _HookStack()
+    stack.install()
+    return stack.top
+
+
+# Returns the calling thread's innermost ``saved_tensors_hooks``, ``None`` if there are none.
+# Torch has ``_top_saved_tensors_default_hooks`` since 2.8.
+top_saved_tensors_hooks = _find_top()
+
+# Autograd's graph
+
+PASS = "_engine_run_backward"  # of torch.autograd; every backward pass goes through it
+ACCUMULATES = "AccumulateGrad"
+HIDES_ANOTHER = frozenset(("CopySlices", "CppFunction"))  # kinds of nodes
+forward_class: Callable[[Any], type] = operator.attrgetter("_forward_cls")
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+# Of nodes written in Python.
+set_sequence_number: Callable[[Any, int], None] = _find("torch._C._FunctionBase._set_sequence_nr")
+
+
+def arriving_shape(node: Any, number: int) -> tuple[int, ...]:
+    """Returns the shape of a gradient that arrives at a node."""
+    return tuple(node._input_metadata[number].shape)
+
+
+# Tensors
+
+WithoutSubclass: Any = _find("torch._C.DisableTorchFunctionSubclass")
+make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
+_counted = itertools.count()
+_use_count: Callable[[Any], int] = _find(
+    "torch._C._storage_Use_Count", lambda storage: next(_counted)
+)
+hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
+# What nn.Parameter(parameter) calls, as weight_norm does.
+NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
+
+
+def num_sharers(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns how many others hold each tensor's memory."""
+    alone = _use_count_alone()
+    return [_use_count(tensor.untyped_storage()._cdata) - alone for tensor in tensors]
+
+
+@functools.cache
+def _use_count_alone() -> int:
+    """Counted are the tensor and, from some torch on, the handle that it is counted by."""
+    tensor = torch.empty(1, device="cpu")
+    return _use_count(tensor.untyped_storage()._cdata)
+
+
+def forget_hooks(parameter: Any) -> None:
+    parameter._backward_hooks = None
+
+
+def has_post_accumulate_hooks(parameter: Any) -> bool:
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+# Modules
+
+SPLIT_CALL = "_compiled_call_impl"  # in a module's __dict__: what calling the module calls
+WHOLE_CALL = "_call_impl"
+CONVERT = "_apply"
+INFER = "_infer_parameters"
+INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call
+WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
+METADATA = "_metadata"  # of a state_dict: versions of the modules it is of
+Loss: Any = _find("torch.nn.modules.loss._Loss", nn.MSELoss.__base__)
+
+# Optimizers
+
+OptState: Any = _find("torch.amp.grad_scaler.OptState")
+default_store: Callable[[], Any] = _find("torch.distributed.distributed_c10d._get_default_store")
+put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.profile_hook_step")
+
+
+def step_hooks(optimizer: Any) -> tuple[int, ...]:  # the ids of their handles
+    return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)

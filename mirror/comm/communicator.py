@@ -1,0 +1,341 @@
+"""Communicator: the contract of every communication backend, and the checks they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mirror.base.no_copy import NoCopy
+from mirror.comm.argument_checks import (
+    DTYPES,
+    HALF_DTYPES,
+    OPS,
+    WIDE_DTYPES,
+    are_contiguous,
+    check_disjoint,
+    check_dtype,
+    has_own_elements,
+    have_same_layout,
+    raise_for_mismatch,
+    raise_for_tensors,
+    share_memory,
+)
+from mirror.comm.collective_lock import serialized
+from mirror.comm.packing import copy_back, flatten, in_memory_order, plan_packs
+from mirror.devices import resolve
+from mirror.errors import BackendError, ShapeError, short_repr
+
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "DTYPES", "HALF_DTYPES", "OPS", "Communicator", "in_place"]
+
+# As long as torch.distributed waits by default: a device may have a lot of work before it comes
+# to the collective that the others wait in.
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+# What takes its turn, where a class has its own.
+_COLLECTIVES = (
+    "all_gather",
+    "all_reduce",
+    "all_reduce_checked",
+    "all_reduce_lists",
+    "broadcast",
+    "close",
+    "reduce_scatter",
+)
+
+
+class Communicator(NoCopy, ABC):
+    """Collectives over ``N`` replicas; derive from it to plug in a backend of your own.
+
+    In every collective ``tensors[i]`` belongs to replica ``i`` and lies on ``devices[i]``. All
+    have equal shape and dtype, are contiguous, and no two share memory. Collectives work in
+    place, are not differentiable, are enqueued on each device's current stream and return before
+    the devices are done.
+
+    "Chunk ``i``" is part ``i`` of ``N`` of a flat tensor as ``torch.tensor_split`` cuts it.
+
+    dtypes are float32, float64, float16, bfloat16, int32, int64 and uint8; half types are
+    accumulated in float32 and rounded once. Integers wrap around. Where zeros of both signs meet
+    in ``min`` or ``max``, which of them is left is not specified, but it is the same everywhere.
+
+    A subclass implements the four collectives, and ``unavailable_reason`` and ``close`` where it
+    has something to say there. ``check_tensors`` does the checks of its arguments.
+
+    Any thread may call a collective, on any stream. Those of a subclass, and its ``close``, go one
+    after the other, on the host and on every device, unless it says that it is ``concurrent``: so
+    it may keep memory that they share, but not call its own collectives in other threads and wait
+    for them. See [Note: One collective at a time] in ``mirror/comm/collective_lock.py``.
+
+    Attributes:
+        name: what ``mirror.comm.register`` called the class; the class's own name without that.
+        devices: one per replica.
+        deterministic: whether sums are in replica order, and so do not depend on what is reduced
+            together, nor on the algorithm.
+        waits: whether replicas wait for each other inside a collective; the constructor then takes
+            ``timeout_seconds``.
+        needs_trial: whether a self-test on the very GPUs goes before the first use on them.
+        risky: whether that self-test may hang the process for ever, or take CUDA from it, on GPUs
+            that do not reach each other as the driver says. Another process then goes first, see
+            [Note: GPUs that lie] in ``mirror/comm/subprocess_probe.py``; its constructor takes
+            ``timeout_seconds``.
+        concurrent: whether several collectives may go on at once, called by several threads or
+            enqueued on several streams; holds for the class that says so, not for those derived.
+        packs: whether lists of tensors are reduced in flat buffers, and not where they lie.
+    """
+
+    name: ClassVar[str]
+    deterministic: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
+    needs_trial: ClassVar[bool] = False
+    risky: ClassVar[bool] = False
+    concurrent: ClassVar[bool] = False
+    packs: ClassVar[bool] = True
+    _closed = False
+    _instead = "make another one over the same devices, by mirror.comm.create(name, devices) say"
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__name__
+        cls.concurrent = cls.__dict__.get("concurrent", False)
+        if cls.concurrent:
+            return
+        for name in _COLLECTIVES:
+            method = getattr(cls, name)
+            is_ours = method is getattr(Communicator, name)
+            if not is_ours:  # ours are made of the subclass's
+                setattr(cls, name, serialized(method))
+
+    def __init__(self, devices: Sequence[torch.device | str]) -> None:
+        """Serves one replica per entry of ``devices``.
+
+        Raises:
+            DeviceError: a device does not exist.
+        """
+        self.devices = resolve(devices)
+
+    @classmethod
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        """Returns why this backend cannot serve these devices; ``None`` if nothing says so.
+
+        This only looks, and tries nothing out: for that there is ``needs_trial``.
+        """
+        return None
+
+    @abstractmethod
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        """Reduces the tensors in place and leaves the same bits in every one of them.
+
+        Args:
+            tensors: one per replica; afterwards each holds ``scale * op(tensors)``.
+            op: "sum", "min", "max" or "prod".
+            scale: a factor for the result, for floating dtypes only.
+
+        Raises:
+            ShapeError: the tensors differ in number, shape or dtype, share memory, or are not
+                contiguous.
+            DeviceError: a tensor is not on its replica's device.
+            TypeError: the dtype is not supported (bool), or a scale came with an integer dtype.
+            ValueError: the op is unknown.
+            BackendError: the communicator is closed.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        """Copies the tensor of replica ``root`` into all the others.
+
+        Raises:
+            ValueError: ``root`` is no replica. The rest as for ``all_reduce``.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        """Leaves chunk ``i`` of the reduction in chunk ``i`` of ``tensors[i]``.
+
+        What the other chunks of ``tensors[i]`` hold afterwards is not specified. Raises what
+        ``all_reduce`` raises.
+        """
+
+    @abstractmethod
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        """Copies chunk ``i`` of ``tensors[i]`` into chunk ``i`` of all the others.
+
+        Raises what ``all_reduce`` raises.
+        """
+
+    def all_reduce_lists(
+        self,
+        lists: Sequence[Sequence[Tensor]],
+        op: str = "sum",
+        scale: float = 1.0,
+        bytes_per_pack: int = 25 * 2**20,
+    ) -> None:
+        """Reduces many tensors per replica in place, in packs, as ``all_reduce`` does one.
+
+        Args:
+            lists: ``lists[i]`` holds the tensors of replica ``i``: of any strides and any mix of
+                dtypes, but of the same shapes and dtypes position by position; no two elements
+                share memory.
+            op, scale: as for ``all_reduce``.
+            bytes_per_pack: how many bytes of each replica one ``all_reduce`` takes, see
+                ``plan_packs``; 0 reduces tensor by tensor.
+
+        Raises:
+            ShapeError: the lists differ in length, or their tensors in shape or dtype, or two
+                tensors share memory.
+            ValueError: ``bytes_per_pack`` is negative. The rest as for ``all_reduce``.
+        """
+        if bytes_per_pack < 0:
+            raise ValueError(
+                f"bytes_per_pack must be at least 0; got {bytes_per_pack}; pass 0 to reduce "
+                "tensor by tensor"
+            )
+        self.all_reduce_checked(self.check_lists(lists, op, scale), op, scale, bytes_per_pack)
+
+    def all_reduce_checked(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        op: str,
+        scale: float,
+        bytes_per_pack: int,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Does ``all_reduce_lists`` for lists known to be as it demands: gradients of one model.
+
+        To look at every tensor of every replica again takes as long as to reduce a small one.
+
+        Args:
+            wire_dtype: what float32 and float64 are sent as: they are cast as they are packed, and
+                what arrives, rounded once, is cast back.
+        """
+        first = columns[0]
+        packs = plan_packs([t.nbytes for t in first], [t.dtype for t in first], bytes_per_pack)
+        with in_place(chain(*columns)):
+            columns = in_memory_order(columns)
+            for pack in packs:
+                parts = [[column[i] for i in pack] for column in columns]
+                sent = wire_dtype if parts[0][0].dtype in WIDE_DTYPES else None
+                if sent is None and len(pack) == 1:
+                    tensors = [tensor for (tensor,) in parts]
+                    if are_contiguous(tensors):
+                        self.all_reduce(tensors, op, scale)
+                        continue
+                buffers = [flatten(part, sent) for part in parts]
+                self.all_reduce(buffers, op, scale)
+                for buffer, part in zip(buffers, parts, strict=True):
+                    copy_back(buffer, part)
+
+    def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
+        """Gets ready for reductions by these operations of these dtypes, and for all copies.
+
+        Compiles kernels, where there are such. Nobody has to call it; else the first collective
+        of each operation and dtype takes that much longer: a second or two.
+        """
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Has collectives inside end within so many seconds, if replicas wait for each other."""
+        yield
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        return f"{type(self).__name__}([{devices}]){' (closed)' if self._closed else ''}"
+
+    def abort(self) -> None:
+        """Ends the waits of collectives under way, from any thread, for those who cannot wait.
+
+        What they leave is garbage, and the next collective raises ``BackendError``. Does nothing
+        where replicas do not wait for each other.
+        """
+
+    def close(self) -> None:
+        """Gives back what the communicator holds; collectives raise ``BackendError`` afterwards.
+
+        Closing again does nothing. It waits for what is enqueued; while an exception is under way
+        some seconds only, after which it aborts what is left.
+        """
+        self._closed = True
+
+    def check_tensors(
+        self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0, root: int = 0
+    ) -> None:
+        """Raises what the collectives promise to raise, before any device is touched."""
+        self._check_call(tensors, op, root)
+        if not (have_same_layout(tensors, self.devices) and are_contiguous(tensors)):
+            raise_for_tensors(tensors, self.devices)
+        check_dtype(tensors[0], scale)
+        check_disjoint(tensors)
+
+    def check_lists(
+        self, lists: Sequence[Sequence[Tensor]], op: str = "sum", scale: float = 1.0
+    ) -> list[list[Tensor]]:
+        """Does for ``all_reduce_lists`` what ``check_tensors`` does for the others.
+
+        Returns:
+            The lists, as lists.
+        """
+        self._check_call(lists, op)
+        columns = [list(column) for column in lists]
+        first = columns[0]
+        for replica_id, column in enumerate(columns):
+            if len(column) != len(first):
+                raise ShapeError(
+                    "all replicas need lists of equal length; replica 0 has "
+                    f"{len(first)} tensors and replica {replica_id} has {len(column)}; pass the "
+                    "same tensors of every replica in the same order"
+                )
+        for i, row in enumerate(zip(*columns, strict=True)):
+            if not have_same_layout(row, self.devices):
+                raise_for_mismatch(row, self.devices, i)
+            if not (are_contiguous(row) or all(map(has_own_elements, row))):
+                raise ShapeError(
+                    "no two elements of a collective may share memory; those of one of the "
+                    f"tensors at {i} do, as torch.expand leaves them; pass a clone of it"
+                )
+        for tensor in {tensor.dtype: tensor for tensor in first}.values():
+            check_dtype(tensor, scale)
+        if self._share_memory(columns):
+            raise ShapeError(
+                "no two tensors of a collective may share memory; two of these do; pass a clone "
+                "of one of them"
+            )
+        return columns
+
+    def _share_memory(self, columns: Sequence[Sequence[Tensor]]) -> bool:
+        return share_memory(chain(*columns))
+
+    def _check_call(self, tensors: Sequence[object] | Tensor, op: str, root: int = 0) -> None:
+        if self._closed:
+            raise BackendError(
+                f"a closed communicator cannot be used; this one ({self.name}) was closed; make "
+                "another one with mirror.comm.create(name, devices)"
+            )
+        if not isinstance(op, str) or op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}; got {short_repr(op)}")
+        num_replicas = len(self.devices)
+        if isinstance(tensors, Tensor):
+            raise TypeError("a collective needs a sequence of tensors, one per replica; got one")
+        if len(tensors) != num_replicas:
+            raise ShapeError(
+                f"a collective over {num_replicas} replicas needs one entry per replica; got "
+                f"{len(tensors)}; pass the entry of replica i at position i"
+            )
+        if not 0 <= root < num_replicas:
+            raise ValueError(
+                f"root must be a replica, 0 to {num_replicas - 1}; got {root}; pass the id of "
+                "the replica whose tensor the others get"
+            )
+
+
+def in_place(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Allows writing to the tensors unseen by autograd, to those of inference mode as well.
+
+    An inference tensor may be written to in inference mode only, also by a caller that has left
+    it since.
+    """
+    if any(tensor.is_inference() for tensor in tensors):
+        return torch.inference_mode()
+    return torch.no_grad()

@@ -1,0 +1,50 @@
+"""The backend "naive": slow and obviously right on any devices; what the others are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mirror.comm.communicator import Communicator, in_place
+from mirror.comm.reference_reduce import reduce_in_order
+from mirror.comm.registry import register
+
+
+@register("naive")
+class NaiveCommunicator(Communicator):
+    """Reduces on the first device, in replica order, and copies the result to all."""
+
+    deterministic = True
+    concurrent = True
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        self.check_tensors(tensors, op, scale)
+        with in_place(tensors):
+            result = reduce_in_order(tensors, op, scale)
+            for tensor in tensors:
+                tensor.copy_(result)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        self.check_tensors(tensors, root=root)
+        with in_place(tensors):
+            for tensor in tensors:
+                tensor.copy_(tensors[root])
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        self.check_tensors(tensors, op)
+        with in_place(tensors):
+            for i, chunks in enumerate(_chunks(tensors)):
+                chunks[i].copy_(reduce_in_order(chunks, op))
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        self.check_tensors(tensors)
+        with in_place(tensors):
+            for i, chunks in enumerate(_chunks(tensors)):
+                for chunk in chunks:
+                    chunk.copy_(chunks[i])
+
+
+def _chunks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Returns for each chunk its views in all the tensors."""
+    return list(zip(*(t.view(-1).tensor_split(len(tensors)) for t in tensors), strict=True))

@@ -1,0 +1,298 @@
+"""The kernels of csrc/ as communicators: what ring, hierarchical and direct have in common."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from mirror.comm.collective_lock import cannot_wait_for, lock_of
+from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, OPS, Communicator
+from mirror.comm.kernels import cuda_kernels, simulator
+from mirror.comm.kernels.kernel_arguments import ABORTED, MAX_REPLICAS, KernelArguments
+from mirror.devices import is_simulated, parse
+from mirror.errors import BackendError, CollectiveTimeoutError
+
+# How many calls back an error word can still be told which call it is about.
+_REMEMBERED_CALLS = 1024
+_CALL_NUMBERS = 1 << 23
+
+_logger = logging.getLogger("mirror")
+
+
+class Machine(Protocol):
+    """Runs kernels on all replicas, and owns the memory that they share.
+
+    Attributes:
+        max_blocks: how many blocks of threads a kernel may have on each replica.
+        bytes_per_block: how much of a message one replica works on before another block is worth
+            its while.
+    """
+
+    max_blocks: int
+    bytes_per_block: int
+
+    def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
+        """Compiles what such calls of ``run`` need; nobody has to ask for it before them."""
+
+    def run(
+        self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int
+    ) -> None:
+        """Enqueues the kernel for all replicas; fills in the addresses of workspaces."""
+
+    def error_words(self) -> list[int]:
+        """Returns one per replica, 0 for none, without waiting for the devices."""
+
+    def abort(self) -> None:
+        """Has the kernels under way wait no more: sets all error words to ``ABORTED``."""
+
+    def reset(self) -> None:
+        """Waits for the devices, and makes the workspaces as new; keeps the error words."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+
+
+class KernelCommunicator(Communicator):
+    """Collectives that are kernels: run by CuPy on GPUs, by threads on simulated devices.
+
+    On GPUs the collectives are enqueued on each device's current stream; all replicas of a device
+    share one launch. A wait ends at its deadline; that becomes a ``CollectiveTimeoutError`` of
+    this collective on simulated devices, and of the next one on GPUs.
+
+    **The GPU path needs a GPU to be tested, and has not yet been run on one**; a trial on the very
+    devices, which moves data, goes before its first use.
+
+    Attributes:
+        source: the file in csrc/ with the kernels.
+        scratch_bytes: of each block of each replica.
+        partial_sums: "exact" or "rounded", see ``checked_partial_sums``.
+    """
+
+    waits = True
+    needs_trial = True
+    risky = True
+    source: ClassVar[str]
+    simulated_scratch_bytes: ClassVar[int]
+    cuda_scratch_bytes: ClassVar[int]
+    partial_sums = "exact"
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device | str],
+        *,
+        timeout_seconds: float | None = None,
+        max_blocks: int | None = None,
+    ) -> None:
+        """Makes the workspaces.
+
+        Args:
+            timeout_seconds: how long a replica may wait inside a collective; by default 600 s.
+            max_blocks: how many blocks of threads a kernel may have on each replica; results have
+                the same bits whatever it is. By default what the machine suggests.
+
+        Raises:
+            BackendError: the kernels cannot be run here; see ``unavailable_reason``.
+            DeviceError: a device does not exist.
+            ValueError: the timeout is negative, or the blocks are none, or too many for a device.
+        """
+        super().__init__(devices)
+        if timeout_seconds is not None and not timeout_seconds >= 0:
+            raise ValueError(f"timeout_seconds must be at least 0 or None; got {timeout_seconds}")
+        reason = self.unavailable_reason(self.devices)
+        if reason is not None:
+            raise BackendError(f"the backend {self.name!r} cannot be used: {reason}")
+        seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        self._timeout_ns = _nanoseconds(seconds)
+        self._calls: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED_CALLS)
+        self._num_calls = 0
+        self._machine: Machine
+        if is_simulated(self.devices):
+            self.scratch_bytes = self.simulated_scratch_bytes
+            self._machine = simulator.SimulatedDevices(
+                len(self.devices), self.scratch_bytes, max_blocks
+            )
+        else:
+            self.scratch_bytes = self.cuda_scratch_bytes
+            self._machine = cuda_kernels.CudaDevices(
+                self.devices, self.scratch_bytes, self._linked(self.devices), max_blocks
+            )
+        # Not at exit: the driver may be gone by then, and the process gives everything back.
+        weakref.finalize(self, self._machine.close).atexit = False
+
+    @classmethod
+    @abstractmethod
+    def linked_pairs(cls, num_replicas: int) -> list[tuple[int, int]]:
+        """Returns the replicas of which the one must reach the other's memory."""
+
+    @classmethod
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        devices = parse(devices)
+        if len(devices) > MAX_REPLICAS:
+            return f"it serves at most {MAX_REPLICAS} replicas"
+        if is_simulated(devices):
+            return simulator.missing_reason()
+        return cuda_kernels.missing_reason(cls._linked(devices))
+
+    @classmethod
+    def _linked(cls, devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
+        return [(devices[i], devices[j]) for i, j in cls.linked_pairs(len(devices))]
+
+    def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
+        # Kernels of a source that see the same elements are compiled together.
+        calls = [(f"{self.source}_broadcast", torch.uint8, self._arguments("sum"))]
+        for op, dtype in reductions:
+            calls.append((f"{self.source}_reduce_scatter", dtype, self._arguments(op)))
+        self._machine.prepare(calls)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        before, self._timeout_ns = self._timeout_ns, _nanoseconds(seconds)
+        try:
+            yield
+        finally:
+            self._timeout_ns = before
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        super().close()
+        if cannot_wait_for(lock_of(self).is_over):
+            _logger.warning("%r is closed while a collective waits; its tensors are garbage", self)
+            self.abort()
+        self._machine.close()
+
+    def abort(self) -> None:
+        self._machine.abort()
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        self.check_tensors(tensors, op, scale)
+        self._launch("all_reduce", tensors, tensors[0].dtype, op=op, scale=scale)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        self.check_tensors(tensors, op)
+        self._launch("reduce_scatter", tensors, tensors[0].dtype, op=op)
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        self.check_tensors(tensors)
+        self._launch("all_gather", tensors, torch.uint8)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        self.check_tensors(tensors, root=root)
+        self._launch("broadcast", tensors, torch.uint8, root=root)
+
+    def share(self, collective: str, num_bytes: int) -> int:
+        """Returns how many bytes of a message of so many one replica works on: a chunk."""
+        return -(-num_bytes // len(self.devices))
+
+    def kernel_for(self, collective: str, num_bytes: int, blocks: int) -> str:
+        """Returns the name of the kernel for so many bytes per replica, on so many blocks."""
+        return f"{self.source}_{collective}"
+
+    def arrange(self, arguments: KernelArguments) -> None:
+        """Fills in the order of replicas: by default one island, in replica order."""
+        num_replicas = arguments.num_replicas
+        arguments.order[:num_replicas] = range(num_replicas)
+        arguments.position[:num_replicas] = range(num_replicas)
+        arguments.island_size = num_replicas
+
+    def _arguments(self, op: str) -> KernelArguments:
+        """Returns what kernels are compiled for, filled in: replicas, islands, the operation."""
+        arguments = KernelArguments()
+        arguments.num_replicas = len(self.devices)
+        arguments.op = OPS.index(op)
+        # Of elements the least and the greatest are elements: nothing is lost.
+        arguments.rounds = self.partial_sums == "rounded" or op in ("min", "max")
+        self.arrange(arguments)
+        return arguments
+
+    def _launch(
+        self,
+        collective: str,
+        tensors: Sequence[Tensor],
+        element: torch.dtype,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        root: int = 0,
+    ) -> None:
+        """Runs a kernel over tensors that were checked.
+
+        Args:
+            element: what the kernel sees; uint8 for those that only copy, whatever the dtype.
+
+        Raises:
+            CollectiveTimeoutError: a replica waited too long; in this call on simulated devices,
+                in an earlier one on GPUs.
+        """
+        self._raise_timeouts()
+        first = tensors[0]
+        if first.numel() == 0:
+            return
+        self._num_calls = (self._num_calls + 1) % _CALL_NUMBERS
+        self._calls.append((self._num_calls, f"{collective} of {first.nbytes} bytes"))
+        num_replicas = len(tensors)
+        arguments = self._arguments(op)
+        arguments.data[:num_replicas] = [tensor.data_ptr() for tensor in tensors]
+        arguments.count = first.numel()
+        arguments.timeout_ns = self._timeout_ns
+        arguments.scale = scale
+        arguments.root = root
+        arguments.element_bytes = first.element_size()
+        arguments.call = self._num_calls
+        blocks = -(-self.share(collective, first.nbytes) // self._machine.bytes_per_block)
+        blocks = max(1, min(blocks, self._machine.max_blocks))
+        kernel = self.kernel_for(collective, first.nbytes, blocks)
+        self._machine.run(kernel, element, arguments, blocks)
+        # Raw memory was written to; autograd is to know, where it keeps count.
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        if is_simulated(self.devices):
+            self._raise_timeouts()
+
+    def _raise_timeouts(self) -> None:
+        words = self._machine.error_words()
+        if not any(words):
+            return
+        if ABORTED in words:
+            self._machine.reset()
+            raise BackendError(
+                f"the collectives of {self!r} were aborted, and what was reduced last may be "
+                "garbage: make another strategy"
+            )
+        waits = [(i, word & 0xFF) for i, word in enumerate(words) if word]
+        number = next(word >> 8 & 0x7FFFFF for word in words if word)
+        call = dict(self._calls).get(number, "an earlier collective")
+        self._machine.reset()
+        who = ", ".join(f"replica {i} waited for replica {j}" for i, j in waits)
+        raise CollectiveTimeoutError(
+            f"a collective must end within {self._timeout_ns / 1e9:g} s; {self.name} {call} did "
+            f"not: {who}; see what the replicas waited for were doing, or allow more with "
+            "timeout_seconds"
+        )
+
+
+def checked_partial_sums(partial_sums: str) -> str:
+    """Returns what partial sums of half types travel as, where replicas pass them on.
+
+    "exact": as float32, and the result is rounded once, as everywhere. "rounded": as elements,
+    rounded at every hop, as NCCL does it and with it DDP's ``bf16_compress_hook``; every replica
+    still gets the same bits. Products are sums here; minima and maxima need no more than elements.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if partial_sums not in ("exact", "rounded"):
+        raise ValueError(f"partial_sums must be 'exact' or 'rounded'; got {partial_sums!r}")
+    return partial_sums
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Returns a timeout within what a 64-bit count holds, also of an infinite one."""
+    return int(min(seconds, 1e9) * 1e9)

@@ -1,0 +1,285 @@
+"""The backend "nccl": NVIDIA's library, driven for all GPUs by one thread.
+
+[Note: Two bytes]
+Half types are to be added up in float32 and rounded once, and are to travel in their two bytes.
+So NCCL does not reduce them. Every replica owns a chunk, and the others send it theirs of it; it
+adds them up in float32, scales and rounds; and what came of it goes to all the others:
+
+    n = 3, replica r sends its chunk to its owner, a sum is rounded where it is made
+        0->1:1 0->2:2  1->0:0 1->2:2  2->0:0 2->1:1     all to all, two bytes
+        0: sum of 0    1: sum of 1    2: sum of 2       float32, in registers
+        0->1:0 0->2:0  1->0:1 1->2:1  2->0:2 2->1:2     all-gather, two bytes
+
+Each replica sends 2 (n - 1) / n * 2 bytes per element, as NCCL's ring would of float16.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mirror.comm.collective_lock import cannot_wait_for
+from mirror.comm.communicator import DEFAULT_TIMEOUT_SECONDS, HALF_DTYPES, Communicator, in_place
+from mirror.comm.nccl import libnccl
+from mirror.comm.nccl.calls import (
+    Call,
+    all_gather_calls,
+    all_reduce_calls,
+    broadcast_calls,
+    exchange_calls,
+    reduce_scatter_calls,
+)
+from mirror.comm.nccl.clique import Clique
+from mirror.comm.nccl.libnccl import NcclLibrary, version_name
+from mirror.comm.reference_reduce import reduce_in_order
+from mirror.comm.registry import register
+from mirror.devices import are_distinct, is_simulated, parse
+from mirror.errors import BackendError
+
+# NCCL's issues tell of 55 s on 8 B200, most of it for loading kernels (NVIDIA/nccl#1646).
+_INIT_SECONDS = 300.0
+# Integers that sort like the floats of their size, see _ordered.
+_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_FLOATS = {key: dtype for dtype, key in _KEYS.items()}
+
+
+@register("nccl")
+class NcclCommunicator(Communicator):
+    """One NCCL communicator per GPU; a collective is one group of calls, on the current streams.
+
+    Where NCCL would break the contract it only moves bytes. It adds half types up in half
+    precision, rounding at every hop: see [Note: Two bytes]. Its min and max drop NaNs: floats
+    travel as integers in the same order. Sums are scaled afterwards, because ncclAvg and its like
+    cannot use the adders of an NVLink switch.
+
+    The order of a sum is NCCL's, or torch's: all replicas get the same bits, but other packs give
+    others.
+
+    **It has not yet been run on a GPU**; a trial on the very devices goes before its first use.
+    """
+
+    waits = True
+    needs_trial = True
+    concurrent = True  # the clique gives turns, and NCCL has an order of its own
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device | str],
+        *,
+        timeout_seconds: float | None = None,
+        init_seconds: float | None = None,
+        library: NcclLibrary | None = None,
+    ) -> None:
+        """Makes the communicators.
+
+        Args:
+            timeout_seconds: how long a collective may take, and all that is enqueued before it;
+                by default 600 s. Then all communicators are aborted, and the next call raises.
+            init_seconds: how long making the communicators may take, which loads NCCL's kernels
+                on every GPU: by default as long as a collective, but at least 300 s.
+            library: in place of the process's own; it has to work on the memory of ``devices``.
+
+        Raises:
+            BackendError: NCCL cannot be used here, see ``unavailable_reason``, or refuses.
+            CollectiveTimeoutError: NCCL did not get ready.
+            DeviceError: a device does not exist.
+            ValueError: the timeout is negative.
+        """
+        super().__init__(devices)
+        if timeout_seconds is not None and not timeout_seconds >= 0:
+            raise ValueError(f"timeout_seconds must be at least 0 or None; got {timeout_seconds}")
+        if library is None:
+            reason = self.unavailable_reason(self.devices)
+            if reason is not None:
+                raise BackendError(f"the backend 'nccl' cannot be used: {reason}")
+            library = libnccl.library()
+        seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        if init_seconds is None:
+            init_seconds = seconds_to_get_ready(seconds)
+        self._clique = Clique(library, self.devices, seconds, init_seconds)
+        # Not at exit: the driver may be gone by then, and the process gives everything back.
+        weakref.finalize(self, self._clique.abandon).atexit = False
+
+    @classmethod
+    def unavailable_reason(cls, devices: Sequence[torch.device | str]) -> str | None:
+        devices = parse(devices)
+        if is_simulated(devices):
+            return "NCCL serves GPUs only"
+        if len(devices) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            return (
+                "CUDA_LAUNCH_BLOCKING=1 makes the thread wait for the first GPU, which waits for "
+                "the others to be started by that thread; unset it"
+            )
+        if os.environ.get("NCCL_COMM_BLOCKING") == "1":
+            return "NCCL_COMM_BLOCKING=1 takes away the end of every wait; unset it"
+        reason = libnccl.missing_reason()
+        if reason is not None or are_distinct(devices):
+            return reason
+        return shared_gpu_reason(
+            libnccl.library().version, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE")
+        )
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        before, self._clique.timeout_seconds = self._clique.timeout_seconds, seconds
+        try:
+            yield
+        finally:
+            self._clique.timeout_seconds = before
+
+    def abort(self) -> None:
+        self._clique.abort()
+
+    def close(self) -> None:
+        """Waits for what is enqueued, and ends the communicators.
+
+        Raises:
+            BackendError, CollectiveTimeoutError: that failed, or something enqueued did, and no
+                later call has said so.
+        """
+        if not self._closed:
+            super().close()
+            if cannot_wait_for(self._clique.is_idle):
+                self._clique.abort(is_told=True)
+            self._clique.close()
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
+        self.check_tensors(tensors, op, scale)
+        if tensors[0].numel() == 0:
+            return
+        if tensors[0].dtype in HALF_DTYPES:
+            self._reduce_halves("all_reduce", tensors, op, scale)
+            if len(tensors) > 1:
+                self._run("all_reduce", tensors, all_gather_calls(tensors))
+            return
+        with in_place(tensors):
+            if _travels_as_it_is(tensors[0], op):
+                self._run("all_reduce", tensors, all_reduce_calls(tensors, op))
+                if scale != 1:
+                    for tensor in tensors:
+                        tensor.mul_(scale)
+                return
+            keys = [_ordered(tensor, op) for tensor in tensors]
+            self._run("all_reduce", tensors, all_reduce_calls(keys, op))
+            for tensor, key in zip(tensors, keys, strict=True):
+                value = _unordered(key)
+                tensor.copy_(value if scale == 1 else value.mul_(scale))
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        self.check_tensors(tensors, root=root)
+        if tensors[0].numel() == 0:
+            return
+        self._run("broadcast", tensors, broadcast_calls(tensors, root))
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], op: str = "sum") -> None:
+        self.check_tensors(tensors, op)
+        if tensors[0].numel() == 0:
+            return
+        if tensors[0].dtype in HALF_DTYPES:
+            self._reduce_halves("reduce_scatter", tensors, op)
+            return
+        with in_place(tensors):
+            if _travels_as_it_is(tensors[0], op):
+                self._run("reduce_scatter", tensors, reduce_scatter_calls(tensors, op))
+                return
+            keys = [_ordered(tensor, op).view(-1) for tensor in tensors]
+            self._run("reduce_scatter", tensors, reduce_scatter_calls(keys, op))
+            for i, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
+                own = tensor.view(-1).tensor_split(len(tensors))[i]
+                own.copy_(_unordered(key.tensor_split(len(tensors))[i]))
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        self.check_tensors(tensors)
+        if tensors[0].numel() > 0:
+            self._run("all_gather", tensors, all_gather_calls(tensors))
+
+    def _reduce_halves(
+        self, collective: str, tensors: Sequence[Tensor], op: str, scale: float = 1.0
+    ) -> None:
+        """Leaves chunk ``i`` of the reduction in chunk ``i`` of ``tensors[i]``."""
+        chunks = [tensor.view(-1).tensor_split(len(tensors)) for tensor in tensors]
+        with in_place(tensors):
+            # Those of each owner: one row from each replica.
+            terms = [
+                chunks[i][i].new_empty((len(tensors), chunks[i][i].numel()))
+                for i in range(len(tensors))
+            ]
+            if len(tensors) > 1:
+                self._run(collective, tensors, exchange_calls(chunks, terms))
+            for i, rows in enumerate(terms):
+                own = chunks[i][i]
+                rows[i].copy_(own)
+                own.copy_(_reduced_rows(rows, op, scale))
+
+    def _run(self, collective: str, tensors: Sequence[Tensor], calls: Sequence[Call]) -> None:
+        first = tensors[0]
+        dtype = str(first.dtype).removeprefix("torch.")
+        self._clique.run(f"{collective} of {first.numel()} {dtype}", calls)
+        # Raw memory was written to; autograd is to know, where it keeps count.
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def seconds_to_get_ready(timeout_seconds: float) -> float:
+    """Returns how long making communicators may take, by what a collective may."""
+    return max(timeout_seconds, _INIT_SECONDS)
+
+
+def shared_gpu_reason(version: int, enabled: str | None) -> str | None:
+    """Returns why replicas cannot share a GPU.
+
+    Args:
+        version: of NCCL, as a number.
+        enabled: the environment's NCCL_MULTI_RANK_GPU_ENABLE.
+    """
+    if version < libnccl.SHARED_GPU:
+        return (
+            f"several replicas are on one GPU, which NCCL {version_name(version)} refuses, as all "
+            "do before 2.30; pass backend='direct'"
+        )
+    if enabled != "1":
+        return (
+            "several replicas are on one GPU, which NCCL does with NCCL_MULTI_RANK_GPU_ENABLE=1 "
+            "only (experimental); set it, or pass backend='direct'"
+        )
+    return None
+
+
+def _reduced_rows(rows: Tensor, op: str, scale: float) -> Tensor:
+    """Returns the rows of a half type, reduced in float32 and scaled; sums by one kernel."""
+    if op != "sum":
+        return reduce_in_order(rows.unbind(0), op, scale)
+    total = rows.sum(0, dtype=torch.float32)
+    return total if scale == 1 else total.mul_(scale)
+
+
+def _travels_as_it_is(tensor: Tensor, op: str) -> bool:
+    """Whether NCCL reduces it as the contract wants; half types apart."""
+    return op in ("sum", "prod") or not tensor.is_floating_point()
+
+
+def _ordered(tensor: Tensor, op: str) -> Tensor:
+    """Returns integers in the order of the floats; NaNs go where they win, and stay NaNs."""
+    dtype = _KEYS[tensor.dtype]
+    keys = _flipped(tensor.view(dtype))
+    limits = torch.iinfo(dtype)
+    return keys.masked_fill_(tensor.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _unordered(keys: Tensor) -> Tensor:
+    """Returns the floats that have come out of ``_ordered``."""
+    return _flipped(keys).view(_FLOATS[keys.dtype])
+
+
+def _flipped(bits: Tensor) -> Tensor:
+    """Turns the bits of floats into integers in their order, and back.
+
+    A float is a sign and a magnitude, a negative integer counts the other way: all its bits but
+    the sign are flipped.
+    """
+    all_bits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (all_bits.bits - 1)) & all_bits.max)

@@ -1,0 +1,172 @@
+"""Wire: tensors and numbers as bytes, by hand, as nothing that arrives may be run.
+
+Envelope: what a worker says to the others, as bytes of a number that all of them know.
+
+[Note: Envelopes]
+gloo ends the process, beyond any ``except``, when the sizes of two workers' buffers differ, and
+NCCL hangs. So before anything travels whose size one worker alone knows, all gather envelopes of
+one size, and an envelope tells what is meant: a hash of the operation, its number and its
+signature; the user's line, in words; how long the payload is; and the payload itself, where it
+fits. If somebody's does not, all know from the lengths, and a second gathering of the longest
+length follows. Who is at something else is found before a shape has met another.
+
+    8 bytes   hash of number, operation, signature
+    8 bytes   length of the payload
+    2 bytes   length of the words
+    words     "all_reduce(sum) of float32[3] at train.py:12"
+    payload   or nothing, if it is longer than what is left
+
+Talk: what workers say to each other by one link, in envelopes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mirror.comm.workers.monitored_wait import listed
+from mirror.comm.workers.worker_group import Message, on_host
+from mirror.errors import DivergenceError
+
+_LENGTH = struct.Struct("<I")
+
+
+def serialize(tensors: Sequence[Tensor], numbers: Sequence[float]) -> bytes:
+    """Returns tensors and numbers as a header in JSON and the tensors' bytes."""
+    dense = on_host([tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors])
+    described = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in dense]
+    exact = [float(number).hex() for number in numbers]  # NaN and infinity, too
+    header = json.dumps([described, exact]).encode()
+    raw = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in dense if t.numel()]
+    return b"".join([_LENGTH.pack(len(header)), header, *raw])
+
+
+def deserialize(data: bytes) -> Message:
+    """Returns what was packed."""
+    (length,) = _LENGTH.unpack_from(data)
+    described, numbers = json.loads(data[_LENGTH.size : _LENGTH.size + length])
+    at = _LENGTH.size + length
+    tensors = []
+    for name, shape in described:
+        dtype: torch.dtype = getattr(torch, name)
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            raw = bytearray(data[at : at + tensor.nbytes])
+            tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
+            at += tensor.nbytes
+        tensors.append(tensor)
+    return Message(tensors, tuple(map(float.fromhex, numbers)))
+
+
+ENVELOPE_BYTES = 1024
+_HEAD = struct.Struct("<8sQH")
+_MAX_WORDS = 360  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """One worker's message.
+
+    Attributes:
+        key: of what it is at.
+        words: the same, and the user's line.
+        length: the payload's, in bytes.
+        payload: ``None`` if it was too long for the envelope.
+    """
+
+    key: bytes
+    words: str
+    length: int
+    payload: bytes | None
+
+    @classmethod
+    def from_payload(cls, key: bytes, words: str, payload: bytes) -> Envelope:
+        """Returns the envelope that says this; long words are cut."""
+        words = words.encode()[:_MAX_WORDS].decode(errors="ignore")  # of a character cut, nothing
+        fits = len(payload) <= ENVELOPE_BYTES - _HEAD.size - len(words.encode())
+        return cls(key, words, len(payload), payload if fits else None)
+
+    def to_bytes(self) -> bytearray:
+        """Returns it as it is sent: ``ENVELOPE_BYTES`` bytes."""
+        words = self.words.encode()
+        body = _HEAD.pack(self.key, self.length, len(words)) + words + (self.payload or b"")
+        return bytearray(body.ljust(ENVELOPE_BYTES, b"\0"))
+
+    @classmethod
+    def from_bytes(cls, sealed: bytes) -> Envelope:
+        """Returns what was sealed."""
+        key, length, num_words = _HEAD.unpack_from(sealed)
+        begin = _HEAD.size + num_words
+        fits = begin + length <= ENVELOPE_BYTES
+        words = sealed[_HEAD.size : begin].decode(errors="replace")
+        return cls(key, words, length, sealed[begin : begin + length] if fits else None)
+
+
+def fingerprint(number: int, what: str, signature: object) -> bytes:
+    """Returns the hash of what a worker is at."""
+    return hashlib.blake2b(f"{number} {what} {signature!r}".encode(), digest_size=8).digest()
+
+
+_MAX_SIGNATURE = 120  # letters
+
+# Begins an operation of a process group, said in words, and waits for its end.
+Run = Callable[[str, Callable[[Any], dist.Work]], None]
+
+
+class CheckedGather:
+    """Exchanges by one link. See [Note: Envelopes].
+
+    Args:
+        where: tells the user's line.
+    """
+
+    def __init__(self, run: Run, where: Callable[[], str], size: int) -> None:
+        self._run, self._where, self._size = run, where, size
+        self._num_exchanges = 0
+
+    def exchange(self, what: str, signature: object, said: bytes) -> list[bytes]:
+        """Returns what every worker has said, by rank."""
+        self._num_exchanges += 1
+        words = f"{what}{_split_by_worker(signature, what)} at {self._where()}"
+        mine = Envelope.from_payload(
+            fingerprint(self._num_exchanges, what, signature), words, said
+        )
+        sealed = self._gather(mine.to_bytes(), words)
+        envelopes = list(map(Envelope.from_bytes, sealed))
+        if any(one.key != mine.key for one in envelopes):
+            raise DivergenceError(
+                "all workers must reach the same operations in the same order, with the same "
+                "shapes; they did not:\n" + listed([one.words for one in envelopes])
+            )
+        if all(one.payload is not None for one in envelopes):
+            return [one.payload or b"" for one in envelopes]
+        longest = max(one.length for one in envelopes)
+        whole = self._gather(bytearray(said.ljust(longest, b"\0")), words)
+        return [raw[: one.length] for raw, one in zip(whole, envelopes, strict=True)]
+
+    def broadcast(self, what: str, raw: Tensor) -> None:
+        """Writes worker 0's bytes to those of all, of which there are as many on each."""
+        self._run(f"{what} at {self._where()}", lambda group: group.broadcast(raw, 0))
+
+    def _gather(self, mine: bytearray, words: str) -> list[bytes]:
+        """Returns every worker's bytes, of which there are as many on each."""
+        own = torch.frombuffer(mine, dtype=torch.uint8)
+        every = [torch.empty_like(own) for _ in range(self._size)]
+        self._run(words, lambda group: group.allgather([every], [own]))
+        return [raw.numpy().tobytes() for raw in every]
+
+
+def _split_by_worker(signature: object, what: str) -> str:
+    """Returns what an operation is of, in words, if its name does not say it already."""
+    if signature is None or isinstance(signature, str) or " of " in what:
+        return ""
+    words = repr(signature)
+    return f" of {words if len(words) <= _MAX_SIGNATURE else words[: _MAX_SIGNATURE - 3] + '...'}"

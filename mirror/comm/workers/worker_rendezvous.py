@@ -1,0 +1,103 @@
+"""Attempts: a part of the store where nobody has been before.
+
+torchrun keeps one store for all its attempts. Who is started again would find there what those
+that are gone have left, addresses among it, and would wait for them for ever. The number of the
+attempt is no help: agents of several machines count apart. So worker 0 makes up a name, and tells
+it to the others, each under a name that this one has made up: nobody takes an old answer for his.
+
+Meeting: how this process finds the others, through torch's default process group.
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import timedelta
+from time import monotonic, sleep
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from mirror.base.torch_private import default_store
+from mirror.comm.workers.heartbeat import HeartbeatStore, LineOf
+from mirror.comm.workers.monitored_wait import TIMED_OUT, BackgroundCall
+from mirror.errors import WorkerLostError
+
+_PAUSE_SECONDS = 0.02
+
+
+def store_for_run(store: Store, rank: int, size: int, seconds: float) -> Store:
+    """Returns the part of a store that only the workers of this attempt know.
+
+    Raises:
+        RuntimeError: not all have come in time.
+    """
+    own = secrets.token_hex(8)  # of the system, not of the streams that the training draws from
+    if rank:
+        store.set(f"mirror/come/{rank}", own)
+        answer = f"mirror/answer/{own}"
+        store.wait([answer], timedelta(seconds=seconds))
+        fresh = PrefixStore(f"mirror/{store.get(answer).decode()}", store)
+        fresh.set(f"here/{rank}", "")
+        return fresh
+    fresh = PrefixStore(f"mirror/{own}", store)
+    deadline, answered = monotonic() + seconds, set[bytes]()
+    missing = list(range(1, size))
+    while missing:
+        for other in missing:
+            if store.check([f"mirror/come/{other}"]):
+                name = store.get(f"mirror/come/{other}")
+                if name not in answered:
+                    store.set(f"mirror/answer/{name.decode()}", own)
+                    answered.add(name)
+        missing = [other for other in missing if not fresh.check([f"here/{other}"])]
+        if missing and monotonic() > deadline:
+            raise RuntimeError(f"worker {missing[0]} is missing")
+        if missing:
+            sleep(_PAUSE_SECONDS)
+    return fresh
+
+
+_SLICE = timedelta(seconds=0.5)
+# For torch to end by itself: a thread that the interpreter's end finds in torch ends the process.
+_GRACE_SECONDS = 20.0
+_boards: list[tuple[Store, HeartbeatStore]] = []  # one; another one with another default group
+
+
+def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
+    """Returns the board of all workers; makes the default process group if nobody has.
+
+    Raises:
+        WorkerLostError: somebody has not come.
+    """
+    if not dist.is_initialized():
+        begin = BackgroundCall(lambda: _begin(seconds))
+        deadline = monotonic() + seconds + _GRACE_SECONDS
+        while True:
+            try:
+                begin.wait(_SLICE)
+                break
+            except RuntimeError as error:
+                if TIMED_OUT in str(error) and monotonic() < deadline:
+                    continue
+                raise WorkerLostError(
+                    f"not all workers have come to the start within {seconds:g} s: "
+                    f"{str(error).splitlines()[0]}; start WORLD_SIZE processes that can reach "
+                    "MASTER_ADDR:MASTER_PORT"
+                ) from error
+    store = default_store()
+    if not _boards or _boards[0][0] is not store:
+        _boards[:] = [
+            (store, HeartbeatStore(store, dist.get_rank(), dist.get_world_size(), line_of))
+        ]
+    board = _boards[0][1]
+    board.line_of = line_of
+    return board
+
+
+def _begin(seconds: float) -> None:
+    """Makes the default process group, as the environment says."""
+    timeout = timedelta(seconds=seconds)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    fresh = store_for_run(store, rank, size, seconds)
+    dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)

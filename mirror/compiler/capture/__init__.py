@@ -1,0 +1,1 @@
+"""Captures a step: one trace below autograd for all replicas."""

@@ -1,0 +1,109 @@
+"""Graphs: what a trace saw, made free of side effects but for the writes at its end.
+
+[Note: Two passes]
+The first pass follows the step with autograd, and writes in place as the step does. The second one
+goes over the graph of the first, without autograd, and turns every write into a new value, so that
+only what depends on what is left, and the graph can be cut anywhere: cut.py. What an input is at
+the end is written to it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.compiler.torch_internals import decompositions, faked, is_fake, traced
+
+
+@dataclass(eq=False, slots=True)
+class FunctionalGraph:
+    """A step as a graph of values.
+
+    Attributes:
+        module: its placeholders are ``inputs``; its output is a list of ``results`` values, and of
+            one for each of ``writes``.
+        writes: the inputs that the step has changed.
+        num_results: how many values the step returns or leaves.
+    """
+
+    module: fx.GraphModule
+    inputs: list[StepInput]
+    writes: list[StepInput]
+    num_results: int
+
+
+def trace_functional(
+    call: Callable[[], Sequence[Tensor]], mode: Any, inputs: list[StepInput]
+) -> tuple[fx.GraphModule, list[StepInput]]:
+    """Traces ``call``, which uses the fakes of ``inputs``; returns the graph and all its inputs.
+
+    Inputs may be added while it is traced. What else is used becomes an input, too.
+    """
+    known = list(inputs)
+
+    def function(*_: Tensor) -> Sequence[Tensor]:
+        return list(call())
+
+    graph = traced(function, mode, [one.fake for one in known])
+    by_fake = {id(one.fake): one for one in inputs}
+    found: list[StepInput] = []
+    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    found_nodes: dict[int, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(graph, node.target)
+        if id(value) in found_nodes:
+            node.replace_all_uses_with(found_nodes[id(value)])
+            graph.graph.erase_node(node)
+            continue
+        one = by_fake.get(id(value))
+        if one is None:
+            fake = value if isinstance(value, is_fake) else faked(mode, value)
+            one = StepInput(InputKind.SHARED, fake, value=value)
+        found.append(one)
+        with graph.graph.inserting_after(holders[-1]):
+            holder = graph.graph.placeholder(f"found_{len(found)}")
+        holders.append(holder)
+        node.replace_all_uses_with(holder)
+        graph.graph.erase_node(node)
+        found_nodes[id(value)] = holder
+    graph.recompile()
+    return graph, [*known, *found]
+
+
+def functional(graph: fx.GraphModule, inputs: list[StepInput], mode: Any) -> FunctionalGraph:
+    """Returns a traced graph without writes but at its end."""
+
+    def function(*args: Tensor) -> Any:
+        with torch.no_grad():
+            return graph(*args)
+
+    fakes = [one.fake for one in inputs]
+    pure = traced(
+        torch.func.functionalize(function, remove="mutations"), mode, fakes, decompositions()
+    )
+    nodes = pure.graph
+    holders = [node for node in nodes.nodes if node.op == "placeholder"]
+    by_holder = dict(zip(holders, inputs, strict=True))
+    (output,) = (node for node in nodes.nodes if node.op == "output")
+    results = list(output.args[0])
+    writes: list[tuple[StepInput, fx.Node]] = []
+    for node in list(nodes.nodes):
+        is_copy = node.target is torch.ops.aten.copy_.default
+        if is_copy and node.args[0] in by_holder:
+            writes.append((by_holder[node.args[0]], node.args[1]))
+            node.replace_all_uses_with(node.args[1])
+            nodes.erase_node(node)
+    output.args = ([*results, *[value for _, value in writes]],)
+    for node in reversed(list(nodes.nodes)):
+        if "profiler" in str(node.target):  # a step's name, for torch.profiler
+            nodes.erase_node(node)
+    nodes.eliminate_dead_code()
+    pure.recompile()
+    return FunctionalGraph(pure, inputs, [one for one, _ in writes], len(results))

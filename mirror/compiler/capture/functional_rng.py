@@ -1,0 +1,185 @@
+"""Draws: the random numbers of a traced step, from seeds that are its inputs.
+
+[Note: Seeds]
+A compiled step that drew from a generator would do so when and where its program runs, on threads
+in any order. So a step has one seed per replica and call, drawn from the CPU's generator in
+replica order, and every place in the step that draws has a number: what it draws depends on both,
+and on nothing else. The same seed of ``torch.manual_seed`` and the same number of replicas give
+the same numbers; they are others than an uncompiled step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.compiler.torch_internals import ATTENTION_DROPOUTS
+from mirror.errors import CompileError
+
+aten = torch.ops.aten
+
+
+class FunctionalRng:
+    """Turns draws from generators into draws by a seed.
+
+    Args:
+        seed: the replica's, 0-d, int64.
+        refusal: makes the error for what cannot be drawn so.
+
+    Attributes:
+        count: how many places have drawn.
+    """
+
+    def __init__(self, seed: Tensor, refusal: Callable[..., CompileError]) -> None:
+        self._seed = seed
+        self._refusal = refusal
+        self.count = 0
+
+    def drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns what a function that draws returns."""
+        if kwargs.get("generator") is not None:
+            raise self._refusal(
+                f"{func.overloadpacket.__name__} with a generator",
+                "draws from what a compiled step cannot share",
+                "leave the generator out: the step's seeds come from torch.manual_seed",
+            )
+        draw = _DRAWS.get(func)
+        if draw is not None:
+            return draw(self, *args, **kwargs)
+        if func in _MAY_DRAW and not any(args[_MAY_DRAW[func] :][:1]):
+            return func(*args, **kwargs)
+        raise self._refusal(
+            f"{func.overloadpacket.__name__}",
+            "draws random numbers in a way that a compiled step has no seeds for",
+            "draw with torch.rand or torch.randn, or pass fallback='eager'",
+        )
+
+    def draw_for(self, mode: str, like: Tensor | None, size: Any = None, **options: Any) -> Tensor:
+        """Returns ``torch.rand`` or ``torch.randn``, of this number."""
+        number, self.count = self.count, self.count + 1
+        size = like.shape if like is not None and size is None else size
+        found: Tensor = torch.ops.mirror.draw(list(size), self._seed, number, mode)
+        dtype = options.get("dtype") or (
+            like.dtype if like is not None else torch.get_default_dtype()
+        )
+        device = options.get("device") or (like.device if like is not None else None)
+        return found.to(dtype=dtype) if device is None else found.to(device=device, dtype=dtype)
+
+
+def _rand(draws: FunctionalRng, size: Any, **options: Any) -> Tensor:
+    return draws.draw_for("rand", None, size, **options)
+
+
+def _randn(draws: FunctionalRng, size: Any, **options: Any) -> Tensor:
+    return draws.draw_for("randn", None, size, **options)
+
+
+def _rand_like(draws: FunctionalRng, like: Tensor, **options: Any) -> Tensor:
+    return draws.draw_for("rand", like, **options)
+
+
+def _randn_like(draws: FunctionalRng, like: Tensor, **options: Any) -> Tensor:
+    return draws.draw_for("randn", like, **options)
+
+
+def _bernoulli(draws: FunctionalRng, like: Tensor, p: Any = None, **_: Any) -> Tensor:
+    below = draws.draw_for("rand", like, dtype=torch.float32) < (like if p is None else p)
+    return below.to(like.dtype)
+
+
+def _bernoulli_(draws: FunctionalRng, target: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
+    return target.copy_(draws.draw_for("rand", target, dtype=torch.float32) < p)
+
+
+def _uniform_(
+    draws: FunctionalRng, target: Tensor, low: float = 0.0, high: float = 1.0, **_: Any
+) -> Tensor:
+    return target.copy_(draws.draw_for("rand", target) * (high - low) + low)
+
+
+def _normal_(
+    draws: FunctionalRng, target: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any
+) -> Tensor:
+    return target.copy_(draws.draw_for("randn", target) * std + mean)
+
+
+def _exponential_(draws: FunctionalRng, target: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+    # 1 - u is in (0, 1]: its logarithm is finite.
+    return target.copy_(-torch.log(1 - draws.draw_for("rand", target)) / rate)
+
+
+def _randint(draws: FunctionalRng, high: Any, size: Any, **options: Any) -> Tensor:
+    return _randint_low(draws, 0, high, size, **options)
+
+
+def _randint_low(draws: FunctionalRng, low: Any, high: Any, size: Any, **options: Any) -> Tensor:
+    dtype = options.pop("dtype", None) or torch.int64
+    # float64: a product of a float32 in [0, 1) may be rounded up to high.
+    unit = draws.draw_for("rand", None, size, **{**options, "dtype": torch.float64})
+    drawn: Tensor = (unit * (high - low) + low).floor().to(dtype)
+    return drawn
+
+
+def _randint_like(draws: FunctionalRng, like: Tensor, high: Any, **options: Any) -> Tensor:
+    options.setdefault("dtype", like.dtype)
+    return _randint_low(draws, 0, high, like.shape, **options)
+
+
+def _randint_like_low(
+    draws: FunctionalRng, like: Tensor, low: Any, high: Any, **options: Any
+) -> Tensor:
+    options.setdefault("dtype", like.dtype)
+    return _randint_low(draws, low, high, like.shape, **options)
+
+
+def _randperm(draws: FunctionalRng, n: Any, **options: Any) -> Tensor:
+    dtype = options.pop("dtype", None) or torch.int64
+    keys = draws.draw_for("rand", None, [n], **{**options, "dtype": torch.float32})
+    order: Tensor = keys.argsort().to(dtype)
+    return order
+
+
+def _normal(draws: FunctionalRng, mean: Any, std: Any, size: Any = None, **options: Any) -> Tensor:
+    like = mean if isinstance(mean, Tensor) else std if isinstance(std, Tensor) else None
+    drawn: Tensor = draws.draw_for("randn", like, size, **options) * std + mean
+    return drawn
+
+
+def _native_dropout(
+    draws: FunctionalRng, x: Tensor, p: float, train: bool | None = True
+) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = draws.draw_for("rand", x, dtype=torch.float32) >= p
+    scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+    return x * kept * scale, kept
+
+
+_DRAWS: dict[Any, Callable[..., Any]] = {
+    aten.rand.default: _rand,
+    aten.randn.default: _randn,
+    aten.rand_like.default: _rand_like,
+    aten.randn_like.default: _randn_like,
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli,
+    aten.bernoulli_.float: _bernoulli_,
+    aten.bernoulli_.Tensor: _bernoulli_,
+    aten.uniform_.default: _uniform_,
+    aten.normal_.default: _normal_,
+    aten.exponential_.default: _exponential_,
+    aten.randint.default: _randint,
+    aten.randint.low: _randint_low,
+    aten.randint_like.default: _randint_like,
+    aten.randint_like.low_dtype: _randint_like_low,
+    aten.randperm.default: _randperm,
+    aten.normal.float_float: _normal,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+    aten.native_dropout.default: _native_dropout,
+}
+
+# Where functions that draw in some calls only have what says so.
+_MAY_DRAW: dict[Any, int] = {**ATTENTION_DROPOUTS, aten.rrelu_with_noise.default: 4}

@@ -1,0 +1,140 @@
+"""Stand-ins: what a trace has in place of all that a step finds outside of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.compiler.state_tensors import StateTensor
+from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.compiler.torch_internals import IS_PARAMETER, fake_mode, faked
+
+
+class Placeholders:
+    """The inputs of a step that is being traced, made as the step asks for them.
+
+    Args:
+        places: the strategy's parameters and buffers.
+        grads: the gradients that a step before has left.
+        num_replicas: of all workers.
+
+    Attributes:
+        mode: that of the fake tensors.
+        inputs: all there are.
+        assigned: what buffers are at the end of the step, by ``id`` of the record.
+    """
+
+    def __init__(
+        self, places: Sequence[StateTensor], grads: dict[StateTensor, Tensor], num_replicas: int
+    ) -> None:
+        self.mode = fake_mode()
+        self.inputs: list[StepInput] = []
+        self._grads = grads
+        self._places = places
+        self._leaves: dict[StateTensor, Tensor] = {}
+        self._by_object = {key: place for place in places for key in place.ids()}
+        self.assigned: dict[int, Tensor] = {}
+        self._by_place: dict[tuple[InputKind, Any, Any], StepInput] = {}
+        for place in places:
+            kind = InputKind.PARAMETER if place.is_parameter else InputKind.BUFFER
+            self.add(kind, place.on_replica(0), place)
+        device = places[0].on_replica(0).device if places else torch.device("cpu")
+        one = torch.ones((), dtype=torch.float64, device=device)
+        self.add(InputKind.COUNT, one)
+        self.add(InputKind.WEIGHT, one)
+        self.add(InputKind.PLACE, torch.zeros(num_replicas, dtype=torch.bool, device=device))
+        self.add(InputKind.SEED, torch.zeros((), dtype=torch.int64, device=device))
+
+    def add(
+        self,
+        kind: InputKind,
+        tensor: Tensor,
+        of: Any = None,
+        key: Any = None,
+        *,
+        batched: bool = False,
+    ) -> Tensor:
+        """Returns what stands for a tensor; the same for the same one."""
+        known = self._by_place.get((kind, of, key))
+        if known is None:
+            # Rates, and counts of steps, which optimizers keep on the host, go to the device.
+            where = (
+                self.device
+                if kind in (InputKind.STATE, InputKind.RATE) and not tensor.dim()
+                else None
+            )
+            fake = faked(self.mode, tensor, [0] if batched and tensor.dim() else [], where)
+            known = self._by_place[kind, of, key] = StepInput(kind, fake, of, key)
+            self.inputs.append(known)
+        return known.fake
+
+    def only(self, kind: InputKind) -> Tensor:
+        """Returns what stands for the only input of a kind."""
+        return self._by_place[kind, None, None].fake
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trace takes place."""
+        return self.only(InputKind.COUNT).device
+
+    def entering(self, place: StateTensor) -> Tensor | None:
+        """Returns what stands for the gradient that a step before has left; ``None``: none."""
+        grad = self._grads.get(place)
+        return None if grad is None else self.add(InputKind.GRADIENT, grad, place)
+
+    # While a step is traced
+
+    def make_leaves(self) -> dict[StateTensor, Tensor]:
+        """Makes what stands for each parameter in the step, as autograd's leaf."""
+        for place in self._places:
+            if place.is_parameter:
+                leaf = self._by_place[InputKind.PARAMETER, place, None].fake.detach()
+                leaf.requires_grad_(place.owner.requires_grad)
+                setattr(leaf, IS_PARAMETER, True)
+                self._leaves[place] = leaf
+                self._by_object[id(leaf)] = place
+        return dict(self._leaves)
+
+    def placeholder_of(self, place: StateTensor) -> Tensor:
+        """Returns what the step has in place of a parameter or a buffer."""
+        if place.is_parameter:
+            return self._leaves[place]
+        return self._by_place[InputKind.BUFFER, place, None].fake
+
+    def by_id(self) -> dict[int, Tensor]:
+        """Returns what stands for each object that is a parameter or a buffer to a program."""
+        return {key: self.placeholder_of(place) for place in self._places for key in place.ids()}
+
+    def place_of(self, parameter: Tensor) -> StateTensor | None:
+        """Returns the place that an object stands for."""
+        return self._by_object.get(id(parameter))
+
+    @contextmanager
+    def in_place(self, gradients: Any) -> Iterator[None]:
+        """Has mirrored parameters and buffers resolve to what stands for them."""
+        kept: list[tuple[Any, dict[str, Any]]] = []
+        try:
+            for place in self._places:
+                record, stands = place.record, self.placeholder_of(place)
+                if record is None:
+                    continue
+                changed: dict[str, Any] = {"copies": [stands]}
+                if place.is_parameter:
+                    changed = {"copies": (stands,), "targets": (stands,), "gradients": gradients}
+                else:
+                    changed |= {"_stale": record._stale, "_apart": record._apart}
+                kept.append((record, {name: getattr(record, name) for name in changed}))
+                for name, value in changed.items():
+                    setattr(record, name, value)
+            yield
+            for record, before in kept:
+                if "targets" not in before:
+                    self.assigned[id(record)] = record.copies[0]
+        finally:
+            for record, before in kept:
+                for name, value in before.items():
+                    setattr(record, name, value)

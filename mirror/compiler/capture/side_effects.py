@@ -1,0 +1,539 @@
+"""Attributes that a step sets on modules while it is traced: put back, or refused.
+
+Effects: what a step changes of what is around it as it is traced. See [Note: Side effects].
+
+Unchanged: what a step does in Python is done at the trace alone; so it must leave nothing.
+
+[Note: Side effects]
+A trace runs the step's Python code once; the programs never. What that code changes outside the
+graph is put back, also when the trace fails, and refused if calls would be missing it:
+
+    an attribute of a module        refused, unless the step leaves it as it was, or torch itself
+                                    keeps a tensor there, as ``weight_norm`` does
+    train(), eval()                 kept: every call leaves the modes that the step leaves
+    a group of an optimizer         refused: schedulers step outside
+    an optimizer's state            tensors are; a number that is counted is refused
+    group["lr"], read in the step   a constant: another rate is another trace
+    a tensor kept around the step   refused: in a list, a dict, a variable, a field
+    a number around the step        warned of if the step only changes it, as a count of traces;
+                                    refused if it uses it besides, as in ``if count % 4``
+    numpy's, Python's generators    refused if they have drawn
+    a file, anything else           cannot be seen; docs/compiled-steps.md says so
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import linecache
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CodeType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mirror.compiler.capture.option_guards import OptionGuards
+from mirror.compiler.capture.traced_swap import raw_state
+from mirror.compiler.comparable import PLAIN
+from mirror.compiler.free_variables import FreeVariables
+from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
+from mirror.compiler.user_lines import is_torchs, line_here
+from mirror.errors import CompileError
+from mirror.replica.modules.module_dicts import ReplicaDict, WatchedDict
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.run.current_replica import current
+from mirror.run.replicas import Replicas
+
+_MISSING: Any = object()
+_PLAIN = (bool, int, float, str, bytes, complex, type(None))
+_TRACERS = os.path.join(os.path.dirname(torch.fx.__file__), "")  # which keeps what it finds
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(eq=False, slots=True)
+class _Change:
+    """What has become of one attribute.
+
+    Attributes:
+        before: what the module had in its ``__dict__``.
+        now: what was set last.
+        line: where.
+        is_torchs: whether code of torch has set it, as a parametrization does.
+    """
+
+    module: nn.Module
+    name: str
+    before: Any
+    now: Any
+    line: str
+    is_torchs: bool
+
+
+class SetAttributes:
+    """Sees attributes of modules that are set or deleted.
+
+    Not those of modules that the step itself makes, as a loss where it is used: they go with it.
+
+    Args:
+        is_traced: whether the thread follows the step.
+
+    Attributes:
+        modes: of each module that the step has set a mode of, the one that it is left with.
+        buffers: by ``id`` of an only replica's buffer, what has taken its place.
+    """
+
+    def __init__(self, is_traced: Callable[[], bool]) -> None:
+        self._is_traced = is_traced
+        self._changes: dict[tuple[int, str], _Change] = {}
+        self._made: dict[int, nn.Module] = {}
+        self.modes: list[tuple[nn.Module, bool]] = []
+        self.buffers: dict[int, Any] = {}
+        self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}  # their dicts, and before
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it they are seen; afterwards modules have what they had."""
+        kind: Any = nn.Module
+        originals = kind.__init__, kind.__setattr__, kind.__delattr__
+
+        def init_seen(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if self._is_traced():
+                self._made[id(module)] = module
+            originals[0](module, *args, **kwargs)
+
+        def set_seen(module: nn.Module, name: str, value: Any) -> None:
+            if self._is_traced():
+                self._record(module, name, value, sys._getframe(1).f_code.co_filename)
+            originals[1](module, name, value)
+
+        def delete_seen(module: nn.Module, name: str) -> None:
+            if self._is_traced():
+                self._record(module, name, _MISSING, sys._getframe(1).f_code.co_filename)
+            originals[2](module, name)
+
+        kind.__init__, kind.__setattr__, kind.__delattr__ = init_seen, set_seen, delete_seen
+        try:
+            yield
+        finally:
+            kind.__init__, kind.__setattr__, kind.__delattr__ = originals
+            self._put_back()
+            self._made.clear()
+
+    def _record(self, module: nn.Module, name: str, value: Any, path: str) -> None:
+        if path.startswith(_TRACERS):
+            return
+        if id(module) in self._made and not isinstance(value, nn.Parameter):
+            return
+        if any(name in module.__dict__.get(kind, ()) for kind in _HELD):
+            self._note_held(module, name, value)
+            return
+        if isinstance(value, (nn.Parameter, nn.Module)):
+            raise _refusal(f"attribute {name!r} of {type(module).__name__} is made anew")
+        known = self._changes.get((id(module), name))
+        if known is None:
+            before = module.__dict__.get(name, _MISSING)
+            known = _Change(module, name, before, value, "", False)
+            self._changes[id(module), name] = known
+        known.now, known.line, known.is_torchs = value, line_here(), is_torchs(path)
+
+    def _note_held(self, module: nn.Module, name: str, value: Any) -> None:
+        buffers = module.__dict__["_buffers"]
+        if name in buffers and isinstance(buffers, ReplicaDict):
+            return  # a mirrored one: see Placeholders.assigned
+        if buffers.get(name) is not None and isinstance(buffers, WatchedDict):
+            if isinstance(value, Tensor):
+                _, before = self._replaced.setdefault(
+                    (id(buffers), name), (buffers, buffers[name])
+                )
+                if (value.shape, value.dtype) != (before.shape, before.dtype):
+                    what = f"{name!r} of {type(module).__name__}"
+                    raise _refusal(f"{what} is replaced by a tensor of another shape or dtype")
+                self.buffers[id(before)] = value
+                return
+        known = next(d[name] for d in map(module.__dict__.get, _HELD) if d and name in d)
+        if value is not known:
+            raise _refusal(f"{name!r} of {type(module).__name__} is replaced")
+
+    def _put_back(self) -> None:
+        for (_, name), (buffers, before) in self._replaced.items():
+            dict.__setitem__(buffers, name, before)
+        for change in self._changes.values():
+            if change.before is _MISSING:
+                change.module.__dict__.pop(change.name, None)
+            else:
+                change.module.__dict__[change.name] = change.before
+
+    def check(self) -> None:
+        """Notes modes.
+
+        Raises:
+            CompileError: an attribute would be another after a call.
+        """
+        for change in self._changes.values():
+            if _are_alike(change.before, change.now):
+                continue
+            if change.name == "training":
+                self.modes.append((change.module, bool(change.now)))
+            elif not change.is_torchs or isinstance(change.now, _PLAIN):
+                raise _refusal(
+                    f"attribute {change.name!r} of {type(change.module).__name__} is set to "
+                    "something else than it was",
+                    change.line,
+                )
+
+
+def _are_alike(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    return type(before) is type(now) and isinstance(now, _PLAIN) and bool(before == now)
+
+
+def _refusal(what: str, line: str = "") -> CompileError:
+    return CompileError(
+        f"the step cannot be compiled: {line or line_here()}: {what}, which a compiled step would "
+        "do once and never again; return it from the step, keep tensors in buffers, or pass "
+        "fallback='eager'"
+    )
+
+
+logger = logging.getLogger(__name__)
+
+_ADDING = {"append", "appendleft", "extend", "add", "update", "setdefault", "insert"}
+# What a line does besides that changes a value only by itself.
+_USES = (
+    "CALL",
+    "PRECALL",
+    "COMPARE",
+    "POP_JUMP",
+    "JUMP_IF",
+    "RETURN",
+    "CONTAINS",
+    "FORMAT",
+    "IS_",
+)
+_ONCE = "which a compiled step would do once and never again"
+_REMEDY = "return it from the step, keep it in a buffer, or pass fallback='eager'"
+_warned: set[tuple[CodeType, str]] = set()
+
+
+class SideEffects:
+    """Sees what has changed around a step, and puts it back where the step is not compiled.
+
+    Args:
+        step: the user's function.
+        optimizers: those that it may look into.
+    """
+
+    def __init__(self, step: Callable[..., Any], optimizers: Sequence[Optimizer] = ()) -> None:
+        self._step = step
+        self._states = [
+            (optimizer, {id(entry): (entry, dict(entry)) for entry in _entries(optimizer)})
+            for optimizer in optimizers
+        ]
+        self._around = FreeVariables([step])
+        self._before = [(entry, entry.value()) for entry in self._around.entries]
+        self._contents = [(name, one, _copy(one)) for name, one in self._around.sizes]
+        values = [value for _, value in self._before]
+        self._generators = [(one, _state(one)) for one in (*values, random, np.random)]
+
+    def put_back(self) -> None:
+        """Makes all as it was before the step."""
+        for _, container, content in self._contents:
+            if len(container) != len(content):
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(
+                    content
+                )
+        for entry, value in self._before:
+            if entry.value() is not value:
+                entry.put(value)
+        for optimizer, entries in self._states:
+            for held in _entries(optimizer):
+                before = entries.get(id(held), (held, {}))[1]
+                if any(isinstance(value, is_fake) for value in held.values()):
+                    held.clear()
+                    held.update(before)
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        """Looks at what the step has left.
+
+        Args:
+            modules: those that it has called.
+
+        Raises:
+            CompileError: what calls would be missing.
+        """
+        codes = [code for one in self._around.codes for code in _with_inner(one)]
+        for generator, state in self._generators:
+            if state is not None and not _are_equal(state, _state(generator)):
+                raise CompileError(
+                    f"the step cannot be compiled: {_line_about(codes, _names_of(generator))}: it "
+                    "draws from Python's or numpy's random numbers, which would be the same in "
+                    "every call; draw with torch.rand, or pass fallback='eager'"
+                )
+        self._refuse_kept_tensors(codes, modules)
+        for entry, before in self._before:
+            after = entry.value()
+            if isinstance(after, PLAIN) and not _are_equal(before, after):
+                self._changed(codes, entry.name, entry.read_as, is_added=False)
+        for name, container, content in self._contents:
+            if len(container) != len(content):
+                self._changed(codes, name, self._around.read_as[id(container)], is_added=True)
+
+    def _refuse_kept_tensors(
+        self, codes: Sequence[CodeType], modules: Sequence[nn.Module]
+    ) -> None:
+        layers = list({id(sub): sub for module in modules for sub in module.modules()}.values())
+        hooks = [
+            hook
+            for layer in layers
+            for name in MODULE_HOOKS
+            for hook in vars(layer).get(name, {}).values()
+        ]
+        for optimizer, _ in self._states:
+            for held in _entries(optimizer):
+                for key, value in held.items():
+                    if isinstance(value, is_fake):
+                        kind = type(optimizer).__name__
+                        raise CompileError(
+                            f"the step cannot be compiled: {_line_about(codes, [key])}: it keeps "
+                            f"a tensor in {key!r} of the state of {kind}, outside of its step(), "
+                            f"{_ONCE}; keep it in a variable of the step, or pass fallback='eager'"
+                        )
+        around = FreeVariables([self._step, *hooks], layers)
+        own = [c for code in around.codes for c in _with_inner(code)] or list(codes)
+        for entry in around.entries:
+            if isinstance(entry.value(), is_fake):
+                raise CompileError(
+                    f"the step cannot be compiled: {_line_about(own, [entry.read_as])}: it keeps "
+                    f"a tensor outside of itself ({entry.name}), {_ONCE}; {_REMEDY}"
+                )
+
+    def _changed(self, codes: Sequence[CodeType], name: str, key: Any, *, is_added: bool) -> None:
+        for code in codes:
+            line = _line_that_reads(code, key, is_added=is_added)
+            if line is not None:
+                raise CompileError(
+                    f"the step cannot be compiled: {_shown(code, line)}: it uses what it changes "
+                    f"itself ({name}), {_ONCE}; count outside of the step and pass the value as "
+                    "an argument, or pass fallback='eager'"
+                )
+        code = codes[0] if codes else SideEffects.check.__code__
+        if (code, name) not in _warned:
+            _warned.add((code, name))
+            logger.warning(
+                "the step %s changes %s, which a compiled step does when it is traced and never "
+                "again; change it by what the step returns",
+                getattr(self._step, "__qualname__", type(self._step).__qualname__),
+                name,
+            )
+
+
+def _entries(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """Returns what an optimizer holds of each parameter."""
+    return [entry for entry in raw_state(optimizer.state).values() if isinstance(entry, dict)]
+
+
+def _copy(container: Any) -> Any:
+    return list(container) if isinstance(container, list) else dict(container)
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and bool(torch.equal(a, b))
+    return type(a) is type(b) and (a is b or bool(a == b))
+
+
+def _state(generator: Any) -> Any:
+    """Returns the state of what draws random numbers for Python or numpy; ``None``: it is none."""
+    if isinstance(generator, random.Random) or generator is random:
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState) or generator is np.random:
+        found: Any = generator.get_state(legacy=False)
+        return (found["state"]["pos"], found["state"]["key"].tobytes(), found["has_gauss"])
+    return None
+
+
+def _names_of(generator: Any) -> list[str]:
+    if generator is random:
+        return ["random", "randint", "choice", "uniform", "shuffle", "sample", "gauss"]
+    if generator is np.random:
+        return ["random"]
+    return []
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+def _by_line(code: CodeType) -> dict[int, list[dis.Instruction]]:
+    lines: dict[int, list[dis.Instruction]] = {}
+    starts = dict(dis.findlinestarts(code))
+    line: int | None = None
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset, line)
+        if line is not None:
+            lines.setdefault(line, []).append(instruction)
+    return lines
+
+
+def _line_that_reads(code: CodeType, key: Any, *, is_added: bool) -> int | None:
+    """Returns a line that does more with a value than to change it by itself."""
+    for line, instructions in _by_line(code).items():
+        if not any(_loads(one, key) for one in instructions):
+            continue
+        names = [one.opname for one in instructions]
+        if is_added and any(one.argval in _ADDING for one in instructions):
+            continue
+        stores = any(
+            one.opname.startswith("STORE_") and (one.argval == key or one.opname == "STORE_SUBSCR")
+            for one in instructions
+        )
+        if not stores or any(name.startswith(_USES) for name in names):
+            return line
+    return None
+
+
+def _loads(instruction: dis.Instruction, key: Any) -> bool:
+    name = instruction.opname
+    return name.startswith("LOAD_") and name != "LOAD_CLOSURE" and instruction.argval == key
+
+
+def _line_about(codes: Sequence[CodeType], keys: Sequence[Any]) -> str:
+    """Returns the line that stores something by one of these names, or else that has one."""
+    for kinds in (("STORE_",), ("LOAD_", "STORE_")):
+        for code in codes:
+            for line, instructions in _by_line(code).items():
+                has = any(
+                    one.argval in keys and one.opname.startswith((*kinds, "LOAD_CONST"))
+                    for one in instructions
+                )
+                if has and any(one.opname.startswith(kinds) for one in instructions):
+                    return _shown(code, line)
+    return _shown(codes[0], codes[0].co_firstlineno) if codes else "the step"
+
+
+def _shown(code: CodeType, line: int) -> str:
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line}" + (f" `{text}`" if text else "")
+
+
+_warned_steps: set[CodeType] = set()
+
+
+class UnchangedSurroundings:
+    """Notes what a step changes in modules and optimizers, and puts it back.
+
+    Args:
+        step: the user's function.
+        tracer: who follows it.
+    """
+
+    def __init__(self, step: Callable[..., Any], tracer: Any, replicas: Replicas) -> None:
+        self._step = step
+
+        def is_traced() -> bool:
+            return current.replica is not None and current.replica.tracing is tracer
+
+        self._attributes = SetAttributes(is_traced)
+        optimizers = _optimizers(step, replicas)
+        self._options = OptionGuards(optimizers)
+        self._tracer, self._effects = tracer, SideEffects(step, optimizers)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._attributes.recording())
+        self._stack.enter_context(self._options.recording())
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        self._stack.close()
+        try:
+            if kind is None:
+                self._attributes.check()
+                self._options.check()
+                self._effects.check(list(self._tracer.modules.values()))
+        except CompileError:
+            self._effects.put_back()
+            raise
+        if kind is None:
+            _warn_of_names(self._step)
+        else:
+            self._effects.put_back()
+
+    @property
+    def modes(self) -> list[tuple[nn.Module, bool]]:
+        """The modules whose modes the step changes, and to what."""
+        return self._attributes.modes
+
+    @property
+    def buffers(self) -> dict[int, Any]:
+        """By ``id`` of an only replica's buffer, what the step has put in its place."""
+        return self._attributes.buffers
+
+    @property
+    def rates_read(self) -> list[Optimizer]:
+        """The optimizers whose learning rates the step has read as numbers."""
+        return self._options.read
+
+
+def _optimizers(step: Callable[..., Any], replicas: Replicas) -> list[Optimizer]:
+    """Returns the optimizers that a step may look at, as far as can be known before it does."""
+    found = optimizers_of(replicas).optimizers()
+    for value in _around(step):
+        if isinstance(value, Optimizer):
+            found.append(value)
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def _around(step: Callable[..., Any]) -> Iterator[Any]:
+    """Yields what a function finds around itself."""
+    owner = step.__self__ if isinstance(step, MethodType) else step
+    yield from vars(owner).values() if hasattr(owner, "__dict__") else ()
+    function = inspect.unwrap(getattr(step, "__func__", step))
+    if inspect.isfunction(function):
+        around = inspect.getclosurevars(function)
+        yield from (*around.nonlocals.values(), *around.globals.values())
+
+
+def _warn_of_names(step: Callable[..., Any]) -> None:
+    """Says once which names around it a step sets."""
+    code = getattr(getattr(step, "__func__", step), "__code__", None)
+    if not isinstance(code, CodeType) or code in _warned_steps:
+        return
+    names = sorted(_set_by(code, ()))
+    if names:
+        _warned_steps.add(code)
+        logger.warning(
+            "the step %s sets %s, which a compiled step does when it is traced and never again; "
+            "set it of what the step returns",
+            getattr(step, "__qualname__", code.co_name),
+            ", ".join(map(repr, names)),
+        )
+
+
+def _set_by(code: CodeType, own: tuple[str, ...]) -> set[str]:
+    """Returns the names of globals and variables around that a function sets."""
+    own = (*own, *code.co_cellvars)
+    names = {
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opname == "STORE_GLOBAL" or (i.opname == "STORE_DEREF" and i.argval not in own)
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _set_by(constant, own)
+    return names

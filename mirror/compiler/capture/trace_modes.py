@@ -1,0 +1,236 @@
+"""Watching: sees all that a step does while it is traced; refuses what a trace would freeze.
+
+[Note: What a trace freezes]
+A trace has no values. What a step decides in Python by a value, or keeps of one as a number, would
+be what it was at the trace for ever. So whatever asks a tensor for its value raises, and names the
+line. Random numbers are drawn by seeds that are inputs: [Note: Seeds].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from mirror.base.torch_private import PASS, current_autograd_node
+from mirror.compiler.capture.functional_rng import FunctionalRng
+from mirror.compiler.torch_internals import (
+    ITEM,
+    UNIQUE,
+    DispatchMode,
+    constant_of,
+    is_fake,
+    schema_of,
+)
+from mirror.compiler.user_lines import line_here
+from mirror.errors import CompileError
+
+aten = torch.ops.aten
+
+_BY_VALUE = "decides, or keeps a number, by a value that is known only while the step runs"
+_BY_SIZE = "makes a tensor whose size depends on values"
+_LATER = (
+    "do it after the step, which may return the tensor, use torch.where in place of a branch, or "
+    "pass fallback='eager'"
+)
+
+_ASKS = {
+    ITEM,
+    aten.item.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.allclose.default,
+}
+_SIZES = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    UNIQUE,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+}
+_BY_INDEX = {aten.index.Tensor}
+# Why the sparse gradient of something is refused, and what to do.
+SPARSE = (
+    "is sparse, and has another size in every step",
+    "use sparse=False, or pass fallback='eager'",
+)
+_MASKED = "use torch.where, or multiply by the mask, or pass fallback='eager'"
+_RAW = {
+    Tensor.numpy: "numpy()",
+    Tensor.__array__: "numpy.asarray",
+    Tensor.tolist: "tolist()",
+    Tensor.data_ptr: "data_ptr()",
+    Tensor.__dlpack__: "__dlpack__()",
+}
+
+
+def refusal(what: str, why: str, remedy: str = _LATER) -> CompileError:
+    """Returns the error for what a step does in the line that is being run."""
+    return CompileError(f"the step cannot be compiled: {line_here()}: {what} {why}; {remedy}")
+
+
+class Operations(DispatchMode):
+    """Sees the operations below autograd.
+
+    Attributes:
+        captured: the tensors used that are neither inputs nor made in the step, by ``id``.
+    """
+
+    def __init__(self, draws: FunctionalRng) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.captured: dict[int, Tensor] = {}
+        self._draws = draws
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKS and not _is_constant(args[0]):
+            name = func.overloadpacket.__name__.strip("_")
+            asked = "a number asked of a tensor" if "scalar" in name else f"{name} of a tensor"
+            raise refusal(asked, _BY_VALUE)
+        if func in _SIZES:
+            raise refusal(f"{func.overloadpacket.__name__.strip('_')}", _BY_SIZE)
+        if func in _BY_INDEX and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            if getattr(current_autograd_node(), "_saved_sparse", False):
+                raise refusal("the gradient of an embedding with sparse=True", *SPARSE)
+            raise refusal("an index that is a mask", _BY_SIZE, _MASKED)
+        for tensor in _tensors((*args, *kwargs.values())):
+            if not isinstance(tensor, is_fake):
+                self._capture(tensor)
+        if schema_of(func).is_mutable:
+            self._check_written(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draws.drawn(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _capture(self, tensor: Tensor) -> None:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise refusal(
+                f"a tensor of shape {tuple(tensor.shape)} that requires a gradient",
+                "is neither mirrored nor made in the step",
+                "make its module in strategy.scope(), or use it under torch.no_grad()",
+            )
+        self.captured[id(tensor)] = tensor
+
+    def _check_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for i, argument in enumerate(schema_of(func).arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and any(id(t) in self.captured for t in _tensors([value])):
+                raise refusal(
+                    f"{func.overloadpacket.__name__} of a tensor",
+                    "changes what is neither mirrored nor made in the step, once for each replica",
+                    "make it a buffer of a mirrored module, or change it after the step",
+                )
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, is_fake) and constant_of(value) is not None
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [entry for entry in value if isinstance(entry, Tensor)]
+    return found
+
+
+class Functions(TorchFunctionMode):
+    """Sees torch's functions: puts what is traced in place of parameters, and keeps gradients.
+
+    Args:
+        stand_ins: by ``id`` of a parameter, what stands for it.
+        read: returns a stand-in's gradient.
+        write: sets a stand-in's gradient.
+    """
+
+    def __init__(
+        self,
+        stand_ins: dict[int, Tensor],
+        read: Callable[[Tensor], Tensor | None],
+        write: Callable[[Tensor, Tensor | None], None],
+    ) -> None:
+        super().__init__()
+        self._stand_ins, self._read, self._write = stand_ins, read, write
+        self._leaves = {id(tensor) for tensor in stand_ins.values()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _RAW and not _is_constant(args[0]):
+            raise refusal(_RAW[func], _BY_VALUE)
+        args = tuple(map(self._replaced, args))
+        kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
+        if args and id(args[0]) in self._leaves:
+            if func in _GRAD_GET:
+                return self._read(args[0])
+            if func == _DATA_SET:  # which no graph would show
+                with torch.no_grad():
+                    args[0].copy_(args[1].detach())
+                return None
+            if func in _GRAD_SET:
+                self._write(args[0], args[1] if len(args) > 1 else None)
+                return None
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def everywhere(self, is_traced: Callable[[], bool]) -> Iterator[None]:
+        """Within it, custom functions and backward passes have the stand-ins, too.
+
+        ``Function.apply`` asks no mode for torch's functions; and none is on while ``backward``
+        runs, which one has seen, so that activations computed again would find the parameters.
+        An only replica's modules have these themselves, and no copies.
+        """
+        kind: Any = Function
+        passes: Any = torch.autograd
+        apply, run_pass = vars(kind)["apply"], getattr(passes, PASS, None)
+
+        def apply_replaced(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            if is_traced():
+                args = tuple(map(self._replaced, args))
+                kwargs = {name: self._replaced(value) for name, value in kwargs.items()}
+            return apply.__get__(None, cls)(*args, **kwargs)
+
+        def run_watched(*args: Any, **kwargs: Any) -> Any:
+            assert run_pass is not None
+            if not is_traced():
+                return run_pass(*args, **kwargs)
+            with self:
+                return run_pass(*args, **kwargs)
+
+        kind.apply = classmethod(apply_replaced)
+        if run_pass is not None:
+            setattr(passes, PASS, run_watched)
+        try:
+            yield
+        finally:
+            kind.apply = apply
+            if run_pass is not None:
+                setattr(passes, PASS, run_pass)
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._stand_ins.get(id(value), value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._replaced, value))
+        return value
+
+
+_GRAD: Any = Tensor.grad
+_GRAD_GET = (_GRAD.__get__,)
+_GRAD_SET = (_GRAD.__set__, _GRAD.__delete__)
+_DATA: Any = Tensor.data
+_DATA_SET = _DATA.__set__

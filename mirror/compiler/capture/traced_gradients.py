@@ -1,0 +1,198 @@
+"""The gradients of a traced step: reduced where the step first looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mirror.base.torch_private import has_post_accumulate_hooks, hooks_of, queue_callback
+from mirror.compiler.capture.trace_modes import SPARSE
+from mirror.compiler.state_tensors import StateTensor
+from mirror.errors import CompileError
+from mirror.replica.gradients.ready_grads import local_grad, set_local_grad
+from mirror.replica.params.gradient_hooks import through_hooks
+
+Refusal = Callable[..., CompileError]
+Meet = Callable[[Sequence[StateTensor], list[Tensor]], list[Tensor]]
+
+
+class TracedGradients:
+    """What stands for the gradients of parameters while a step is traced.
+
+    As in a run, local gradients gather until somebody looks at one; then all are reduced at once,
+    and added to those that are there. It is what mirrored parameters ask in place of ``Access``.
+
+    Args:
+        leaves: what stands for each parameter.
+        entering: returns what stands for a gradient that a step before has left; ``None``: none.
+        meet: returns local gradients reduced over the replicas.
+        refusal: makes the error for what cannot be followed.
+
+    Attributes:
+        left: the gradients as they are now, of parameters whose gradient is another than before.
+        looked_at: the parameters whose gradient the step found; by whether there was one.
+    """
+
+    def __init__(
+        self,
+        leaves: dict[StateTensor, Tensor],
+        entering: Callable[[StateTensor], Tensor | None],
+        meet: Meet,
+        refusal: Refusal,
+    ) -> None:
+        self._places = {id(leaf): place for place, leaf in leaves.items()}
+        self._records = {id(place.record): place for place in leaves}
+        self._leaves, self._entering, self._meet = leaves, entering, meet
+        self._refusal = refusal
+        self.left: dict[StateTensor, Tensor | None] = {}
+        self.looked_at: dict[StateTensor, bool] = {}
+        for place, leaf in leaves.items():
+            self._take_hooks(place, leaf)
+        self._is_settling = False  # then torch's functions see the slots themselves
+
+    def _take_hooks(self, place: StateTensor, leaf: Tensor) -> None:
+        """Has a parameter's hooks called as in any backward pass. See [Note: Gradient hooks]."""
+        if place.record is not None:
+            if place.record.hooks and leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda _: queue_callback(self.settle))
+            return
+        if has_post_accumulate_hooks(place.owner):
+            raise self._refusal(
+                f"a post-accumulate hook of {place.name!r}",
+                "is Python that is called in every backward pass",
+                "change gradients between backward and the optimizer's step",
+            )
+        if leaf.requires_grad:
+            for hook in (hooks_of(place.owner) or {}).values():
+                leaf.register_hook(hook)
+
+    # Of leaves, as torch's functions see them
+
+    def read_leaf(self, leaf: Tensor) -> Tensor | None:
+        """Returns ``leaf.grad``."""
+        if self._is_settling:
+            return cast("Tensor | None", local_grad(leaf))
+        self.settle()
+        return self._now(self._places[id(leaf)])
+
+    def write_leaf(self, leaf: Tensor, value: Tensor | None) -> None:
+        """Sets ``leaf.grad``."""
+        if self._is_settling:
+            set_local_grad(leaf, value)
+            return
+        place = self._places[id(leaf)]
+        set_local_grad(leaf, None)
+        self.left[place] = value
+
+    def clear(self, places: Sequence[StateTensor]) -> None:
+        """Drops the gradients of parameters, unseen."""
+        self._is_settling = True
+        try:
+            for place in places:
+                set_local_grad(self._leaves[place], None)
+        finally:
+            self._is_settling = False
+        self.left.update(dict.fromkeys(places))
+
+    def lend_copies(
+        self, places: Sequence[StateTensor]
+    ) -> dict[StateTensor, tuple[bool, Tensor, Tensor]]:
+        """Puts copies in place of gradients, which a step may then write into.
+
+        Returns:
+            What ``take_copies_back`` needs: whether the gradient is one of ``left``, it, its copy.
+        """
+        lent = {}
+        for place in places:
+            grad = self._now(place)
+            if grad is not None:
+                lent[place] = place in self.left, grad, grad.clone()
+        self.left.update({place: copy for place, (_, _, copy) in lent.items()})
+        return lent
+
+    def take_copies_back(self, lent: dict[StateTensor, tuple[bool, Tensor, Tensor]]) -> None:
+        """Puts back the gradients in whose place the step has set no others."""
+        for place, (was_left, grad, copy) in lent.items():
+            if self.left.get(place) is not copy:
+                continue
+            if was_left:
+                self.left[place] = grad
+            else:
+                del self.left[place]
+
+    def settle(self) -> None:
+        """Reduces what backward passes have brought since this was last called."""
+        self._is_settling = True
+        try:
+            arrived, local = self._take()
+        finally:
+            self._is_settling = False
+        if arrived:
+            with torch.no_grad():
+                for place, grad in zip(arrived, self._meet(arrived, local), strict=True):
+                    if place.record is not None:
+                        grad = through_hooks(place.record.hooks, grad)
+                    before = self._now(place)
+                    self.left[place] = grad if before is None else before + grad
+
+    def _take(self) -> tuple[list[StateTensor], list[Tensor]]:
+        """Takes the local gradients out of their slots."""
+        arrived = [p for p, leaf in self._leaves.items() if local_grad(leaf) is not None]
+        local: list[Tensor] = []
+        for place in arrived:
+            grad = local_grad(self._leaves[place])
+            assert grad is not None
+            if grad.is_sparse:
+                raise self._refusal(f"the gradient of {place.name!r}", *SPARSE)
+            local.append(grad.detach())
+            set_local_grad(self._leaves[place], None)
+        return arrived, local
+
+    def _now(self, place: StateTensor) -> Tensor | None:
+        if place not in self.left:
+            grad = self._entering(place)
+            self.looked_at[place] = grad is not None
+            return grad
+        return self.left[place]
+
+    # As mirrored parameters ask: see GradientAccess
+
+    @property
+    def unreduced(self) -> Any:
+        """Says that there is always something to ask about."""
+        return _ALWAYS
+
+    def read(self, variable: Any, replica_id: int | None) -> Tensor | None:
+        return self.read_leaf(self._leaves[self._records[id(variable)]])
+
+    def write(self, variable: Any, value: Tensor | None) -> None:
+        self.write_leaf(self._leaves[self._records[id(variable)]], value)
+
+    def add_hook(self, variable: Any, hook: Any) -> Any:
+        raise self._refusal(
+            "a hook of a parameter's gradient",
+            "is Python that is called in every backward pass",
+            "change gradients between backward and the optimizer's step",
+        )
+
+    def watch(self, copy: Any) -> None: ...
+
+    def receive(self, variable: Any, parameter: Tensor) -> None: ...
+
+    def replaced(self, variable: Any, known: Tensor, grad: Tensor) -> None: ...
+
+    def forget(self, variable: Any) -> None: ...
+
+
+class _Always:
+    """Unreduced gradients, always: whoever asks must call ``read``."""
+
+    pending = unsettled = ([True],)
+    deferred: tuple[object, ...] = ()
+    deferring = False
+
+
+_ALWAYS = _Always()

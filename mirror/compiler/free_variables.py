@@ -1,0 +1,286 @@
+"""Around: what a step's Python code finds around itself by its names, wherever that is kept.
+
+[Note: Around a step]
+Code finds values by names: in closure cells, globals and defaults, and from there in fields of
+objects, entries of dicts and of lists. All that is followed as far as the code could, through the
+functions of the user's that it names:
+
+    a dict, a list            every entry
+    an object, a class, ...   the attributes whose names the code has
+
+Numbers, strings and the like are compared by value, all else by which object it is. Tensors,
+layers and optimizers are watched otherwise. Not followed are containers of more than 256 entries,
+and what lies deeper than 5.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mirror.compiler.comparable import PLAIN, comparable
+from mirror.compiler.user_lines import is_users
+
+MAX_ENTRIES = 256
+_MAX_DEPTH, _MAX_WATCHED, _MAX_FUNCTIONS = 5, 1000, 100
+_MISSING: Any = object()
+_NOT_FOLLOWED = (Tensor, nn.Module, Optimizer)
+_OF_LIBRARIES = ("torch", "mirror", "numpy", "builtins")
+
+
+class Entry:
+    """A value, by where it is kept.
+
+    Attributes:
+        name: in words.
+        key: the name or index by which code finds it.
+        holder: a cell, a dict, a list or a tuple.
+        read_as: the name by which code finds it, or that in which it is an index.
+    """
+
+    __slots__ = ("holder", "key", "name", "read_as")
+
+    def __init__(self, name: str, key: Any, holder: Any, read_as: Any = None) -> None:
+        self.name, self.key, self.holder = name, key, holder
+        self.read_as = key if isinstance(key, str) else read_as
+
+    def value(self) -> Any:
+        """Returns what is there now."""
+        holder = self.holder
+        if isinstance(holder, CellType):
+            try:
+                return holder.cell_contents
+            except ValueError:  # not assigned yet
+                return None
+        if isinstance(holder, dict):
+            return holder.get(self.key, _MISSING)
+        return holder[self.key] if self.key < len(holder) else _MISSING
+
+    def put(self, value: Any) -> None:
+        """Puts back what was there."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, dict):
+            if value is _MISSING:
+                self.holder.pop(self.key, None)
+            else:
+                self.holder[self.key] = value
+        elif isinstance(self.holder, list) and self.key < len(self.holder):
+            self.holder[self.key] = value
+
+
+class FreeVariables:
+    """What functions find around them. See [Note: Around a step].
+
+    Args:
+        functions: the step, and others that are called with it, as hooks.
+        modules: layers, of whose attributes those that are no tensors and no layers are followed.
+
+    Attributes:
+        entries: what is found.
+        codes: of the user's functions that are followed.
+        sizes: the containers whose number of entries matters, by their names.
+        read_as: by ``id`` of such a container, the name by which code finds it.
+    """
+
+    def __init__(self, functions: Sequence[Any], modules: Iterable[nn.Module] = ()) -> None:
+        self.codes: list[CodeType] = []
+        self._modules = list(modules)
+        self._names: set[str] = set()
+        for kind in {type(module) for module in self._modules}:
+            for function in _functions_of(kind):
+                self._names |= _names_in(function.__code__)
+        self._queue: list[Any] = list(functions)
+        self._roots: list[tuple[Entry, bool]] = []
+        self._known: dict[int, Any] = {}
+        while True:
+            while self._queue and len(self.codes) < _MAX_FUNCTIONS:
+                self._take(self._queue.pop(0))
+            self._queue.clear()
+            self.entries: list[Entry] = []
+            self.sizes: list[tuple[str, Any]] = []
+            self.read_as: dict[int, Any] = {}
+            self._seen: set[int] = set()
+            for entry, is_whole in list(self._roots):
+                if not is_whole:
+                    self.entries.append(entry)
+                self._follow(entry.value(), entry.name, entry.read_as, 0)
+            self._follow_modules()
+            if not self._queue or len(self.codes) >= _MAX_FUNCTIONS:
+                break
+
+    def scan(self) -> list[Any]:
+        """Returns what there is now, to be compared."""
+        found = [comparable(entry.value()) for entry in self.entries]
+        found += [len(container) for _, container in self.sizes]
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """What each of that is."""
+        return [
+            *[entry.name for entry in self.entries],
+            *[f"the number of entries of {name}" for name, _ in self.sizes],
+        ]
+
+    # Functions
+
+    def _take(self, function: Any) -> None:
+        """Notes what a function finds."""
+        bare = _bare(function)
+        if id(bare) in self._known:
+            return
+        self._known[id(bare)] = bare
+        if isinstance(function, functools.partial):
+            self._root(Entry("the arguments of a partial", 0, [function.args]), whole=True)
+            self._root(Entry("the arguments of a partial", 0, [function.keywords]), whole=True)
+            function = function.func
+        if isinstance(function, MethodType):
+            owner = function.__self__
+            if not isinstance(owner, _NOT_FOLLOWED):
+                self._root(Entry(type(owner).__name__, 0, [owner]), whole=True)
+            function = function.__func__
+        function = _bare(function)
+        if not isinstance(function, FunctionType):
+            if not isinstance(function, (type, *_NOT_FOLLOWED)) and callable(function):
+                self._root(Entry(type(function).__name__, 0, [function]), whole=True)
+            return
+        code = function.__code__
+        if not is_users(code.co_filename):
+            return
+        self.codes.append(code)
+        self._names |= _names_in(code)
+        where = function.__qualname__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._root(Entry(f"variable {name!r} around {where}", name, cell))
+        for name in sorted(_globals_of(code)):
+            if name in function.__globals__:
+                self._root(Entry(f"global {name!r} of {where}", name, function.__globals__))
+        for values in (function.__defaults__, function.__kwdefaults__):
+            if values:
+                self._root(Entry(f"the defaults of {where}", 0, [values]), whole=True)
+
+    def _root(self, entry: Entry, *, whole: bool = False) -> None:
+        self._roots.append((entry, whole))
+
+    # Values
+
+    def _follow(self, value: Any, name: str, read_as: Any, depth: int) -> None:
+        if isinstance(value, (FunctionType, MethodType, functools.partial)):
+            self._find(value)
+            return
+        if isinstance(value, (*PLAIN, *_NOT_FOLLOWED)):
+            return
+        if depth > _MAX_DEPTH or id(value) in self._seen or len(self.entries) > _MAX_WATCHED:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (dict, list, tuple)):
+            if len(value) > MAX_ENTRIES:
+                return
+            if not isinstance(value, tuple):
+                self.sizes.append((name, value))
+                self.read_as[id(value)] = read_as
+            keys: Iterable[Any] = list(value) if isinstance(value, dict) else range(len(value))
+            for key in keys:
+                self._add(Entry(f"entry {key!r} of {name}", key, value, read_as), depth)
+            return
+        self._follow_object(value, name, depth)
+
+    def _follow_object(self, value: Any, name: str, depth: int) -> None:
+        kind = value if isinstance(value, type) else type(value)
+        if kind.__module__.partition(".")[0] in _OF_LIBRARIES and not isinstance(
+            value, ModuleType
+        ):
+            return
+        if isinstance(value, ModuleType) and not is_users(getattr(value, "__file__", None) or "<"):
+            return
+        fields = getattr(value, "__dict__", {})
+        if not isinstance(fields, dict):  # a class: see below
+            fields = {}
+        for key in sorted(self._names & fields.keys()):
+            self._add(Entry(f"{name}.{key}", key, fields), depth)
+        for base in kind.__mro__ if not isinstance(value, ModuleType) else ():
+            if not is_users(_file_of(base)):
+                continue
+            for key in sorted((self._names | {"__call__"}) & vars(base).keys() - fields.keys()):
+                found = vars(base)[key]
+                found = getattr(found, "__func__", getattr(found, "fget", found))
+                if isinstance(found, FunctionType):
+                    self._find(found)
+                elif isinstance(found, (*PLAIN, dict, list, tuple)):
+                    self._add(Entry(f"{base.__name__}.{key}", key, _Fields(base)), depth)
+
+    def _add(self, entry: Entry, depth: int) -> None:
+        self.entries.append(entry)
+        self._follow(entry.value(), entry.name, entry.read_as, depth + 1)
+
+    def _find(self, function: Any) -> None:
+        if id(_bare(function)) not in self._known:
+            self._queue.append(function)
+
+    def _follow_modules(self) -> None:
+        for module in self._modules:
+            for key, value in vars(module).items():
+                if key.startswith("_") or key not in self._names or isinstance(value, PLAIN):
+                    continue
+                if not isinstance(value, _NOT_FOLLOWED):
+                    self._add(Entry(f"{type(module).__name__}.{key}", key, vars(module)), 0)
+
+
+class _Fields(dict[str, Any]):
+    """The attributes of a class, as they are now."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return vars(self._kind).get(key, default)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._kind, key, value)
+
+
+def _bare(function: Any) -> Any:
+    """Returns what is the same object however a function is found."""
+    function = getattr(function, "__func__", function)
+    return inspect.unwrap(function) if isinstance(function, FunctionType) else function
+
+
+def _functions_of(kind: type) -> Iterator[FunctionType]:
+    """Yields the functions of a class, down to what is torch's own."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] != "torch":
+            for name, function in vars(base).items():
+                if isinstance(function, FunctionType) and name != "__init__":
+                    yield function
+
+
+def _file_of(kind: type) -> str:
+    for function in vars(kind).values():
+        if isinstance(function, FunctionType):
+            return function.__code__.co_filename
+    return getattr(inspect.getmodule(kind), "__file__", None) or "<frozen"
+
+
+def _names_in(code: CodeType) -> set[str]:
+    names = {*code.co_names, *[c for c in code.co_consts if isinstance(c, str)]}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _globals_of(constant)
+    return names

@@ -1,0 +1,1 @@
+"""Lowers a trace: it is cut where replicas meet, and each piece becomes a program."""

@@ -1,0 +1,119 @@
+"""Packing: local gradients leave a program as one flat tensor, but for large ones.
+
+A tensor per gradient costs a call each wherever they are handled in Python. What is above
+``LARGE_BYTES`` stays apart: to copy 25 MB into one takes longer than all calls that it saves.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirror.compiler.custom_ops import MEET
+from mirror.compiler.lowering.graph_builder import seen_through
+
+LARGE_BYTES = 2**20
+Lie = tuple[int, int, tuple[int, ...]]
+_getitem = operator.getitem
+
+
+def pack_gradients(module: fx.GraphModule, are_gradients: Sequence[bool]) -> list[list[Lie]]:
+    """Has the small gradients of every meeting of gradients joined, in a graph of values.
+
+    Args:
+        are_gradients: of each meeting, whether gradients are what is brought.
+
+    Returns:
+        Of each meeting, where each gradient lies in what is brought.
+    """
+    graph = module.graph
+    lies: list[list[Lie]] = [[] for _ in are_gradients]
+    for node in list(graph.nodes):
+        if str(node.target) == MEET:
+            _bring_own(graph, node)
+        if str(node.target) == MEET and are_gradients[node.args[1]]:
+            lies[node.args[1]] = _pack(graph, node)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return lies
+
+
+def _bring_own(graph: fx.Graph, meet: fx.Node) -> None:
+    """Has a meeting, which may reduce in place, get tensors that are nobody else's."""
+    brought: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
+    known: set[fx.Node] = set()
+    for i, node in enumerate(brought):
+        base = seen_through(node)
+        if base in known or base.op == "placeholder":
+            with graph.inserting_before(meet):
+                brought[i] = graph.call_function(torch.ops.aten.clone.default, (node,))
+                brought[i].meta = dict(node.meta)
+        known.add(base)
+    meet.args = (brought, meet.args[1])
+
+
+def _pack(graph: fx.Graph, meet: fx.Node) -> list[Lie]:
+    """Joins the small gradients of a meeting; returns where each lies in what is brought."""
+    aten = torch.ops.aten
+    grads: list[fx.Node] = list(meet.args[0])  # type: ignore[arg-type]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, grad in enumerate(grads):
+        value = grad.meta["val"]
+        if value.numel() * value.element_size() <= LARGE_BYTES:
+            by_dtype.setdefault(value.dtype, []).append(i)
+    groups = [positions for positions in by_dtype.values() if len(positions) > 1]
+    lie = {i: (i, 0, tuple(grad.meta["val"].shape)) for i, grad in enumerate(grads)}
+    if not groups:
+        return [*lie.values()]
+    joined = {i for positions in groups for i in positions}
+    apart = [i for i in range(len(grads)) if i not in joined]
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        values = [torch.fx.map_arg(arg, lambda n: n.meta["val"]) for arg in args]
+        node.meta["val"] = target(*values)
+        return node
+
+    with graph.inserting_before(meet):
+        flats = [
+            call(
+                aten.cat.default,
+                [call(aten.reshape.default, grads[i], [-1]) for i in positions],
+            )
+            for positions in groups
+        ]
+        met = call(
+            torch.ops.mirror.meet.default, [*flats, *[grads[i] for i in apart]], meet.args[1]
+        )
+    users = {user.args[1]: user for user in meet.users}
+    at = meet
+    for number, positions in enumerate(groups):
+        with graph.inserting_after(at):
+            flat = graph.call_function(_getitem, (met, number))
+            flat.meta["val"] = met.meta["val"][number]
+        at, begin = flat, 0
+        for i in positions:
+            shape = list(grads[i].meta["val"].shape)
+            size = math.prod(shape)
+            lie[i] = number, begin, tuple(shape)
+            if i in users:
+                with graph.inserting_before(users[i]):
+                    part = call(aten.slice.Tensor, flat, 0, begin, begin + size)
+                    users[i].replace_all_uses_with(call(aten.view.default, part, shape))
+            begin += size
+    for number, i in enumerate(apart, len(groups)):
+        lie[i] = number, 0, lie[i][2]
+        if i in users:
+            with graph.inserting_before(users[i]):
+                one = graph.call_function(_getitem, (met, number))
+                one.meta["val"] = met.meta["val"][number]
+                users[i].replace_all_uses_with(one)
+    for user in list(meet.users):
+        graph.erase_node(user)
+    graph.erase_node(meet)
+    return [*lie.values()]

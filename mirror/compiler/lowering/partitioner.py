@@ -1,0 +1,316 @@
+"""Cutting: a step's graph taken apart where the replicas meet.
+
+[Note: Levels]
+What depends on no meeting is of level 0, what depends on the results of the meetings of level L is
+of level L + 1. In every level two programs may run, in this order:
+
+    shared   once per device: what is alike on all replicas and changes what they have in common,
+             parameters and optimizer state; most steps have one, behind the reduction
+    own      once per replica: all else, up to what the replicas bring to the level's meetings
+
+The usual step is: own of level 0 (forward, backward), the gradients' meeting, shared of level 1
+(clipping, update). Nodes go where their level says, whatever the order in the step was: the graph
+has no side effects. Writes are the last thing of a program; if what they overwrite is used later,
+it is copied before. What is alike on all replicas, and used where nothing shared runs, every
+replica computes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from mirror.compiler.capture.functional_graph import FunctionalGraph, functional
+from mirror.compiler.capture.tracer import CollectivePoint
+from mirror.compiler.custom_ops import MEET
+from mirror.compiler.lowering.cost_model import estimate_work
+from mirror.compiler.lowering.gradient_packing import Lie, pack_gradients
+from mirror.compiler.lowering.graph_builder import Builder
+from mirror.compiler.lowering.step_plan import PlanLevel, ProgramPiece, StepPlan
+from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.errors import CompileError
+
+
+def pieces_of(
+    graph: fx.GraphModule,
+    inputs: list[StepInput],
+    mode: Any,
+    meetings: Sequence[CollectivePoint],
+    num_replicas: int,
+) -> StepPlan:
+    """Returns the pieces of a step that was followed: its graph of values, packed and cut.
+
+    Raises:
+        CompileError: a replica alone determines what all have in common.
+    """
+    pure = functional(graph, inputs, mode)
+    lies = pack_gradients(pure.module, [meeting.op is None for meeting in meetings])
+    return cut(pure, num_replicas, lies)
+
+
+def cut(graph: FunctionalGraph, num_replicas: int, lies: Sequence[list[Lie]] = ()) -> StepPlan:
+    """Cuts a step's graph into levels.
+
+    Raises:
+        CompileError: a replica alone determines what all have in common.
+    """
+    return _Cutter(graph, num_replicas).cut(lies)
+
+
+class _Cutter:
+    def __init__(self, graph: FunctionalGraph, num_replicas: int) -> None:
+        self._graph, self._alone = graph, num_replicas == 1
+        self._nodes = list(graph.module.graph.nodes)
+        self._holders = [node for node in self._nodes if node.op == "placeholder"]
+        self._inputs = dict(zip(self._holders, graph.inputs, strict=True))
+        self._holder_of = {id(one): node for node, one in self._inputs.items()}
+        (output,) = (node for node in self._nodes if node.op == "output")
+        values = list(output.args[0])
+        self._results: list[Any] = values[: graph.num_results]
+        self._writes = dict(zip(graph.writes, values[graph.num_results :], strict=True))
+        self._changing = {self._holder_of[id(one)] for one in self._writes}
+        self._level: dict[fx.Node, int] = {}
+        self._is_own: dict[fx.Node, bool] = {}
+        self._slots: dict[Any, int] = {node: i for i, node in enumerate(self._holders)}
+        self._meets: list[fx.Node] = []
+
+    def cut(self, lies: Sequence[list[Lie]]) -> StepPlan:
+        self._place()
+        own_needs, shared_needs = self._needs()
+        self._save(own_needs, shared_needs)
+        levels = []
+        for level in range(self._num_levels):
+            levels.append(
+                PlanLevel(
+                    self._piece(level, shared_needs[level], is_own=False),
+                    self._piece(level, own_needs[level], is_own=True),
+                    [self._meeting(node) for node in self._meets if self._level[node] == level],
+                )
+            )
+        after_all = self._num_levels, True
+        results = [self._slots[self._now(node, *after_all)] for node in self._results]
+        written = [self._slots[self._holder_of[id(one)]] for one in self._writes]
+        return StepPlan(levels, len(self._slots), results, written, list(lies))
+
+    # Where what belongs
+
+    def _place(self) -> None:
+        """Finds the level of every node, whether it is a replica's own, and of every write."""
+        for node in self._nodes:
+            before = node.all_input_nodes
+            level = max((self._level[n] + _is_meet(n) for n in before), default=0)
+            self._level[node] = level
+            if node.op == "placeholder":
+                self._is_own[node] = self._alone or self._inputs[node].kind.is_own
+            elif _is_meet(node):
+                self._meets.append(node)
+                self._is_own[node] = False
+            else:
+                self._is_own[node] = self._alone or any(self._is_own[n] for n in before)
+        self._num_levels = 1 + max(
+            [self._level[n] + _is_meet(n) for n in self._nodes if n.op != "output"], default=0
+        )
+        shared = [one for one in self._writes if not one.kind.is_own and not self._alone]
+        for one in shared:
+            value = self._writes[one]
+            if self._is_own[value]:
+                raise CompileError(_own_write(one))
+        updates = sorted({self._level[self._writes[one]] for one in shared} - {0})
+        self._updates = set(updates or ([0] if shared else []))
+        # What depends on no meeting, as counts of steps, is written with what does.
+        last = max(self._updates, default=0)
+        self._write_level = {
+            one: (
+                self._level[value]
+                if one.kind.is_own or self._level[value] in self._updates or self._alone
+                else last
+            )
+            for one, value in self._writes.items()
+        }
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        """Whether a value is computed once per device: it is alike, and in an updating level."""
+        return (
+            not self._is_own[node]
+            and self._level[node] in self._updates
+            and node.op != "placeholder"
+            and not _is_meet(node)
+        )
+
+    def _sinks(self) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:
+        """Returns, by level, what own and shared programs are run for."""
+        own: list[list[fx.Node]] = [[] for _ in range(self._num_levels)]
+        shared: list[list[fx.Node]] = [[] for _ in range(self._num_levels)]
+        for node in self._meets:
+            for value in _brought(node):
+                self._sink(own, shared, value, self._level[node])
+        for one, value in self._writes.items():
+            level = self._write_level[one]
+            (own if one.kind.is_own or self._alone else shared)[level].append(value)
+        for value in self._results:
+            self._sink(own, shared, value, self._level[value])
+        return own, shared
+
+    def _sink(self, own: Any, shared: Any, value: fx.Node, level: int) -> None:
+        if value.op == "placeholder" or _is_result(value):
+            return
+        if self._is_shared(value):
+            shared[self._level[value]].append(value)
+        else:
+            own[level].append(value)
+
+    def _needs(self) -> tuple[list[set[fx.Node]], list[set[fx.Node]]]:
+        """Returns, by level, the nodes that own and shared programs consist of."""
+        own_sinks, shared_sinks = self._sinks()
+        own: list[set[fx.Node]] = [set() for _ in own_sinks]
+        shared: list[set[fx.Node]] = [set() for _ in own_sinks]
+        # Own ones from the last level on: what a level needs of one before is computed there.
+        for level in reversed(range(self._num_levels)):
+            stack = list(own_sinks[level])
+            while stack:
+                node = stack.pop()
+                if node.op == "placeholder" or _is_result(node) or node in own[level]:
+                    continue
+                if self._is_shared(node):
+                    shared_sinks[self._level[node]].append(node)
+                elif self._level[node] < level:
+                    own_sinks[self._level[node]].append(node)
+                else:
+                    own[level].add(node)
+                    stack += node.all_input_nodes
+        known: set[fx.Node] = set()
+        for level in range(self._num_levels):
+            stack = list(shared_sinks[level])
+            while stack:
+                node = stack.pop()
+                done = node in known or node in shared[level]
+                if node.op == "placeholder" or _is_result(node) or done:
+                    continue
+                shared[level].add(node)
+                stack += node.all_input_nodes
+            known |= shared[level]
+        return own, shared
+
+    # What programs hand to each other
+
+    def _save(self, own: list[set[fx.Node]], shared: list[set[fx.Node]]) -> None:
+        """Gives a slot to what one program computes and another one, or the caller, uses."""
+        self._by: dict[tuple[int, bool], set[fx.Node]] = {}
+        self._old: dict[tuple[int, bool], set[fx.Node]] = {}
+        self._own_nodes, self._shared_nodes = own, shared
+        for level in range(self._num_levels):
+            for is_own, nodes in ((False, shared[level]), (True, own[level])):
+                for node in nodes:
+                    for before in node.all_input_nodes:
+                        self._use(before, level, is_own, nodes)
+        for node in self._meets:
+            for value in _brought(node):
+                self._use(value, self._level[node], True, set())
+            for user in node.users:
+                self._slots.setdefault(user, len(self._slots))
+        for one, value in self._writes.items():
+            level, is_own = self._writer(one)
+            self._use(value, level, is_own, own[level] if is_own else shared[level])
+        for value in self._results:
+            self._use(value, self._num_levels, True, set())
+
+    def _use(self, value: fx.Node, level: int, is_own: bool, here: set[fx.Node]) -> None:
+        """Notes that a program uses a value, which it does not compute itself."""
+        if value in here or _is_result(value):
+            return
+        if value.op == "placeholder":
+            if self._is_overwritten(value, level, is_own):
+                self._old.setdefault(self._writer(self._inputs[value]), set()).add(value)
+                self._slots.setdefault(("old", value), len(self._slots))
+            return
+        self._by.setdefault(self._maker(value, is_own), set()).add(value)
+        self._slots.setdefault(value, len(self._slots))
+
+    def _maker(self, value: fx.Node, for_own: bool) -> tuple[int, bool]:
+        level = self._level[value]
+        if for_own and value in self._own_nodes[level]:
+            return level, True
+        for at in range(self._num_levels):
+            if value in self._shared_nodes[at]:
+                return at, False
+        return level, True
+
+    def _meeting(self, node: fx.Node) -> tuple[int, list[int], list[int]]:
+        number: Any = node.args[1]
+        brought = [self._slots[value] for value in _brought(node)]
+        results: dict[int, int] = {}
+        for user in node.users:
+            results[user.args[1]] = self._slots[user]  # type: ignore[index]
+        return number, brought, [results.get(i, -1) for i in range(len(brought))]
+
+    # Programs
+
+    def _piece(self, level: int, nodes: set[fx.Node], *, is_own: bool) -> ProgramPiece | None:
+        writes = {
+            one: value
+            for one, value in self._writes.items()
+            if self._writer(one) == (level, is_own)
+        }
+        if not nodes and not writes:
+            return None
+        given = [n for n in self._nodes if n in self._by.get((level, is_own), ())]
+        old = [n for n in self._holders if n in self._old.get((level, is_own), ())]
+        builder = Builder(
+            self._graph.module, lambda node: self._slots[self._now(node, level, is_own)]
+        )
+        body = [node for node in self._nodes if node in nodes]
+        for value in writes.values():
+            if value not in nodes:
+                builder.read(value)
+        targets = {self._holder_of[id(one)]: value for one, value in writes.items()}
+        graph = builder.build(body, given, old, targets, self._changing)
+        gives = [*[self._slots[n] for n in given], *[self._slots["old", n] for n in old]]
+        written = [self._slots[node] for node in targets]
+        return ProgramPiece(
+            is_own, graph, builder.reads, gives, written, estimate_work(graph.graph.nodes)
+        )
+
+    def _now(self, node: fx.Node, level: int, is_own: bool) -> Any:
+        """Returns the key of the slot in which a program finds a value."""
+        return ("old", node) if self._is_overwritten(node, level, is_own) else node
+
+    def _writer(self, one: StepInput) -> tuple[int, bool]:
+        """Returns the level of the program that writes an input, and whether it is an own one."""
+        return self._write_level[one], one.kind.is_own or self._alone
+
+    def _is_overwritten(self, node: fx.Node, level: int, is_own: bool) -> bool:
+        """Whether a program that uses a value finds another one in its place."""
+        one = self._inputs.get(node)
+        # Shared programs of a level run before own ones.
+        return one in self._writes and self._writer(one) < (level, is_own)
+
+
+def _is_meet(node: fx.Node) -> bool:
+    return str(node.target) == MEET
+
+
+def _brought(meet: fx.Node) -> list[fx.Node]:
+    """Returns what a replica brings to a meeting."""
+    brought: Any = meet.args[0]
+    return list(brought)
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is one tensor of what a meeting returns."""
+    return any(_is_meet(before) for before in node.all_input_nodes)
+
+
+def _own_write(one: StepInput) -> str:
+    what = {
+        InputKind.PARAMETER: lambda: f"parameter {one.of.name!r}",
+        InputKind.STATE: lambda: (
+            f"optimizer state {one.key[1]!r} of parameter {one.key[0].name!r}"
+        ),
+    }.get(one.kind, lambda: f"a {one.kind.value}")()
+    return (
+        f"the step cannot be compiled: it gives {what} a value that differs between the replicas; "
+        "compute it of reduced gradients, or all_reduce what it is made of: "
+        "mirror.get_replica_context().all_reduce('mean', value)"
+    )

@@ -1,0 +1,119 @@
+"""Programs: the pieces of a step as something to call, made of kernels of torch or compiled."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mirror.compiler.custom_ops import DRAW
+from mirror.compiler.lowering.retarget import retarget, retarget_again
+from mirror.compiler.lowering.step_plan import ProgramPiece
+from mirror.compiler.torch_internals import Program, inductor_compiled
+
+Taking = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class CallableProgram:
+    """A piece of a step that is ready to be called.
+
+    Args:
+        programs: by device, what takes the list of what the piece reads, and returns what it
+            gives.
+
+    Attributes:
+        take: picks what it reads out of a replica's values.
+        gives: where what it gives belongs.
+        is_raw: whether it writes without a new version of what it writes.
+        work: about how much it has to do, in multiplications.
+    """
+
+    __slots__ = ("gives", "is_own", "is_raw", "programs", "reads", "take", "work", "writes")
+
+    def __init__(
+        self, piece: ProgramPiece, programs: Mapping[torch.device, Program], *, is_raw: bool
+    ) -> None:
+        self.programs = dict(programs)
+        self.is_own = piece.is_own
+        self.take = taking(piece.reads)
+        self.reads, self.gives, self.writes = piece.reads, piece.gives, piece.writes
+        self.is_raw = is_raw
+        self.work = piece.work
+
+    def run(self, values: list[Any], device: torch.device) -> None:
+        """Runs the piece on a replica's values, and keeps there what it gives."""
+        found = self.programs[device](list(self.take(values)))
+        for slot, value in zip(self.gives, found, strict=True):
+            values[slot] = value
+
+
+def taking(slots: list[int]) -> Taking:
+    """Returns what picks values out of their slots, several of them without Python."""
+    if len(slots) > 1:
+        return operator.itemgetter(*slots)
+    return lambda values: [values[slot] for slot in slots]
+
+
+def interpret_piece(
+    piece: ProgramPiece, traced_on: torch.device, devices: Sequence[torch.device]
+) -> CallableProgram:
+    """Returns a piece that calls torch's kernels one by one, as the step itself does."""
+    assert piece.graph is not None
+    graph = piece.graph
+
+    def program(device: torch.device) -> Program:
+        forward: Any = retarget(graph, traced_on, device).forward
+
+        def call(inputs: list[Any]) -> Sequence[Any]:
+            found: Sequence[Any] = forward(*inputs)
+            return found
+
+        return call
+
+    return CallableProgram(piece, {device: program(device) for device in devices}, is_raw=False)
+
+
+def compile_piece(
+    piece: ProgramPiece, mode: Any, traced_on: torch.device, devices: Sequence[torch.device]
+) -> CallableProgram:
+    """Returns a piece that is compiled: C++ on the CPU, Triton's kernels on GPUs.
+
+    They name their device; those of the second one come from the compiler's cache.
+    """
+    assert piece.graph is not None
+    graph = fx.GraphModule(piece.graph, fx.Graph())
+    copied = fx.Graph()
+    result = copied.graph_copy(piece.graph.graph, {}, True)
+    assert result is not None
+    copied.output(result[0] if isinstance(result, tuple) else result)
+    graph.graph = copied
+
+    def program(device: torch.device) -> Program:
+        own = retarget_again(graph, mode, traced_on, device)
+        _draw_by_kernel(own)
+        fakes = [node.meta["val"] for node in own.graph.nodes if node.op == "placeholder"]
+        return inductor_compiled(own, mode, fakes)
+
+    # The first one last: what it draws by kernels is changed in the graph itself.
+    programs = {device: program(device) for device in reversed(devices)}
+    return CallableProgram(piece, programs, is_raw=True)
+
+
+def _draw_by_kernel(graph: fx.GraphModule) -> None:
+    """Has what the step draws drawn by inductor, whose kernels fuse it with what uses it."""
+    prims = torch.ops.prims
+    for node in list(graph.graph.nodes):
+        if str(node.target) != DRAW:
+            continue
+        size, seed, number, mode = node.args
+        with graph.graph.inserting_before(node):
+            own = graph.graph.call_function(torch.ops.aten.add.Scalar, (seed, number))
+            own.meta["val"] = seed.meta["val"]
+            drawn = graph.graph.call_function(prims.inductor_random.default, (size, own, mode))
+            drawn.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(drawn)
+        graph.graph.erase_node(node)
+    graph.recompile()

@@ -1,0 +1,235 @@
+"""Trace: one trace of a step, and what its inputs and results mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from mirror.compiler.capture.functional_graph import trace_functional
+from mirror.compiler.capture.placeholders import Placeholders
+from mirror.compiler.capture.side_effects import UnchangedSurroundings
+from mirror.compiler.capture.traced_swap import TracedSwap
+from mirror.compiler.capture.tracer import CollectivePoint, Tracer
+from mirror.compiler.state_tensors import StateTensor
+from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.errors import CompileError
+from mirror.run.replicas import Replicas
+from mirror.values import leaves_of, map_structure, rebuild_structure
+
+
+@dataclass(eq=False, slots=True)
+class StepTrace:
+    """A step, traced.
+
+    Attributes:
+        graph: what it does, as it does it: with writes in place.
+        device: what in the graph names the device of whoever runs it.
+        inputs: what it reads and writes; the first slots of its pieces.
+        fakes: what stood for the tensors among the arguments' leaves.
+        structure: what the step returns, with leaves in place of tensors.
+        leaves: those that are no tensors; of tensors that are to be numbers, their type.
+        is_tensor: of each leaf, whether it comes from a slot.
+        grads: what gradient each parameter is left with: a position in the results, or ``None``.
+        draws: how many places draw random numbers.
+        modes: the modes that the step leaves modules with, where it changes them.
+        rates_read: the optimizers whose learning rates are those of the trace.
+    """
+
+    graph: fx.GraphModule
+    device: torch.device
+    inputs: list[StepInput]
+    fakes: list[Tensor]
+    plain: list[Any]
+    layouts: list[Any]
+    mode: Any
+    structure: Any
+    leaves: list[Any]
+    is_tensor: list[bool]
+    grads: dict[StateTensor, int | None]
+    entering: dict[StateTensor, bool]
+    meetings: list[CollectivePoint]
+    modules: list[nn.Module]
+    leases: list[TracedSwap]
+    draws: int
+    modes: list[tuple[nn.Module, bool]]
+    rates_read: list[Optimizer]
+
+
+def trace_step(
+    step: Callable[..., Any],
+    call: Callable[[Sequence[Any]], Any],
+    leaves: Sequence[Any],
+    own: Sequence[bool],
+    replicas: Replicas,
+    places: Sequence[StateTensor],
+    grads: dict[StateTensor, Tensor],
+    *,
+    meets_alone: bool = False,
+) -> StepTrace:
+    """Traces a step.
+
+    Learning rates are inputs, but of an optimizer whose step wants to know their values: then
+    they are the numbers that they are.
+
+    Args:
+        call: calls the step with these leaves of its arguments.
+        leaves: one replica's; its tensors are what the trace is made for.
+        own: of each leaf, whether every replica has one of its own.
+        grads: those that parameters have.
+        meets_alone: whether gradients are met where there is one replica, too: to be looked at.
+
+    Raises:
+        CompileError: it does what no trace can follow.
+        StateMissing: it makes optimizer state.
+    """
+
+    def tried(*, constant_rates: bool) -> _Try:
+        stand_ins = Placeholders(places, grads, replicas.workers.num_replicas)
+        tracer = Tracer(
+            replicas, stand_ins, meets_alone=meets_alone, constant_rates=constant_rates
+        )
+        return _Try(call, stand_ins, tracer, UnchangedSurroundings(step, tracer, replicas), places)
+
+    first = tried(constant_rates=False)
+    try:
+        return first.traced(leaves, own)
+    except CompileError as error:
+        if not first.tracer.failed_in_optimizer:
+            raise
+        second = tried(constant_rates=True)
+        try:
+            found = second.traced(leaves, own)
+        except CompileError:
+            if second.tracer.failed_in_optimizer:
+                raise error from None
+            raise
+        found.rates_read += [lease.optimizer for lease in found.leases]
+        return found
+
+
+class _Try:
+    """One try to follow a step, with stand-ins of its own.
+
+    Attributes:
+        tracer: what follows it.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[Any]], Any],
+        stand_ins: Placeholders,
+        tracer: Tracer,
+        unchanged: UnchangedSurroundings,
+        places: Sequence[StateTensor],
+    ) -> None:
+        self._call, self._stand_ins = call, stand_ins
+        self.tracer, self._unchanged, self._places = tracer, unchanged, places
+        self._result: Any = None
+        self._numbers: list[type | None] = []
+        self._left: dict[StateTensor, Tensor | None] = {}
+
+    def traced(self, leaves: Sequence[Any], own: Sequence[bool]) -> StepTrace:
+        """Follows the step, called with these leaves; see ``trace_step``."""
+        stand_ins, tracer = self._stand_ins, self.tracer
+        args = [self._stood_for(i, *one) for i, one in enumerate(zip(leaves, own, strict=True))]
+        graph, inputs = trace_functional(
+            lambda: self._followed(args), stand_ins.mode, stand_ins.inputs
+        )
+        returned = leaves_of(self._result)
+        is_tensor = [isinstance(leaf, Tensor) for leaf in returned]
+        gradients = tracer.gradients
+        return StepTrace(
+            graph=graph,
+            device=stand_ins.device,
+            inputs=inputs,
+            fakes=[leaf for leaf in args if isinstance(leaf, Tensor)],
+            plain=[leaf for leaf in leaves if not isinstance(leaf, Tensor)],
+            layouts=[layout(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
+            mode=stand_ins.mode,
+            structure=rebuild_structure(self._result, [None] * len(returned)),
+            leaves=[
+                number if isinstance(leaf, Tensor) else leaf
+                for number, leaf in zip(self._numbers, returned, strict=True)
+            ],
+            is_tensor=is_tensor,
+            grads=_positions(self._left, sum(is_tensor)),
+            entering={} if gradients is None else dict(gradients.looked_at),
+            meetings=tracer.meetings,
+            modules=list(tracer.modules.values()),
+            leases=list(tracer.leases.all.values()),
+            draws=tracer.draws.count,
+            modes=self._unchanged.modes,
+            rates_read=[*self._unchanged.rates_read],
+        )
+
+    def _stood_for(self, index: int, leaf: Any, is_own: bool) -> Any:
+        """Returns what the step gets in place of a leaf of its arguments."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        kind = InputKind.PART if is_own else InputKind.SHARED
+        return self._stand_ins.add(kind, leaf, index, batched=is_own)
+
+    def _followed(self, args: Sequence[Any]) -> Sequence[Tensor]:
+        """Calls the step; returns all that it leaves: results, then gradients."""
+        with self._unchanged:
+            result = self.tracer.trace(lambda: self._call(args))
+        self._numbers = list(map(_number, leaves_of(result)))
+        self._result = map_structure(_as_tensor, result)
+        assert self.tracer.gradients is not None
+        self._left = dict(self.tracer.gradients.left)
+        stand_ins = self._stand_ins
+        by_id = stand_ins.by_id()
+        replaced: list[tuple[Tensor, Tensor]] = []
+        for place in self._places:
+            after = stand_ins.assigned.get(id(place.record))
+            if place.record is None:
+                after = self._unchanged.buffers.get(id(place.owner))
+                after = by_id.get(id(after), after)
+            before = stand_ins.placeholder_of(place)
+            if after is not None and after is not before:
+                if (after.shape, after.dtype) != (before.shape, before.dtype):
+                    raise CompileError(
+                        f"the step cannot be compiled: the buffer {place.name!r}, of shape "
+                        f"{tuple(before.shape)} and {before.dtype}, is replaced by a tensor of "
+                        f"another shape or dtype, {tuple(after.shape)} and {after.dtype}; keep "
+                        "both, or pass fallback='eager'"
+                    )
+                replaced.append((before, after.clone()))  # it may be another buffer
+        for before, after in replaced:
+            before.copy_(after)
+        tensors = [leaf for leaf in leaves_of(self._result) if isinstance(leaf, Tensor)]
+        tensors += [grad for grad in self._left.values() if grad is not None]
+        return [by_id.get(id(t), t).detach() for t in tensors]
+
+
+def _positions(
+    left: dict[StateTensor, Tensor | None], first: int
+) -> dict[StateTensor, int | None]:
+    """Returns where the gradients are that are left, numbered from ``first`` on."""
+    numbers = count(first)
+    return {place: None if grad is None else next(numbers) for place, grad in left.items()}
+
+
+def _number(leaf: Any) -> type | None:
+    """Returns what a number that depends on sizes is outside of a trace."""
+    if isinstance(leaf, torch.SymInt):
+        return int
+    return float if isinstance(leaf, torch.SymFloat) else None
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if _number(leaf) is None:
+        return leaf
+    dtype = torch.int64 if _number(leaf) is int else torch.float64
+    return torch.scalar_tensor(leaf, dtype=dtype)
+
+
+def layout(tensor: Tensor) -> tuple[bool, bool]:
+    """Returns what of a tensor's layout programs are made for."""
+    return tensor.is_contiguous(), tensor.requires_grad

@@ -1,0 +1,1 @@
+"""Runs the programs of a compiled step on the replicas."""

@@ -1,0 +1,192 @@
+"""Bindings: the tensors that the inputs of a traced step are, on each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.compiler.lowering.step_plan import StepPlan
+from mirror.compiler.lowering.step_trace import StepTrace
+from mirror.compiler.runtime.held_states import HeldStates
+from mirror.compiler.step_inputs import InputKind, StepInput
+from mirror.run.replicas import Replicas
+from mirror.values import ABSENT
+
+
+class Bindings:
+    """Finds the tensors of a trace's inputs; what it does in every call is little, and in C.
+
+    Parameters and optimizer state are those of the first replica on each device: the others of a
+    device read them, too.
+
+    Attributes:
+        homes: of each device, the first replica.
+    """
+
+    def __init__(self, replicas: Replicas, trace: StepTrace, pieces: StepPlan) -> None:
+        self._replicas, self._trace = replicas, trace
+        self._writes = [trace.inputs[i] for i in pieces.written]
+        inputs = trace.inputs
+        devices = list(replicas.devices)
+        self.homes = tuple(devices.index(device) for device in dict.fromkeys(devices))
+        self._home_of = [devices.index(device) for device in devices]
+        slots = {
+            kind: [i for i, one in enumerate(inputs) if one.kind is kind] for kind in InputKind
+        }
+        self._arguments = [
+            i
+            for i, one in enumerate(inputs)
+            if one.kind is InputKind.PART or (one.kind is InputKind.SHARED and one.value is None)
+        ]
+        self._buffers = [(i, inputs[i].of) for i in slots[InputKind.BUFFER]]
+        self._records = [place.record for _, place in self._buffers]
+        self._left = [(i, inputs[i].of) for i in slots[InputKind.GRADIENT]]
+        self._rates = [
+            (i, trace.leases[inputs[i].of].optimizer, inputs[i].key[0])
+            for i in slots[InputKind.RATE]
+        ]
+        self._state_slots: list[tuple[list[int], list[HeldStates]]] = []
+        for number, lease in enumerate(trace.leases):
+            of_it = [i for i in slots[InputKind.STATE] if inputs[i].of == number]
+            wanted = [inputs[i].key for i in of_it]
+            held = [HeldStates(lease.optimizer, wanted, home) for home in self.homes]
+            self._state_slots.append((of_it, held))
+        workers = replicas.workers
+        one = torch.ones((), dtype=torch.float64, device="cpu")
+        self._own = [
+            {
+                InputKind.PLACE: torch.arange(workers.num_replicas, device=device)
+                == workers.replica_offset + r,
+                InputKind.COUNT: one.to(device, copy=True),
+                InputKind.WEIGHT: one.to(device, copy=True),
+                InputKind.SEED: torch.zeros((), dtype=torch.int64, device=device),
+            }
+            for r, device in enumerate(replicas.devices)
+        ]
+        self._spare = [ABSENT] * (pieces.num_slots - len(inputs))
+        self._counted: tuple[Any, ...] = ()
+        self._bind()
+
+    def _bind(self) -> None:
+        """Finds all that stays from call to call."""
+        inputs = self._trace.inputs
+        self._bound = [held.tensors for _, states in self._state_slots for held in states]
+        self._last_rates: list[Any] = [None] * len(self._rates)
+        templates: list[list[Any]] = []
+        for r, home in enumerate(self._home_of):
+            if home == r:
+                template = [self._find(one, r) for one in inputs]
+                for slots, states in self._state_slots:
+                    held = states[self.homes.index(r)]
+                    for slot, tensor in zip(slots, held.tensors, strict=True):
+                        template[slot] = tensor
+            else:
+                shared = templates[home]
+                template = [
+                    self._find(one, r) if one.kind.is_own else shared[i]
+                    for i, one in enumerate(inputs)
+                ]
+            templates.append(template)
+        self._templates = [[*template, *self._spare] for template in templates]
+        slot_of = {id(one): i for i, one in enumerate(inputs)}
+        self._written = [
+            templates[home][slot_of[id(one)]]
+            for one in self._writes
+            if not one.kind.is_own
+            for home in self.homes
+        ]
+        self._written_buffers = [one.of for one in self._writes if one.kind is InputKind.BUFFER]
+
+    def _find(self, one: StepInput, r: int) -> Any:
+        kind, device = one.kind, self._replicas.devices[r]
+        if kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            return one.of.on_replica(r)
+        if kind is InputKind.RATE:
+            return torch.zeros((), dtype=one.fake.dtype, device=device)
+        if kind is InputKind.SHARED and one.value is not None:
+            return one.value.detach().to(device)
+        return self._own[r].get(kind)
+
+    def hold(self) -> bool:
+        """Whether there is all that the trace found; takes what has been replaced."""
+        for place, was_there in self._trace.entering.items():
+            if (_grad(place, 0) is not None) is not was_there:
+                return False
+        for _, states in self._state_slots:
+            for held in states:
+                if not held.are_as_before():
+                    return False
+        now = [held.tensors for _, states in self._state_slots for held in states]
+        if not all(a is b for a, b in zip(now, self._bound, strict=True)):
+            self._bind()
+        return True
+
+    def values(
+        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, count: int
+    ) -> dict[int, list[Any]]:
+        """Returns the values that a call begins with, of each replica that takes part.
+
+        Args:
+            count: how many take part, of all workers'.
+        """
+        self._fill(tuple(parts), weights, count)
+        if self._trace.draws:
+            seeds = torch.empty(len(parts), dtype=torch.int64, device="cpu").random_(0, 2**62)
+            for r, seed in zip(parts, seeds.tolist(), strict=True):
+                self._own[r][InputKind.SEED].fill_(seed)
+        records, values = self._records, {}
+        for r, tensors in parts.items():
+            mine = self._templates[r].copy()
+            for slot, tensor in zip(self._arguments, tensors, strict=True):
+                mine[slot] = tensor
+            if records and records[0] is not None:
+                copies = [record.copies[r] for record in records]
+                for (slot, _), copy in zip(self._buffers, copies, strict=True):
+                    mine[slot] = copy
+            for slot, place in self._left:
+                mine[slot] = _grad(place, self._home_of[r])
+            values[r] = mine
+        return values
+
+    def _fill(self, active: tuple[int, ...], weights: Sequence[float] | None, count: int) -> None:
+        """Fills in the numbers that are inputs: rates, weights, how many take part."""
+        for i, (slot, optimizer, group) in enumerate(self._rates):
+            rate = optimizer.param_groups[group]["lr"]
+            if isinstance(rate, Tensor) or rate != self._last_rates[i]:
+                self._last_rates[i] = rate
+                for home in self.homes:
+                    self._templates[home][slot].fill_(rate)
+        counted = (active, weights, count)
+        if counted != self._counted:
+            self._counted = counted
+            for r in active:
+                self._own[r][InputKind.COUNT].fill_(count)
+                self._own[r][InputKind.WEIGHT].fill_(1.0 if weights is None else weights[r])
+
+    def idle(self, home: int) -> list[Any]:
+        """Returns the values of a device's first replica that takes no part itself."""
+        return self._templates[home].copy()
+
+    def hand_on(
+        self, home: int, values: list[Any], own: dict[int, list[Any]], slots: Sequence[int]
+    ) -> None:
+        """Gives what a shared program has left to the device's other replicas."""
+        if slots:
+            for r, mine in own.items():
+                if self._home_of[r] == home and r != home:
+                    for slot in slots:
+                        mine[slot] = values[slot]
+
+    def written(self, active: Sequence[int]) -> list[Tensor]:
+        """Returns the tensors that a call has changed."""
+        buffers = [place.on_replica(r) for place in self._written_buffers for r in active]
+        return [*self._written, *buffers]
+
+
+def _grad(place: Any, home: int) -> Tensor | None:
+    holder = place.owner if place.record is None else place.record.targets[home]
+    grad: Tensor | None = holder.grad
+    return grad

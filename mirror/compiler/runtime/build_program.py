@@ -1,0 +1,159 @@
+"""Maker: makes a step's programs of a trace, and what tells when they hold no more."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mirror.compiler.lowering.partitioner import pieces_of
+from mirror.compiler.lowering.program_cache import Ready, load_program, store_program
+from mirror.compiler.lowering.program_key import program_key
+from mirror.compiler.lowering.programs import CallableProgram, compile_piece, interpret_piece
+from mirror.compiler.lowering.step_plan import ProgramPiece, StepPlan
+from mirror.compiler.lowering.step_trace import StepTrace, trace_step
+from mirror.compiler.runtime.bindings import Bindings
+from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.parallel_launch import ParallelLaunch
+from mirror.compiler.runtime.param_sync import ParamSync
+from mirror.compiler.runtime.step_arguments import StepArguments
+from mirror.compiler.runtime.step_program import StepProgram
+from mirror.compiler.runtime.step_reductions import StepReductions
+from mirror.compiler.runtime.trace_guards import TraceGuards
+from mirror.compiler.state_tensors import state_tensors
+from mirror.compiler.step_inputs import InputKind
+from mirror.compiler.torch_internals import Sizes, sizes_of
+from mirror.compiler.user_lines import first_line
+from mirror.device.cuda_graph import CudaGraph, has_graphs
+from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.gradients.non_finite import NonFiniteCheck
+from mirror.replica.modules.recording import suspend_recording
+from mirror.replica.params.replicated_params import MirroredTensors
+from mirror.run.replicas import Replicas
+
+logger = logging.getLogger(__name__)
+
+
+class ProgramBuilder:
+    """Makes the programs of one strategy's steps.
+
+    Args:
+        mode: ``"inductor"``, ``"trace"``, or ``"auto"``: the former where there is a compiler.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        registry: MirroredTensors,
+        reducer: Reducer,
+        coherence: ParamSync,
+        finite: NonFiniteCheck | None,
+        mode: str,
+    ) -> None:
+        self._replicas, self._registry = replicas, registry
+        self._reductions = StepReductions(replicas, reducer, finite)
+        self._looks_at_gradients = finite is not None
+        self._coherence = coherence
+        self._mode = mode
+
+    def build(
+        self, step: Callable[..., Any], arguments: StepArguments
+    ) -> tuple[TraceGuards, StepProgram]:
+        """Traces a step, called with these arguments, and makes its programs.
+
+        An open scope does not record the modules that the tracer and the compiler make.
+        """
+        with suspend_recording():
+            return self._build(step, arguments)
+
+    def _build(
+        self, step: Callable[..., Any], arguments: StepArguments
+    ) -> tuple[TraceGuards, StepProgram]:
+        places = state_tensors(self._registry)
+        traced = trace_step(
+            step,
+            arguments.caller(step),
+            arguments.leaves(arguments.signatures[0]),
+            arguments.own,
+            self._replicas,
+            places,
+            self._coherence.gradients(places),
+            meets_alone=self._looks_at_gradients,
+        )
+        pieces, levels, sizes = self._finish(traced)
+        for meeting, lie in zip(traced.meetings, pieces.lies, strict=True):
+            meeting.lie = lie
+        used = [one.of for one in traced.inputs if one.kind is InputKind.PARAMETER]
+        assumptions = TraceGuards(step, traced.modules, used, traced.leases, traced.rates_read)
+        program = StepProgram(
+            self._replicas,
+            traced,
+            pieces,
+            levels,
+            sizes,
+            Bindings(self._replicas, traced, pieces),
+            self._reductions,
+            self._coherence,
+            self._launcher(traced),
+        )
+        return assumptions, program
+
+    def _finish(self, trace_step: StepTrace) -> tuple[StepPlan, list[Ready], Sizes]:
+        """Returns the programs of a step: those that were kept, or new ones."""
+        num_replicas = self._replicas.workers.num_replicas
+        step = (
+            trace_step.graph,
+            trace_step.inputs,
+            trace_step.mode,
+            trace_step.meetings,
+            num_replicas,
+        )
+        key = None
+        if self._mode != "trace" and set(self._replicas.devices) == {torch.device("cpu")}:
+            key = program_key(*step, trace_step.device)
+        kept = None if key is None else load_program(key)
+        if kept is not None:
+            logger.info("the programs of a compiled step come from the disk: %s", key)
+            return kept
+        pieces = pieces_of(*step)
+        levels = [
+            (self._ready(level.shared, trace_step), self._ready(level.own, trace_step))
+            for level in pieces.levels
+        ]
+        sizes = sizes_of(trace_step.mode, trace_step.fakes)
+        if key is not None:
+            store_program(key, pieces, levels, sizes)
+        return pieces, levels, sizes
+
+    def _ready(self, piece: ProgramPiece | None, trace_step: StepTrace) -> CallableProgram | None:
+        if piece is None:
+            return None
+        devices = tuple(dict.fromkeys(self._replicas.devices))
+        if self._mode == "trace" or (self._mode == "auto" and not _has_compiler()):
+            return interpret_piece(piece, trace_step.device, devices)
+        try:
+            return compile_piece(piece, trace_step.mode, trace_step.device, devices)
+        except Exception as error:
+            if self._mode == "inductor":
+                raise
+            logger.warning(
+                "a compiled step runs by torch's own kernels, because inductor failed: %s: %s",
+                type(error).__name__,
+                first_line(error),
+            )
+            return interpret_piece(piece, trace_step.device, devices)
+
+    def _launcher(self, trace_step: StepTrace) -> ParallelLaunch | CapturedPieces:
+        """Returns what runs the programs: as graphs where there are any, and they are wanted."""
+        devices = self._replicas.devices
+        if self._mode == "trace" or not has_graphs(devices[0]):
+            return ParallelLaunch(self._replicas)
+        stay = [i for i, one in enumerate(trace_step.inputs) if one.stays]
+        return CapturedPieces(devices, stay, CudaGraph)
+
+
+def _has_compiler() -> bool:
+    return shutil.which("g++") is not None or torch.accelerator.is_available()

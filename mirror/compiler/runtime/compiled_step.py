@@ -1,0 +1,291 @@
+"""CompiledStep: what ``strategy.compile(step)`` returns; called with a distributed batch.
+
+[Note: Errors in a trace]
+An error that stops a trace may be the user's own, as shapes that do not fit. Its text is then
+another one than that of an uncompiled step, because a trace has no values. So what is no refusal,
+and is not raised by torch's tracer itself, has the call run uncompiled: an error of the user's is
+raised there, as it would be without compiling. If there is none, the trace is at fault, and the
+call ends in a CompileError that says that it was made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from mirror.base.dynamo import TRACERS
+from mirror.base.timeline import COMPILED, CROSS
+from mirror.compiler.comparable import StateMissing
+from mirror.compiler.runtime.param_sync import ParamSync
+from mirror.compiler.runtime.step_arguments import StepArguments
+from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares, WorkerConsensus
+from mirror.compiler.user_lines import first_line, line_of
+from mirror.errors import CompileError
+from mirror.values import ABSENT, PerReplica, is_number, rebuild_structure
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "inductor", "trace")
+FALLBACKS = ("error", "eager")
+MAX_TRACES = 8
+_OFTEN = 4  # calls a trace
+_ODD_IN_A_ROW = 3
+
+Run = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+Part = Callable[[int, Sequence[Any], Any], tuple[Sequence[int], Sequence[float] | None]]
+
+
+class StepProgramProtocol(Protocol):
+    """A step's programs of one trace: a StepProgram, which is not imported before it is made."""
+
+    trace: Any
+    meets: HasCollectives
+
+    def fits(self, part: Sequence[Any]) -> bool: ...
+
+    def can_run(self) -> bool: ...
+
+    def run(
+        self, parts: dict[int, Any], weights: Any, weighing: HasShares
+    ) -> dict[int, Sequence[Any]]: ...
+
+
+class CompiledStep:
+    """A training step, run on all replicas as compiled programs.
+
+    Called as ``strategy.run(step, args, kwargs)`` calls it: ``compiled(batch)``. The first call is
+    not compiled, the second one traces; what a trace took for granted is compared before every
+    call, and a change traces anew. See [Note: Assumptions].
+
+    Attributes:
+        num_traces: how often the step has been traced.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        run: Run,
+        taking_part: Part,
+        coherence: ParamSync,
+        agreement: WorkerConsensus,
+        maker: Callable[[], Any],
+        *,
+        fallback: str,
+        is_eager: bool = False,
+    ) -> None:
+        self._step, self._run, self._taking_part = step, run, taking_part
+        self._coherence, self._agreement, self._make_maker = coherence, agreement, maker
+        self._maker: Any = None
+        self._falls_back = fallback == "eager"
+        self._has_run = False
+        self._gives_up = False
+        self._refused: CompileError | None = None
+        agreement.is_final = is_eager
+        self._programs: list[tuple[Any, StepProgramProtocol, dict[Any, bool]]] = []
+        self._odd_in_a_row = self._waits = self._num_calls = 0
+        self._fixes_sizes = False  # whether the step is another one for every size of a batch
+        self._traced_at: deque[int] = deque(maxlen=MAX_TRACES)
+        self.num_traces = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the step on all replicas; returns what ``strategy.run`` returns.
+
+        Raises:
+            CompileError: the step does what no trace can follow.
+            StrategyError: called inside ``run``, or after ``close``.
+        """
+        if self._agreement.is_final or not self._has_run or self._coherence.wants_eager():
+            result = self._run(self._step, args, kwargs)
+            self._has_run = True
+            return result
+        active, weights = self._taking_part(self._coherence.num_replicas, args, kwargs)
+        made = self._coherence.alone(partial(self._call, args, kwargs, active, weights))
+        if made is None:
+            return self._run_uncompiled(args, kwargs)
+        result, has_stepped = made
+        if has_stepped:
+            self._coherence.end_step()
+        return result
+
+    def _run_uncompiled(self, args: Any, kwargs: Any) -> Any:
+        """Makes a call that has no program; see [Note: Errors in a trace]."""
+        refused, self._refused = self._refused, None
+        result = self._run(self._step, args, kwargs)
+        if refused is not None:
+            self._refuse(refused)  # what stopped the trace is no error of the step
+        return result
+
+    def _refuse(self, refused: CompileError) -> None:
+        """Has a step that no trace can follow run uncompiled from now on, or raises."""
+        if not self._falls_back:
+            raise refused
+        logger.warning("%s; it runs uncompiled", refused)
+        self._gives_up = True
+
+    def _call(
+        self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
+    ) -> tuple[Any, bool] | None:
+        """Makes the step; returns the result, and whether an optimizer has stepped.
+
+        Returns ``None`` if it is not to be compiled.
+        """
+        timeline = self._coherence.timeline
+        timeline.use()
+        timeline.begin(CROSS, COMPILED)
+        try:
+            return self._called(args, kwargs, active, weights)
+        finally:
+            timeline.end(CROSS, COMPILED)
+
+    def _called(
+        self, args: Any, kwargs: Any, active: Sequence[int], weights: Any
+    ) -> tuple[Any, bool] | None:
+        self._num_calls += 1
+        self._coherence.prepare()
+        arguments = StepArguments(args, kwargs, active)
+        program = self._program_for(arguments)
+        if self._gives_up:
+            program = None
+        elif program is None and not self._must_not_trace(arguments):
+            program = self._build(arguments)
+        if self._gives_up:
+            self._agreement.is_final = True  # which the workers tell each other
+        weighing = self._agreement.meet(
+            None if program is None else program.meets, arguments.active, weights
+        )
+        if program is None or weighing is None:
+            return None
+        self._coherence.begin()
+        results = program.run(arguments.tensors, weights, weighing)
+        self._coherence.end(weighing.local)
+        return self._join(program, results, weights), bool(program.trace.leases)
+
+    def _program_for(self, arguments: StepArguments) -> StepProgramProtocol | None:
+        signatures = set(arguments.signatures)
+        for i, (assumptions, program, known) in enumerate(self._programs):
+            if not (assumptions.hold() and program.can_run()):
+                continue
+            for signature in signatures:
+                if signature not in known:
+                    known[signature] = program.fits(arguments.leaves(signature))
+            if all(map(known.get, signatures)):
+                if i:
+                    self._programs.insert(0, self._programs.pop(i))
+                self._odd_in_a_row = 0
+                return program
+        return None
+
+    def _must_not_trace(self, arguments: StepArguments) -> bool:
+        """Whether a batch is to run uncompiled: one of single examples, among larger ones.
+
+        To a trace, a size of one is another program. A batch that is the last of its epoch is not
+        worth one; where such batches come one after the other, and all parts are alike, it is.
+        Nor is a batch without examples, which a worker has where there are too few for all: torch
+        divides by the number of examples while it traces a mean.
+        """
+        if arguments.has_empty():
+            return True
+        are_mixed = len(set(arguments.signatures)) > 1
+        if are_mixed and (self._fixes_sizes or arguments.is_odd()):
+            return True
+        if not self._programs or not arguments.is_odd():
+            return False
+        self._odd_in_a_row += 1
+        return self._odd_in_a_row < _ODD_IN_A_ROW
+
+    def _build(self, arguments: StepArguments) -> StepProgramProtocol | None:
+        """Traces the step; returns ``None`` if this call is to run uncompiled."""
+        if self._programs:
+            why = self._programs[0][0].changed() or "the arguments have other sizes or values"
+            logger.info("the compiled step %s is traced anew: %s", _name(self._step), why)
+        if self._maker is None:
+            self._maker = self._make_maker()
+        try:
+            program: StepProgramProtocol
+            with self._coherence.timeline.compiling():
+                assumptions, program = self._maker.build(self._step, arguments)
+        except StateMissing:
+            self._waits += 1
+            if self._waits > MAX_TRACES:
+                raise _state_missing() from None
+            return None
+        except CompileError as error:
+            self._refuse(error)
+            return None
+        except Exception as error:
+            refused = _not_followed(error)
+            refused.__cause__ = error
+            if _is_of_tracing(error):
+                self._refuse(refused)
+            else:
+                self._refused = refused  # once it has run uncompiled
+            return None
+        self.num_traces += 1
+        self._waits = 0
+        fits = {s: program.fits(arguments.leaves(s)) for s in set(arguments.signatures)}
+        self._programs.insert(0, (assumptions, program, fits))
+        del self._programs[MAX_TRACES:]
+        self._traced_at.append(self._num_calls)
+        is_often = self._num_calls - self._traced_at[0] < _OFTEN * MAX_TRACES
+        if len(self._traced_at) == MAX_TRACES and is_often:
+            self._agreement.is_final = True
+            logger.warning(
+                "the step %s was traced %d times in %d calls, which takes longer than to run it "
+                "uncompiled, as it is from now on; pass what changes from call to call as tensors",
+                _name(self._step),
+                MAX_TRACES,
+                self._num_calls - self._traced_at[0] + 1,
+            )
+        if not all(fits.values()):
+            self._fixes_sizes = True
+            return None
+        return program
+
+    def _join(self, program: Any, results: dict[int, Sequence[Any]], weights: Any) -> Any:
+        trace, n = program.trace, self._coherence.num_replicas
+        all_weights = None
+        if weights is not None:
+            all_weights = [float(weights[r]) if r in results else 0.0 for r in range(n)]
+        by_position = zip(*results.values(), strict=True)
+        leaves: list[Any] = []
+        for is_tensor, leaf in zip(trace.is_tensor, trace.leaves, strict=True):
+            if is_tensor or is_number(leaf):
+                values = next(by_position) if is_tensor else [leaf] * len(results)
+                if isinstance(leaf, type):  # a number that depends on sizes
+                    values = [leaf(value.item()) for value in values]
+                parts: list[Any] = [ABSENT] * n
+                for r, value in zip(results, values, strict=True):
+                    parts[r] = value
+                leaf = PerReplica(parts, weights=all_weights)
+            leaves.append(leaf)
+        return rebuild_structure(trace.structure, leaves)
+
+
+def _name(step: Any) -> str:
+    return getattr(step, "__qualname__", type(step).__qualname__)
+
+
+def _state_missing() -> CompileError:
+    return CompileError(
+        "the step cannot be compiled: its optimizer makes state of another kind or shape in every "
+        "call; pass fallback='eager'"
+    )
+
+
+def _not_followed(error: Exception) -> CompileError:
+    return CompileError(
+        f"the step cannot be compiled: {line_of(error)} cannot be traced "
+        f"({type(error).__name__}: {first_line(error)}); leave that out of the step, or pass "
+        f"fallback='eager'{'' if _is_of_tracing(error) else '; this call was made uncompiled'}"
+    )
+
+
+def _is_of_tracing(error: Exception) -> bool:
+    """Whether an error is of a type that only torch's tracer and compiler raise."""
+    kind = type(error)
+    if kind.__name__ == "FakeTensorDeviceMismatchError":  # an uncompiled step has another one
+        return False
+    return kind.__module__.startswith(TRACERS)

@@ -1,0 +1,154 @@
+"""Coherence: a compiled step beside all else that a program does with a strategy.
+
+[Note: Compiled steps and copies]
+To everybody else a compiled step is a change of the first copies in the cross-replica context: of
+parameters, optimizer state, and gradients. Replicas that share a device read one copy; the others
+are behind until something that is not compiled needs them. Buffers are every replica's own, as in
+a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mirror.compiler.state_tensors import StateTensor
+from mirror.replica.gradients.grad_access import GradAccess
+from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
+from mirror.run.lifecycle import AllLifecycleHooks
+from mirror.run.replica_rng import with_rng_of
+from mirror.run.replicas import Replicas
+from mirror.run.runner import Runner
+from mirror.run.step_ends import step_ends
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StateChanges:
+    """What a step changes of what others see.
+
+    Attributes:
+        variables, buffers: records of mirrored ones.
+        optimizers: those that it steps.
+    """
+
+    variables: list[Any]
+    buffers: list[Any]
+    optimizers: list[Optimizer]
+
+
+class ParamSync:
+    """Keeps what compiled steps change equal to what all else sees.
+
+    Args:
+        parts: those to be told before a compiled step: all but values and gradients.
+
+    Attributes:
+        timeline: where the time of the replicas' steps goes.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        variables: ReplicatedParams,
+        access: GradAccess,
+        parts: AllLifecycleHooks,
+    ) -> None:
+        self._replicas, self._runner = replicas, runner
+        self._variables, self._access, self._parts = variables, access, parts
+        self.timeline, self.num_replicas = replicas.timeline, replicas.num_replicas
+        devices = list(replicas.devices)
+        self._homes = {devices.index(device) for device in devices}
+        self._others = [r for r in range(self.num_replicas) if r not in self._homes]
+
+    def alone(self, call: Callable[[], T]) -> T:
+        """Calls ``call`` while no run is going on, and none can begin."""
+        workers = self._replicas.workers
+        if workers.is_multi_process:
+            drawing = partial(with_rng_of, workers, call)
+            call = partial(workers.outermost, drawing)
+        return self._runner.exclusive(call, "a compiled step")
+
+    def begin(self) -> None:
+        """Notes that replicas may differ: what does not end is put right at the next use."""
+        self._runner.unfinished = True
+
+    def end(self, weight: float) -> None:
+        """Notes that a step has ended well, in which this worker's replicas counted so much."""
+        workers = self._replicas.workers
+        if workers.is_multi_process:  # to them it is an outermost run
+            workers.run_weights.clear()
+            workers.note_run(weight)
+            self._runner.on_outermost_end()
+        self._runner.unfinished = False
+
+    def wants_eager(self) -> bool:
+        """Whether what is going on around a call is nothing for a compiled one."""
+        return torch.is_inference_mode_enabled() or self._access.unreduced.deferring
+
+    def prepare(self) -> None:
+        """Makes the first copies what the cross-replica context left."""
+        if self._runner.unfinished and self._runner.running is None:
+            self._runner.recover()
+        self._parts.prepare()
+        self._reduce_waiting()
+        if len(self._homes) > 1:
+            self._variables.sync_changed()
+
+    def _reduce_waiting(self) -> None:
+        """Reduces what waits, as ``no_sync`` leaves it: a step must find it in ``p.grad``."""
+        unreduced = self._access.unreduced
+        if unreduced.deferred or unreduced.have_arrived():
+            self._access.take_left()
+            unreduced.flush()
+
+    def end_step(self) -> None:
+        """Tells whoever hears of the ends of steps that a compiled one has ended."""
+        step_ends.notify(self.timeline)
+
+    def gradients(self, places: Sequence[StateTensor]) -> dict[StateTensor, Tensor]:
+        """Returns the gradients that there are."""
+        self._access.take_left()
+        found = {}
+        for place in places:
+            if place.is_parameter:
+                holder = place.owner if place.record is None else place.record.targets[0]
+                if holder.grad is not None:
+                    found[place] = holder.grad
+        return found
+
+    def take_gradients(self) -> None:
+        """Gives the replicas the gradients that the last compiled step left."""
+        self._access.take_left()
+
+    def stepped(
+        self,
+        changes: StateChanges,
+        grads: dict[StateTensor, Tensor | None],
+        active: tuple[int, ...],
+    ) -> None:
+        """Notes what a compiled step has changed, and the gradients that it leaves."""
+        if changes.optimizers:
+            self._replicas.workers.num_steps += 1
+        for buffer in changes.buffers:
+            buffer.wrote(active)
+        if not self._replicas.mirrors:
+            for place, grad in grads.items():
+                place.owner.grad = grad
+            return
+        mark_synced(changes.variables)
+        if self._others:
+            self._variables.mark_stale(changes.variables, self._others)
+            for optimizer in changes.optimizers:
+                mirror: Any = vars(optimizer).get("_mirror")
+                if mirror is not None:
+                    mirror.states.follow_first()
+        self._access.leave_grads({place.record: grad for place, grad in grads.items()})

@@ -1,0 +1,104 @@
+"""Arguments: what a compiled step is called with, by leaf and by replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.compiler.comparable import comparable
+from mirror.values import PerReplica, leaves_of, map_structure
+
+
+class StepArguments:
+    """The arguments of one call. What is done per replica is done by the interpreter's C.
+
+    Attributes:
+        active: the replicas that take part.
+        own: of each leaf, whether every replica has one of its own.
+        signatures: of each replica's leaves, what a program may have been made for.
+        tensors: of each replica, the tensors among its leaves.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, active: Sequence[int]) -> None:
+        self._tree = (args, kwargs)
+        self.active = tuple(active)
+        self.own: list[bool] = []
+        self._columns: list[list[Any]] = []
+        tensors: list[list[Any]] = []
+        entries: list[list[Any]] = []
+        for leaf in leaves_of(self._tree):
+            for column in self._columns_of(leaf):
+                self._columns.append(column)
+                self.own.append(isinstance(leaf, PerReplica))
+                if isinstance(column[0], Tensor):
+                    tensors.append(column)
+                    entries.append(
+                        [(t.shape, t.dtype, t.is_contiguous(), t.requires_grad) for t in column]
+                    )
+                else:
+                    entries.append([(type(value), _key(value)) for value in column])
+        num = len(self.active)
+        self.signatures = list(zip(*entries, strict=True)) if entries else [()] * num
+        rows = list(zip(*tensors, strict=True)) if tensors else [()] * num
+        self.tensors = dict(zip(self.active, rows, strict=True))
+
+    def _columns_of(self, leaf: Any) -> list[list[Any]]:
+        """Returns, for each leaf of the replicas' parts, the values of those that take part."""
+        if not isinstance(leaf, PerReplica):
+            return [[leaf] * len(self.active)]
+        parts = [leaf.values[r] for r in self.active]
+        if isinstance(parts[0], Tensor):
+            return [[t if t.is_contiguous() else _laid_out(t) for t in parts]]
+        return [list(column) for column in zip(*map(leaves_of, parts), strict=True)]
+
+    def leaves(self, signature: Any) -> list[Any]:
+        """Returns the leaves of a replica that has this signature."""
+        row = self.signatures.index(signature)
+        return [column[row] for column in self._columns]
+
+    def is_odd(self) -> bool:
+        """Whether any replica has a single example, or none."""
+        return self._has_fewer_than(2)
+
+    def has_empty(self) -> bool:
+        """Whether any replica has no example."""
+        return self._has_fewer_than(1)
+
+    def _has_fewer_than(self, num_examples: int) -> bool:
+        return any(
+            len(entry) == 4 and len(entry[0]) and entry[0][0] < num_examples and own
+            for signature in self.signatures
+            for entry, own in zip(signature, self.own, strict=True)
+        )
+
+    def caller(self, step: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+        """Returns what calls ``step`` with given leaves in place of a replica's."""
+        tree = self._tree
+
+        def call(leaves: Sequence[Any]) -> Any:
+            found = iter(leaves)
+            args, kwargs = map_structure(lambda leaf: _take(leaf, found), tree)
+            return step(*args, **kwargs)
+
+        return call
+
+
+def _take(leaf: Any, found: Iterator[Any]) -> Any:
+    if isinstance(leaf, PerReplica):
+        _, part = next(leaf.parts())
+        return map_structure(lambda _: next(found), part)
+    return next(found)
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """Returns a tensor laid out in a way that a program may have been made for."""
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor
+    return tensor.contiguous()
+
+
+def _key(value: Any) -> Any:
+    return value if comparable(value) is value else id(value)

@@ -1,0 +1,180 @@
+"""StepProgram: one trace of a step, made ready, and run on all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from mirror.base.timeline import CROSS, PROGRAMS, REDUCTION, SHARED_PROGRAMS
+from mirror.compiler.lowering.programs import CallableProgram, Taking, taking
+from mirror.compiler.lowering.step_plan import StepPlan
+from mirror.compiler.lowering.step_trace import StepTrace, layout
+from mirror.compiler.runtime.bindings import Bindings
+from mirror.compiler.runtime.cuda_graphs import CapturedPieces
+from mirror.compiler.runtime.parallel_launch import ParallelLaunch
+from mirror.compiler.runtime.param_sync import ParamSync, StateChanges
+from mirror.compiler.runtime.step_reductions import StepReductions
+from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares
+from mirror.compiler.state_tensors import StateTensor
+from mirror.compiler.step_inputs import InputKind
+from mirror.compiler.torch_internals import Sizes
+from mirror.replica.collectives.collectives import all_reduce_payloads
+from mirror.replica.collectives.over_workers import AllWorkersResult
+from mirror.run.replicas import Replicas
+
+
+class StepProgram:
+    """A traced step on all replicas.
+
+    Args:
+        replicas: who they are.
+        pieces: what it is cut into.
+        levels: of each level the programs that are run, shared and own.
+        sizes: for which sizes of its arguments they hold.
+        bindings: finds the tensors that the trace's inputs are.
+        reductions: reduces local gradients.
+        launcher: runs programs of all replicas.
+
+    Attributes:
+        meets: what they meet for.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        trace: StepTrace,
+        pieces: StepPlan,
+        levels: Sequence[tuple[CallableProgram | None, CallableProgram | None]],
+        sizes: Sizes,
+        bindings: Bindings,
+        reductions: StepReductions,
+        coherence: ParamSync,
+        launcher: ParallelLaunch | CapturedPieces,
+    ) -> None:
+        self._replicas, self.trace, self.pieces = replicas, trace, pieces
+        self._sizes = sizes
+        self._coherence, self._launcher = coherence, launcher
+        self._levels = [
+            (*called, [(n, taking(slots), gotten) for n, slots, gotten in level.meetings])
+            for called, level in zip(levels, pieces.levels, strict=True)
+        ]
+        self._bindings, self._reductions = bindings, reductions
+        self._results = taking(pieces.results)
+        self._changes = _changes(trace, pieces)
+        self.meets = HasCollectives(
+            [(one.op, _names(one.places), one.lie) for one in trace.meetings]
+        )
+        self._is_raw = launcher.is_raw or any(
+            one.is_raw for called in levels for one in called if one is not None
+        )
+
+    def fits(self, part: Sequence[Any]) -> bool:
+        """Whether the trace holds for these leaves of a replica's arguments."""
+        tensors = [leaf for leaf in part if isinstance(leaf, Tensor)]
+        plain = [leaf for leaf in part if not isinstance(leaf, Tensor)]
+        trace = self.trace
+        return (
+            plain == trace.plain
+            and list(map(layout, tensors)) == trace.layouts
+            and self._sizes.fit(tensors)
+        )
+
+    def can_run(self) -> bool:
+        """Whether what the step found outside of itself is there: state, gradients."""
+        if self.trace.entering:
+            self._coherence.take_gradients()
+        return self._bindings.hold()
+
+    @torch.no_grad()
+    def run(
+        self, parts: dict[int, list[Any]], weights: Sequence[float] | None, weighing: HasShares
+    ) -> dict[int, Sequence[Tensor]]:
+        """Runs the step; returns what it gives, by replica that takes part.
+
+        Args:
+            parts: by replica that takes part, the tensors among its leaves.
+            weights: by replica, what it counts for; ``None``: all the same.
+            weighing: what they count for among those of all workers.
+        """
+        bindings, timeline = self._bindings, self._replicas.timeline
+        timeline.compiled.calls += 1
+        own = bindings.values(parts, weights, weighing.count)
+        active = tuple(own)
+        shared = {r: own[r] if r in own else bindings.idle(r) for r in bindings.homes}
+        shares = weighing.shares(active, weights, weighted=self._replicas.weighted)
+        for shared_program, own_program, meetings in self._levels:
+            if shared_program is not None:
+                timeline.begin(CROSS, SHARED_PROGRAMS)
+                self._launcher.run(shared_program, shared)
+                for home, values in shared.items():
+                    bindings.hand_on(home, values, own, shared_program.gives)
+                timeline.end(CROSS, SHARED_PROGRAMS)
+            if own_program is not None:
+                timeline.begin(CROSS, PROGRAMS)
+                self._launcher.run(own_program, own)
+                timeline.end(CROSS, PROGRAMS)
+            for number, brought, gotten in meetings:
+                self._meet(number, brought, gotten, own, shared, shares)
+        if self._is_raw:
+            increment_version(bindings.written(active))
+        for module, mode in self.trace.modes:
+            module.training = mode
+        slots = self.pieces.results
+        at_home = shared[bindings.homes[0]]
+        grads = {
+            place: None if at is None else at_home[slots[at]]
+            for place, at in self.trace.grads.items()
+        }
+        results = {r: self._results(values) for r, values in own.items()}
+        results, grads = self._launcher.remaining(results, grads)
+        self._coherence.stepped(self._changes, grads, active)
+        return results
+
+    def _meet(
+        self,
+        number: int,
+        brought: Taking,
+        gotten: list[int],
+        own: dict[int, list[Any]],
+        shared: dict[int, list[Any]],
+        shares: dict[int, float],
+    ) -> None:
+        """Has the replicas meet: reduces what they bring, and gives each the result."""
+        meeting = self.trace.meetings[number]
+        payloads = {r: list(brought(values)) for r, values in own.items()}
+        if meeting.op is None:
+            self._replicas.timeline.begin(CROSS, REDUCTION, "gradients")
+            reduced = self._reductions.reduce(payloads, shares, meeting)
+            self._replicas.timeline.end(CROSS, REDUCTION)
+        else:
+            words = f"all_reduce({meeting.op}) in a compiled step"
+            met = AllWorkersResult(len(payloads), differentiable=False)
+            reduced, _ = all_reduce_payloads(
+                self._replicas, meeting.op, payloads, met, words, None
+            )
+        first = next(iter(own))
+        for r, values in {**shared, **own}.items():
+            for slot, tensor in zip(gotten, reduced[r if r in reduced else first], strict=True):
+                if slot >= 0:
+                    values[slot] = tensor
+
+
+def _names(places: Sequence[StateTensor]) -> list[str]:
+    """Returns the names of parameters as they were registered: paths are searched for."""
+    return [getattr(place.record, "name", "?") for place in places]
+
+
+def _changes(trace: StepTrace, pieces: StepPlan) -> StateChanges:
+    """Returns what a step changes of what others see."""
+    changed = [(trace.inputs[i].kind, trace.inputs[i].of) for i in pieces.written]
+
+    def records(wanted: InputKind) -> list[Any]:
+        places = [place for kind, place in changed if kind is wanted]
+        return [place.record for place in places if place.record is not None]
+
+    optimizers = [lease.optimizer for lease in trace.leases]
+    return StateChanges(records(InputKind.PARAMETER), records(InputKind.BUFFER), optimizers)

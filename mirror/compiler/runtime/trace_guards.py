@@ -1,0 +1,255 @@
+"""Assumptions: what a trace took for granted; told apart what has changed since, in microseconds.
+
+[Note: Assumptions]
+A program is right as long as the step's Python code would do what it did at the trace. What that
+depends on is compared before every call, as a few lists in the interpreter's C:
+
+    thread      grad mode, autocast, default dtype
+    modules     those called: modes, numbers and strings among the attributes, submodules, hooks
+    parameters  that they are the same, where they lie, whether they require gradients
+    optimizers  groups: their parameters and options, but for learning rates, which are inputs
+    around      plain values of globals, closure cells, defaults and ``self`` of the step's
+                function, and of the user's functions that it names, and what is in the objects,
+                dicts and lists there; which objects there are: [Note: Around a step]
+    arguments   sizes, dtypes, plain values: see ``StepProgram.fits``
+
+What a change of another kind does (a file, an entry of a container of thousands) a program does
+not see: pass such values as arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mirror.base.torch_private import hooks_of, step_hooks
+from mirror.compiler.capture.traced_swap import TracedSwap
+from mirror.compiler.comparable import PLAIN, SameObject, comparable
+from mirror.compiler.free_variables import FreeVariables
+from mirror.compiler.state_tensors import StateTensor
+from mirror.compiler.torch_internals import MODULE_HOOKS
+from mirror.replica.modules.module_dicts import ReplicaDict
+
+
+class GuardedValue:
+    """One list of things to compare.
+
+    Args:
+        names: says what entry ``i`` is.
+        look: returns what there is now.
+    """
+
+    __slots__ = ("_look", "_names", "_then")
+
+    def __init__(self, names: Sequence[str], look: Callable[[], list[Any]]) -> None:
+        self._names, self._look = names, look
+        self._then = look()
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        return self._look() == self._then
+
+    def changed(self) -> str | None:
+        """Returns what has changed, in words; ``None``: nothing."""
+        now = self._look()
+        if now == self._then:
+            return None
+        for i, (before, after) in enumerate(zip(self._then, now, strict=False)):
+            if before != after and i < len(self._names):
+                return f"{self._names[i]} was {_shown(before)} and is {_shown(after)}"
+        return f"{self._names[0] if self._names else 'something'} and what is beside it"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, SameObject):
+        return "one object" if value.is_then else "another one"
+    return f"{value!r:.80}"
+
+
+class _NamedValue(Sequence[str]):
+    """What is watched of parameters; their names, for which all objects are searched, when asked.
+
+    Args:
+        what: is watched of each.
+    """
+
+    def __init__(self, what: str, places: Sequence[StateTensor]) -> None:
+        self._what, self._places = what, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, i: Any) -> Any:
+        return f"{self._what} of {self._places[i].name!r}"
+
+
+class TraceGuards:
+    """What a trace took for granted. See [Note: Assumptions].
+
+    Args:
+        step: the user's function.
+        modules: those that it has called.
+        places: the parameters that it uses.
+        leases: the optimizers that it steps.
+        rates_read: the optimizers whose learning rates it has read as numbers.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        places: Sequence[StateTensor],
+        leases: Sequence[TracedSwap],
+        rates_read: Sequence[Optimizer],
+    ) -> None:
+        self._watched = [
+            thread_state(),
+            *_of_modules(modules),
+            *_of_parameters(places),
+            *[_of_optimizer(lease) for lease in leases],
+            *[_of_rates(optimizer) for optimizer in rates_read],
+            _of_what_is_around(step, modules),
+        ]
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        return all(watched.holds() for watched in self._watched)
+
+    def changed(self) -> str | None:
+        """Returns what has changed, in words; ``None``: nothing."""
+        return next(filter(None, (watched.changed() for watched in self._watched)), None)
+
+
+def thread_state() -> GuardedValue:
+    """Watches what torch is told by the thread."""
+    kinds = ["cpu", *(["cuda"] if torch.accelerator.is_available() else [])]
+
+    def look() -> list[Any]:
+        return [
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            *[
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                for kind in kinds
+            ],
+        ]
+
+    names = ["the grad mode", "the default dtype", "deterministic algorithms"]
+    return GuardedValue([*names, *[f"autocast of {kind}" for kind in kinds]], look)
+
+
+def _of_modules(called: Sequence[nn.Module]) -> list[GuardedValue]:
+    modules = {id(sub): sub for module in called for sub in module.modules()}
+    paths: dict[int, str] = {}
+    for module in called:
+        for name, sub in module.named_modules():
+            paths.setdefault(id(sub), name or type(sub).__name__)
+    getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+    values: list[str] = []
+    children: list[Any] = []
+    owners: list[str] = []
+    hooks: list[dict[Any, Any]] = []
+    held: list[tuple[dict[str, Any], str]] = []
+    for key, module in modules.items():
+        attributes = module.__dict__
+        names = [
+            name
+            for name, value in attributes.items()
+            if isinstance(value, PLAIN) and not name.startswith(("_is_", "_compiled", "_version"))
+        ]
+        getters.append((operator.itemgetter(*names), attributes))
+        values.append(f"one of {', '.join(names)} of module {paths[key]!r}")
+        if module._modules:
+            children.append(module._modules)
+            owners.append(f"the submodules of {paths[key]!r}")
+        hooks += [attributes[name] for name in MODULE_HOOKS]
+        if module._parameters:
+            children.append(module._parameters)
+            owners.append(f"the parameters of {paths[key]!r}")
+        buffers = attributes["_buffers"]  # copies are inputs; those of one replica are replaced
+        for kept in (attributes, *([] if isinstance(buffers, ReplicaDict) else [buffers])):
+            held += [(kept, name) for name, value in kept.items() if isinstance(value, Tensor)]
+
+    def look() -> list[Any]:
+        try:
+            return [get(attributes) for get, attributes in getters]
+        except KeyError as error:
+            return [error.args[0]]
+
+    def look_at_children() -> list[Any]:
+        return [[*map(id, entries.values())] for entries in children]
+
+    def look_at_tensors() -> list[Any]:
+        return [SameObject(kept.get(name)) for kept, name in held]
+
+    def look_at_hooks() -> list[Any]:
+        return [*map(tuple, hooks)]  # ids of handles: one in another's place is another
+
+    return [
+        GuardedValue(values, look),
+        GuardedValue(owners, look_at_children),
+        GuardedValue(["the hooks of modules"] * len(hooks), look_at_hooks),
+        *([GuardedValue([f"tensor {n!r}" for _, n in held], look_at_tensors)] if held else []),
+    ]
+
+
+def _of_parameters(places: Sequence[StateTensor]) -> list[GuardedValue]:
+    tensors = [p.owner if p.record is None else p.record.targets[0] for p in places]
+    pointer = operator.methodcaller("data_ptr")
+    requires_grad = operator.attrgetter("requires_grad")
+    mirrored = [p.record.hooks for p in places if p.record is not None]
+    own = [p.owner for p in places if p.record is None]
+    return [
+        GuardedValue(
+            _NamedValue("the hooks", sorted(places, key=lambda place: place.record is None)),
+            lambda: [
+                *map(tuple, mirrored),
+                *[tuple(hooks or ()) for hooks in map(hooks_of, own)],
+            ],
+        ),
+        GuardedValue(_NamedValue("requires_grad", places), lambda: [*map(requires_grad, tensors)]),
+        GuardedValue(_NamedValue("the memory", places), lambda: [*map(pointer, tensors)]),
+    ]
+
+
+def _of_optimizer(lease: TracedSwap) -> GuardedValue:
+    optimizer = lease.optimizer
+    kind = type(optimizer).__name__
+
+    def look() -> list[Any]:
+        found: list[Any] = [step_hooks(optimizer)]
+        for group in optimizer.param_groups:
+            found.append([*map(id, group["params"])])
+            found.append(
+                [
+                    (name, comparable(value))
+                    for name, value in group.items()
+                    if name not in ("params", "lr", "initial_lr")
+                ]
+            )
+        return found
+
+    names = [f"a parameter group of {kind}", f"an option of {kind}"]
+    return GuardedValue([f"the hooks of {kind}", *names * 8], look)
+
+
+def _of_rates(optimizer: Optimizer) -> GuardedValue:
+    """Watches learning rates that a step has read as numbers."""
+
+    def look() -> list[Any]:
+        return [comparable(group.get("lr")) for group in optimizer.param_groups]
+
+    name = f"a learning rate of {type(optimizer).__name__}, which the step reads as a number,"
+    return GuardedValue([name] * 8, look)
+
+
+def _of_what_is_around(step: Callable[..., Any], called: Sequence[nn.Module]) -> GuardedValue:
+    modules = {id(sub): sub for module in called for sub in module.modules()}
+    around = FreeVariables([step], modules.values())
+    return GuardedValue(around.names, around.scan)

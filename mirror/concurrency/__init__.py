@@ -1,1 +1,0 @@
-"""Threads that take turns and meet at merge points; knows no replica."""

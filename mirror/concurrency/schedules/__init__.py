@@ -1,1 +1,0 @@
-"""In which manner replicas move, and which manner is the fastest."""

@@ -1,1 +1,0 @@
-"""Distributed datasets: passes over a dataset, read ahead, as they go to the replicas."""

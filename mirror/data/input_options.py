@@ -1,0 +1,169 @@
+"""InputOptions and InputContext: how a strategy's input is split, fetched ahead and weighted."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mirror.base.migration_hints import call_with_hints
+from mirror.errors import short_repr
+
+OptionsT = TypeVar("OptionsT")
+SHARDINGS = ("auto", "data", "file", "off")
+
+
+@call_with_hints
+@dataclass(frozen=True)
+class InputOptions:
+    """Options of a distributed dataset.
+
+    Attributes:
+        prefetch: how many batches a background thread keeps ready, split and copied to their
+            devices; 0 reads, splits and copies each batch when it is asked for.
+        drop_remainder: drops a last batch that has fewer examples than the first one, or, with
+            ``distribute_dataset_from_function``, that does not reach all replicas.
+        weights: how a batch is split over unlike devices: one number >= 0 per replica, see
+            ``mirror.data.split_batch.split_sizes``; ``"auto"`` to follow the replicas' measured speed,
+            see ``mirror.data.load_balance.Balance``; ``None`` for equal parts.
+        weight_of: gives a replica's weight in the gradient mean from its part of the batch, as it
+            is on the host: ``lambda batch: batch["attention_mask"].sum()`` counts tokens. ``None``
+            counts examples.
+        sharding: what each of several workers reads: ``"data"``, which ``"auto"`` means, its part
+            of global batches that are the same on all; ``"file"``, a shard of the records;
+            ``"off"``, batches of its own. See ``mirror.data.worker_sharding.sharding_of``.
+
+    Raises:
+        ValueError: a negative or fractional ``prefetch``; a ``drop_remainder`` that is not a bool;
+            ``weights`` that are not finite, are negative, or all zero; a ``weight_of`` that
+            cannot be called; a ``sharding`` that is none of these.
+    """
+
+    prefetch: int = 2
+    drop_remainder: bool = False
+    weights: Sequence[float] | str | None = None
+    weight_of: Callable[[Any], Any] | None = None
+    sharding: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not is_int(self.prefetch) or self.prefetch < 0:
+            raise ValueError(
+                f"prefetch must be a number of batches, an int >= 0, got {short_repr(self.prefetch)}"
+            )
+        if not isinstance(self.drop_remainder, bool):
+            raise ValueError(
+                f"drop_remainder must be a bool, got {short_repr(self.drop_remainder)}"
+            )
+        if self.weights is not None and not (
+            isinstance(self.weights, str) and self.weights == "auto"
+        ):
+            object.__setattr__(self, "weights", _checked_weights(self.weights))
+        if self.weight_of is not None and not callable(self.weight_of):
+            raise ValueError(
+                "weight_of must be a function of a replica's part of the batch, got "
+                f"{short_repr(self.weight_of)}"
+            )
+        if not isinstance(self.sharding, str) or self.sharding not in SHARDINGS:
+            names = ", ".join(map(repr, SHARDINGS))
+            raise ValueError(f"sharding must be one of {names}; got {short_repr(self.sharding)}")
+
+    def policy(self, *, joins: bool) -> str:
+        """Returns the sharding of a dataset, or of one made by a function on every worker.
+
+        Raises:
+            ValueError: what the function makes would be sharded again.
+        """
+        if not joins:
+            return self.sharding
+        if self.sharding in ("data", "file"):
+            raise ValueError(
+                "the function of distribute_dataset_from_function makes every worker's own "
+                "batches: have it shard by its InputContext's input_pipeline_id; got sharding="
+                f"{self.sharding!r}"
+            )
+        return "off"
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What ``distribute_dataset_from_function`` tells its function.
+
+    Attributes:
+        num_input_pipelines: how many times the function is called: once per process.
+        input_pipeline_id: which of the calls this is.
+        num_replicas_in_sync: over how many replicas the batches are distributed.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns the number of examples that each replica gets of a global batch.
+
+        Raises:
+            ValueError: the global batch size is not an int >= 1 that the replicas divide.
+        """
+        if not is_int(global_batch_size) or global_batch_size < 1:
+            raise ValueError(
+                f"global_batch_size must be an int >= 1, got {short_repr(global_batch_size)}"
+            )
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise ValueError(
+                f"global_batch_size must be a multiple of the {self.num_replicas_in_sync} "
+                f"replicas, got {global_batch_size}; distribute_dataset splits any size"
+            )
+        return size
+
+
+def or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
+    """Returns the options of a ``kind`` that a caller has passed, the default ones for ``None``.
+
+    Raises:
+        TypeError: it is something else, a dict for instance.
+    """
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise TypeError(
+            f"options must be a mirror.{kind.__name__} or None, got {short_repr(options)}; options "
+            f"in a dict are passed as mirror.{kind.__name__}(**options)"
+        )
+    return options
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an integer, of numpy too, and not a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _checked_weights(weights: Sequence[float] | str) -> tuple[float, ...]:
+    rule = "weights must be one finite number >= 0 per replica, not all zero, or 'auto'"
+    try:
+        checked = tuple(float(weight) for weight in weights)
+    except (TypeError, ValueError):
+        checked = ()
+    valid = all(math.isfinite(weight) and weight >= 0 for weight in checked)
+    if isinstance(weights, str) or not valid or not any(checked):
+        raise ValueError(f"{rule}; got {short_repr(weights)}")
+    return checked
+
+
+class ValueContext:
+    """What ``distribute_values_from_function`` tells its function.
+
+    Attributes:
+        replica_id_in_sync_group: the replica that the value is for.
+        num_replicas_in_sync: the number of replicas.
+    """
+
+    def __init__(self, replica_id_in_sync_group: int, num_replicas_in_sync: int) -> None:
+        self.replica_id_in_sync_group = replica_id_in_sync_group
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        place = f"replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}"
+        return f"{type(self).__name__}({place})"

@@ -1,0 +1,247 @@
+"""Where the records of uncompressed TFRecord files begin, found by one scan and kept.
+
+OpenFiles: files that records are read from by number, kept open between the accesses.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mirror.base.atomic_file import replace_atomically
+from mirror.data.tfrecord.checksum import masked_crc32c
+from mirror.data.tfrecord.record_reader import RecordReader, read_record
+from mirror.errors import RecordError
+
+SUFFIX = ".index.npy"
+# What a kept index begins with, all int64.
+NUM_FIELDS = 4
+# A record has at least the length, its checksum and that of the data.
+MIN_RECORD_BYTES = 16
+# More damage than this is no accident, and would fill the memory with errors.
+MAX_DAMAGE = 100_000
+
+
+@dataclass(frozen=True)
+class RecordIndex:
+    """The records of one file.
+
+    Attributes:
+        offsets: where they begin, int64 of shape [number of records].
+        damaged: the numbers of those with damaged data.
+        damage: what a scan found: of these records, and of what lies between records.
+    """
+
+    offsets: NDArray[np.int64]
+    damaged: tuple[int, ...] = ()
+    damage: tuple[RecordError, ...] = ()
+
+
+class Numbering:
+    """The records of several files, counted through."""
+
+    def __init__(self, files: Sequence[RecordIndex]) -> None:
+        self._files = tuple(files)
+        self._ends = np.cumsum([len(file.offsets) for file in files], dtype=np.int64)
+
+    @property
+    def damage(self) -> tuple[RecordError, ...]:
+        return tuple(error for file in self._files for error in file.damage)
+
+    def intact(self, num_shards: int, shard: int) -> NDArray[np.int64]:
+        """Returns, of every ``num_shards``-th number from ``shard``, those of intact records."""
+        numbers = np.arange(shard, self._ends[-1], num_shards, dtype=np.int64)
+        starts = self._ends - [len(file.offsets) for file in self._files]
+        damaged = [
+            start + record
+            for start, file in zip(starts.tolist(), self._files, strict=True)
+            for record in file.damaged
+        ]
+        return np.setdiff1d(numbers, damaged, assume_unique=True) if damaged else numbers
+
+    def locate(self, number: int) -> tuple[int, int, int]:
+        """Returns the file of a record, its number there, and its offset."""
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        offsets = self._files[file].offsets
+        record = number - int(self._ends[file]) + len(offsets)
+        return file, record, int(offsets[record])
+
+
+def scan(path: str, *, verify: bool) -> RecordIndex:
+    """Finds the records of a file.
+
+    Args:
+        path: an uncompressed file.
+        verify: read the data, too, and note damage; otherwise only the lengths are read.
+
+    Raises:
+        OSError: it cannot be read.
+        RecordError: without ``verify``: a length is damaged, or the last record is cut off.
+    """
+    offsets = array("q")
+    damaged: list[int] = []
+    damage: list[RecordError] = []
+    with RecordReader(path) as reader:
+        while True:
+            record, offset = reader.record, reader.offset
+            try:
+                more = reader.read() is not None if verify else reader.skip()
+            except RecordError as error:
+                if not verify:
+                    raise
+                damage.append(error.with_traceback(None))  # whose frames hold data
+                if len(damage) > MAX_DAMAGE:
+                    raise too_damaged(path) from error
+                more = True
+                if reader.record > record:
+                    damaged.append(record)
+            if not more:
+                return RecordIndex(np.frombuffer(offsets, np.int64), tuple(damaged), tuple(damage))
+            if reader.record > record:
+                offsets.append(offset)
+            else:
+                reader.recover()
+
+
+def load_or_scan(path: str, *, verify: bool) -> RecordIndex:
+    """Returns the index that is kept beside the file, after a scan if there is none that fits.
+
+    It is kept as ``<path>.index.npy``, replaced atomically, and fits as long as the file has the
+    same size and time of modification, and was verified if ``verify`` is wanted. The index of a
+    damaged file is not kept.
+
+    Raises:
+        OSError: the file cannot be read, or the index not be written.
+        RecordError: see ``scan``.
+    """
+    status = os.stat(path)  # before the scan: what changes meanwhile will not fit
+    offsets = _load(path + SUFFIX, status, verify=verify)
+    if offsets is not None:
+        return RecordIndex(offsets)
+    index = scan(path, verify=verify)
+    if not index.damage:
+        _save(path + SUFFIX, status, index.offsets, verified=verify)
+    return index
+
+
+def _load(path: str, status: os.stat_result, *, verify: bool) -> NDArray[np.int64] | None:
+    """Returns the offsets, ``None`` if there are none or they do not fit.
+
+    What anybody may have put there is not parsed: it must begin as an index of its size begins,
+    and be no larger than one of this file can be.
+    """
+    content = _content(path, (NUM_FIELDS + status.st_size // MIN_RECORD_BYTES) * 8 + 2**12)
+    header = _header((len(content) - len(_header(0))) // 8)
+    if not content.startswith(header) or (len(content) - len(header)) % 8:
+        return None
+    kept = np.frombuffer(content, "<i8", offset=len(header))
+    if kept.size < NUM_FIELDS:
+        return None
+    num_bytes, modified, verified, checksum = kept[:NUM_FIELDS].tolist()
+    offsets = kept[NUM_FIELDS:]
+    fits = (
+        num_bytes == status.st_size
+        and modified == status.st_mtime_ns
+        and (verified == 1 or not verify)
+        and checksum == _checksum(kept[: NUM_FIELDS - 1], offsets)
+        and bool(np.all(np.diff(offsets, prepend=-MIN_RECORD_BYTES) >= MIN_RECORD_BYTES))
+        and (not offsets.size or int(offsets[-1]) <= status.st_size - MIN_RECORD_BYTES)
+    )
+    return offsets if fits else None
+
+
+def _checksum(facts: NDArray[np.int64], offsets: NDArray[np.int64]) -> int:
+    return masked_crc32c(facts.tobytes() + offsets.tobytes())
+
+
+def _content(path: str, max_bytes: int) -> bytes:
+    """Returns the bytes of a regular file, none if it is none or has more than ``max_bytes``."""
+    try:
+        # Opening a pipe would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes:
+                return file.read(max_bytes)
+    except OSError:
+        pass
+    return b""
+
+
+def _header(num_values: int) -> bytes:
+    """Returns what ``numpy.save`` writes before so many int64."""
+    header = io.BytesIO()
+    facts = {"descr": "<i8", "fortran_order": False, "shape": (max(num_values, 0),)}
+    np.lib.format.write_array_header_1_0(header, facts)
+    return header.getvalue()
+
+
+def _save(
+    path: str, status: os.stat_result, offsets: NDArray[np.int64], *, verified: bool
+) -> None:
+    facts = np.array([status.st_size, status.st_mtime_ns, int(verified)], "<i8")
+    offsets = offsets.astype("<i8")
+    fields = np.append(facts, _checksum(facts, offsets))
+    with replace_atomically(path, status.st_mode & 0o666) as file:  # who reads the data reads this
+        file.write(_header(NUM_FIELDS + len(offsets)))
+        file.write(fields.tobytes() + offsets.tobytes())
+
+
+def too_damaged(path: str) -> RecordError:
+    """Returns the error for a file that is hardly one."""
+    return RecordError(
+        f"on_damage='skip' passes over {MAX_DAMAGE} damaged records at most; {path} has more: it "
+        "is no TFRecord file, or is to be written again"
+    )
+
+
+# More files than this are opened for each access.
+MAX_OPEN_FILES = 128
+
+
+class OpenFiles:
+    """The files of a dataset, opened at the first access. Copies open them for themselves.
+
+    Several threads may read at once.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._descriptors: dict[int, int] = {}
+        weakref.finalize(self, _close, self._descriptors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenFiles, (self._paths,)
+
+    def read(self, file: int, record: int, offset: int) -> bytes:
+        """Returns a record of the file of that number.
+
+        Raises:
+            RecordError: it is damaged.
+        """
+        path = self._paths[file]
+        descriptor = self._descriptors.get(file)
+        if descriptor is None:
+            opened = os.open(path, os.O_RDONLY)
+            if len(self._descriptors) >= MAX_OPEN_FILES:
+                try:
+                    return read_record(opened, path, record, offset)
+                finally:
+                    os.close(opened)
+            descriptor = self._descriptors.setdefault(file, opened)
+            if descriptor != opened:  # another thread was faster
+                os.close(opened)
+        return read_record(descriptor, path, record, offset)
+
+
+def _close(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

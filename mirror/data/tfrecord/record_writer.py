@@ -1,0 +1,92 @@
+"""TFRecordWriter: records into a TFRecord file."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Protocol
+
+from mirror.data.tfrecord.checksum import crc32c_function, masked_crc32c
+from mirror.data.tfrecord.compressed import DeflatingFile, check_compression
+from mirror.data.tfrecord.record_reader import FOOTER, HEADER
+
+
+class _Output(Protocol):
+    def write(self, data: bytes, /) -> int: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class TFRecordWriter:
+    """Writes records to a file that TensorFlow and ``TFRecordDataset`` read.
+
+    .. code-block:: python
+
+        with TFRecordWriter("train.tfrecord") as writer:
+            writer.write(serialize_example({"image": jpeg, "label": 3}))
+
+    An older file of that name is replaced, as by ``open``. After an error the file holds the
+    records written before.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], compression: str | None = None) -> None:
+        """Creates the file.
+
+        Args:
+            path: the file; its directory exists.
+            compression: ``None``, ``"GZIP"`` or ``"ZLIB"``. Compressed records can only be read
+                in order.
+
+        Raises:
+            ImportError: google-crc32c is not installed.
+            OSError: the file cannot be created.
+            ValueError: the compression is another.
+        """
+        compression = check_compression(compression)
+        crc32c_function()
+        self._closed = False
+        self._file: _Output
+        if compression is None:
+            self._file = open(path, "wb")  # noqa: SIM115  # closed by close
+        else:
+            self._file = DeflatingFile(os.fspath(path), compression)
+
+    def __enter__(self) -> TFRecordWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def write(self, record: bytes | bytearray | memoryview) -> None:
+        """Appends a record, of any length.
+
+        Raises:
+            TypeError: it is not bytes.
+            ValueError: the writer is closed.
+        """
+        if not isinstance(record, (bytes, bytearray, memoryview)):
+            raise TypeError(
+                f"a record is bytes; got a {type(record).__name__}; features become a record by "
+                "mirror.data.serialize_example"
+            )
+        if self._closed:
+            raise ValueError("the TFRecordWriter is closed; write before close()")
+        data = bytes(record)
+        length = HEADER.pack(len(data), 0)[:8]
+        self._file.write(HEADER.pack(len(data), masked_crc32c(length)))
+        self._file.write(data)
+        self._file.write(FOOTER.pack(masked_crc32c(data)))
+
+    def flush(self) -> None:
+        """Hands what was written to the operating system, so that others can read it."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Finishes the file; more calls do nothing."""
+        self._closed = True
+        self._file.close()

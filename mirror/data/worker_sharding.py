@@ -1,0 +1,193 @@
+"""Sharding: how several workers share out the examples of one dataset."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from mirror.comm.workers.worker_group import LocalWorkerGroup
+from mirror.data.load_balance import Balance, FixedBalance
+from mirror.data.sampler_state import samplers_of
+from mirror.data.split_batch import split_sizes
+from mirror.errors import BatchError, short_repr
+
+
+@dataclass(frozen=True)
+class Window:
+    """The replicas that get the parts of a batch here, among all that it is split over.
+
+    Attributes:
+        first: the first of them.
+        count: how many they are.
+        num_replicas: how many there are in all.
+        balance: has the shares of all.
+    """
+
+    first: int
+    count: int
+    num_replicas: int
+    balance: Balance | FixedBalance
+
+    def sizes(self, num_examples: int) -> tuple[int, ...]:
+        """Returns how many examples of a batch each replica gets, of all that there are."""
+        return split_sizes(num_examples, self.num_replicas, self.balance.shares)
+
+    def bounds(self, num_examples: int) -> tuple[int, int]:
+        """Returns where the examples of the window begin and end."""
+        sizes = self.sizes(num_examples)
+        begin = sum(sizes[: self.first])
+        return begin, begin + sum(sizes[self.first : self.first + self.count])
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What one worker reads.
+
+    Attributes:
+        dataset: the user's, or a shard of it.
+        window: the replicas that a batch is split over.
+        is_own: whether the batches are this worker's own, rather than the same on all workers.
+    """
+
+    dataset: Any
+    window: Window
+    is_own: bool
+
+
+def sharding_of(
+    dataset: Iterable[Any],
+    policy: str,
+    workers: LocalWorkerGroup,
+    num_local: int,
+    balance: Balance | FixedBalance,
+) -> Sharding:
+    """Returns what this worker reads of a dataset of global batches.
+
+    ============================  ============================================================
+    ``policy``                    what a worker reads
+    ============================  ============================================================
+    ``"data"``, and ``"auto"``    the examples of its replicas in each global batch, which are
+                                  the same on all workers
+    ``"file"``                    every ``size``-th record, in batches of its part of the size
+    ``"off"``                     all that its dataset gives: batches of its own
+    ============================  ============================================================
+
+    A loader with a ``DistributedSampler`` of this worker is a shard already: ``"auto"`` leaves it
+    as it is, and the others would split it twice.
+
+    Raises:
+        BatchError: the dataset cannot be read so.
+    """
+    whole = Window(0, num_local, num_local, balance)
+    if not workers.is_multi_process:
+        return Sharding(dataset, whole, is_own=False)
+    first = workers.replica_offset
+    if policy in ("auto", "data"):
+        if _is_shard(dataset, policy, workers):
+            policy = "off"
+        else:
+            window = Window(first, num_local, workers.num_replicas, balance)
+            return Sharding(dataset, window, is_own=False)
+
+    if policy == "file":
+        _is_shard(dataset, policy, workers)
+        everyone = Window(first, num_local, workers.num_replicas, balance)
+        dataset = _shard(dataset, workers, everyone)
+    if isinstance(balance, FixedBalance) and balance.shares is not None:
+        balance = FixedBalance(balance.shares[first : first + num_local])
+        if not any(balance.shares or ()):
+            raise ValueError(
+                f"with batches of its own a worker needs weights above 0 for its replicas; worker "
+                f"{workers.rank} has none"
+            )
+    return Sharding(dataset, Window(0, num_local, num_local, balance), is_own=True)
+
+
+def _is_shard(dataset: object, policy: str, workers: LocalWorkerGroup) -> bool:
+    """Whether a loader reads this worker's share of the examples already.
+
+    Raises:
+        BatchError: it reads somebody else's, or is to be split a second time.
+    """
+    samplers = samplers_of(dataset)[0] if isinstance(dataset, DataLoader) else []
+    for sampler in samplers:
+        if not isinstance(sampler, DistributedSampler) or sampler.num_replicas < 2:
+            continue
+        is_ours = (sampler.rank, sampler.num_replicas) == (workers.rank, workers.size)
+        if policy == "auto" and is_ours:
+            return True
+        raise BatchError(
+            f"a loader with a DistributedSampler reads shard {sampler.rank} of "
+            f"{sampler.num_replicas}, and sharding={policy!r} would split it again, for worker "
+            f"{workers.rank} of {workers.size}; use the loader without it, with shuffle=True, or "
+            "InputOptions(sharding='off')"
+        )
+    return False
+
+
+def _shard(dataset: Any, workers: LocalWorkerGroup, window: Window) -> Any:
+    if hasattr(dataset, "shard"):
+        return dataset.shard(workers.size, workers.rank)
+    remedy = (
+        "pass a DataLoader over a mirror.data.TFRecordDataset, with batch_size= and shuffle=, or "
+        "shard it yourself, by worker, with InputOptions(sharding='off')"
+    )
+    examples = getattr(dataset, "dataset", None)
+    if not isinstance(dataset, DataLoader) or not hasattr(examples, "shard"):
+        raise BatchError(
+            "sharding='file' takes a loader whose dataset has shard(num_shards, index); got "
+            f"{_named(dataset, examples)}; {remedy}"
+        )
+    part: Any = examples.shard(workers.size, workers.rank)  # type: ignore[union-attr]
+    sampler = _sampler_over(part, dataset)
+    if sampler is None:
+        raise BatchError(
+            "sharding='file' makes the samplers that batch_size= and shuffle= make, for a shard; "
+            f"this loader has a {type(dataset.sampler).__name__}; {remedy}"
+        )
+    begin, end = window.bounds(dataset.batch_size or 0)
+    if begin == end:
+        raise BatchError(
+            f"sharding='file' gives each worker its part of the batch size, {dataset.batch_size} "
+            f"for all {window.num_replicas} replicas; worker {workers.rank} gets none of it; "
+            "make the batches larger"
+        )
+    loader = copy.copy(dataset)
+    loader._iterator = None
+    batches = BatchSampler(sampler, end - begin, dataset.drop_last)
+    # Past the setter, which forbids it: the loader has not begun.
+    loader.__dict__.update(
+        dataset=part, sampler=sampler, batch_sampler=batches, batch_size=end - begin
+    )
+    return loader
+
+
+def _sampler_over(part: Any, loader: DataLoader[Any]) -> Any:
+    """Returns the loader's sampler for a part of its dataset; ``None`` for one of the user's."""
+    sampler: Any = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler:
+        return None
+    if isinstance(loader.dataset, IterableDataset):
+        return sampler
+    if type(sampler) is SequentialSampler:
+        return SequentialSampler(part)
+    if type(sampler) is RandomSampler and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        return RandomSampler(part, replacement=sampler.replacement, generator=sampler.generator)
+    return None
+
+
+def _named(dataset: object, examples: object) -> str:
+    if isinstance(dataset, DataLoader):
+        return f"a DataLoader over a {type(examples).__name__}"
+    return short_repr(dataset)

@@ -1,0 +1,1 @@
+"""Devices beyond their names: meshes, streams, events, CUDA graphs, host memory."""

@@ -1,0 +1,139 @@
+"""Streams beside those of the computation: for reductions, and for batches on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from mirror.device.serial_executor import SerialExecutor
+from mirror.devices import is_simulated
+
+
+class SideStream:
+    """Where work goes that is done beside what the devices do: streams, or a thread.
+
+    Args:
+        devices: those of the work; on GPUs it is enqueued on a stream of each one's own, on CPU
+            devices a thread does it.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(dict.fromkeys(devices))
+        self._streams: list[torch.cuda.Stream] = []
+        self._thread = SerialExecutor()
+        self._is_closed = False
+
+    def start(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Starts work after what is enqueued now; returns what waits for it.
+
+        On GPUs that makes the calling thread's current streams wait, not the host. What the work
+        writes must be kept until then. Work is done in the order in which it is started.
+        """
+        if self._is_closed:
+            work()
+            return lambda: None
+        if is_simulated(self._devices):
+            return self._thread.start(work)
+        if not self._streams:
+            # Else a reduction waits until the computation has no more work for the whole GPU.
+            self._streams = [torch.cuda.Stream(device, priority=-1) for device in self._devices]
+        with ExitStack() as stack:
+            for device, stream in zip(self._devices, self._streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream(device))
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            work()
+        events = [stream.record_event() for stream in self._streams]
+
+        def wait() -> None:
+            for device, event in zip(self._devices, events, strict=True):
+                torch.cuda.current_stream(device).wait_event(event)
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the thread, if there is one, after which work is done at once; idempotent."""
+        self._is_closed = True
+        self._thread.close()
+
+
+class CopyStreams:
+    """Side streams, one per GPU, on which batches travel while the replicas compute.
+
+    CPU devices have none: there a copy is the tensor itself, and nothing has to be waited for.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._streams: dict[torch.device, Any] = {
+            device: torch.cuda.Stream(device)
+            for device in dict.fromkeys(devices)
+            if device.type == "cuda"
+        }
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor of the host from whose parts copies do not wait.
+
+        One for all parts: to pin memory costs the host more than to copy it. The tensor itself
+        where that needs no copy: one that is pinned, or on a GPU, or of simulated devices. So is
+        what has a gradient, for which the copies are part of the graph.
+        """
+        on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if not self._streams or not on_host or tensor.requires_grad or tensor.is_pinned():
+            return tensor
+        # Pinned memory has the strides of the original, and cannot be written to where it lies
+        # over itself, as expand has it.
+        return (tensor.contiguous() if 0 in tensor.stride() else tensor).pin_memory()
+
+    def deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the tensor on the device, for what the calling thread enqueues from now on."""
+        part = self.copy(tensor, device)
+        stream = self._streams.get(device)
+        if stream is not None:
+            consumer = torch.cuda.current_stream(device)
+            consumer.wait_stream(stream)
+            part.record_stream(consumer)
+        return part
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the tensor on the device; for a GPU through pinned memory, without waiting.
+
+        What waits for ``departed`` by ``receive`` may use it. ``tensor`` may be freed at once:
+        the allocators keep pinned memory until the copies from it are done.
+        """
+        stream = self._streams.get(device)
+        if stream is None:
+            return tensor.to(device)
+        if tensor.device.type == "cuda":
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        else:
+            tensor = self.pinned(tensor)
+        with torch.cuda.stream(stream):
+            return tensor.to(device, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Has the host wait until the copies enqueued so far are done."""
+        for event in self.departed():
+            event.synchronize()
+
+    def departed(self) -> tuple[Any, ...]:
+        """Returns events that happen when the copies enqueued so far are done, one per GPU."""
+        return tuple(stream.record_event() for stream in self._streams.values())
+
+    def receive(self, events: Sequence[Any], tensors: Iterable[torch.Tensor]) -> None:
+        """Makes the streams of computation wait for the events, and keeps the tensors for them.
+
+        Those are the calling thread's current stream of each GPU, on which the replicas compute,
+        too. The host does not wait.
+        """
+        consumers = {device: torch.cuda.current_stream(device) for device in self._streams}
+        for device, event in zip(self._streams, events, strict=True):
+            consumers[device].wait_event(event)
+        if not consumers:
+            return
+        for tensor in tensors:
+            if tensor.device in consumers:
+                # Its memory must not be used again while work enqueued there reads it.
+                tensor.record_stream(consumers[tensor.device])

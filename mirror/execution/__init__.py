@@ -1,1 +1,0 @@
-"""Runs a function on every replica; knows no variable."""

@@ -1,0 +1,1 @@
+"""TPUStrategy, experimental: whole steps as one program of jax, over torchax. See docs/tpu.md."""

@@ -1,0 +1,345 @@
+"""Program: a user's step for all replicas, compiled by jax for one kind of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.optim import Optimizer
+
+from mirror.errors import StrategyError
+from mirror.integrations.tpu.program_outputs import ProgramOutput, opened, widest_of
+from mirror.integrations.tpu.torchax_library import Library
+from mirror.integrations.tpu.tpu_arguments import TpuArguments
+from mirror.integrations.tpu.tpu_optimizers import flags_of, rule_of, updated
+from mirror.integrations.tpu.tpu_program_reach import reached
+from mirror.integrations.tpu.traced_call import Phase, ReachedParams, TracedCall
+from mirror.server.recorded_model import Model
+
+_AXIS = "replica"
+StateKey = tuple[int, int, str]  # an optimizer's number, a parameter's position, a name
+
+
+class TpuProgram:
+    """One step, traced for one kind of arguments; calling it runs it on all devices.
+
+    Args:
+        mesh: jax's mesh of the devices.
+        optimizers: all that hold parameters of the model.
+
+    Attributes:
+        stepped: numbers of the optimizers that step.
+        has_backward: whether there is a backward pass.
+        state_keys: the optimizer states that it takes and gives.
+        updated: positions of the parameters that it changes.
+        buffers: positions of the buffers that it may change.
+        outputs: one per kind of replica; ``None`` for one that sits out.
+        traces: how often the step's Python has run.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        mesh: Any,
+        strategy: Any,
+        model: Model,
+        optimizers: Sequence[Optimizer],
+        fn: Callable[..., Any],
+        arguments: TpuArguments,
+        values: Sequence[Any],
+    ) -> None:
+        self._library, self._strategy, self._model = library, strategy, model
+        self._optimizers, self._fn, self._arguments = tuple(optimizers), fn, arguments
+        self.traces = 0
+        self.stepped: list[int] = []
+        self.has_backward = False
+        buffers: set[int] = set()
+        self.outputs: list[ProgramOutput | None] = []
+        for k, shapes in enumerate(arguments.sizes):
+            self.outputs.append(None if shapes is None else self._inspect(k, values, buffers))
+        self.buffers = sorted(buffers)
+        self._widest = widest_of(self.outputs)
+        self._flags = {n: flags_of(self._optimizers[n]) for n in self.stepped}
+        self._positions = {id(tensor): i for i, tensor in enumerate(model.tensors)}
+        self._reached = self._find_reached(values) if self.has_backward else frozenset()
+        self.groups = {n: self._groups_of(n) for n in self.stepped}
+        self.updated = sorted(i for groups in self.groups.values() for i, _ in groups)
+        self.state_keys: list[StateKey] = [
+            (n, i, name)
+            for n in self.stepped
+            for i, g in self.groups[n]
+            for name in rule_of(self._optimizers[n]).names(self._flags[n][g])
+        ]
+        jax = library.jax
+        spec = jax.sharding.PartitionSpec
+        one, each = spec(), spec(_AXIS)
+        body = jax.shard_map(
+            self._body,
+            mesh=mesh,
+            in_specs=(one, one, one, one, one, each, each, each),
+            out_specs=(each, one, one, one),
+            check_vma=False,
+        )
+        self.compiled = jax.jit(body)
+
+    def _groups_of(self, n: int) -> list[tuple[int, int]]:
+        """Returns position and group of each parameter that an optimizer changes."""
+        return [
+            (i, g)
+            for g, group in enumerate(self._optimizers[n].param_groups)
+            for i in (self._positions[id(p)] for p in group["params"])
+            if i in self._reached and self._model.tensors[i].requires_grad
+        ]
+
+    def host_numbers(self, n: int, i: int, g: int) -> list[float]:
+        """Returns what an optimizer's step needs to know of a parameter, as it is now."""
+        optimizer = self._optimizers[n]
+        rule, state = rule_of(optimizer), optimizer.state.get(self._model.tensors[i], {})
+        first = next(iter(rule.names(self._flags[n][g])), None)
+        return list(
+            rule.numbers(optimizer.param_groups[g], state, first and state.get(first) is None)
+        )
+
+    # Tracing
+
+    def _call(
+        self, phase: Phase, k: int, values: Sequence[Any], key: Any, inputs: Any, **more: Any
+    ) -> tuple[TracedCall, Any]:
+        self.traces += 1
+        library, arguments = self._library, self._arguments
+        shapes = arguments.sizes[k]
+        assert shapes is not None
+        shared, parts = inputs
+        cut = [x[tuple(slice(n) for n in s)] for x, s in zip(parts, shapes, strict=True)]
+        tensor = library.env.j2t_iso
+        args, kwargs = arguments.rebuild([*map(tensor, cut)], [*map(tensor, shared)])
+        call = TracedCall(
+            library, phase, self._strategy, self._model, self._optimizers, values, **more
+        )
+        return call, call(key, self._fn, args, kwargs)
+
+    def _inspect(self, k: int, values: Sequence[Any], buffers: set[int]) -> ProgramOutput:
+        """Traces a branch abstractly, and notes what it does."""
+        library, jax, seen = self._library, self._library.jax, []
+
+        def look(values: Any, key: Any, inputs: Any) -> Any:
+            call, result = self._call(Phase.LOOK, k, values, key, inputs)
+            arrays, output = opened(library.env, result)
+            seen.append((call, output))
+            return arrays
+
+        inputs = (
+            [*map(_abstract(jax), self._arguments.shared)],
+            [_abstract(jax)(x[0]) for x in self._arguments.parts],
+        )
+        shapes = jax.eval_shape(look, list(values), jax.random.PRNGKey(0), inputs)
+        call, output = seen[-1]
+        found = iter(shapes)
+        output.leaves = [leaf if type(leaf) is list else next(found) for leaf in output.leaves]
+        if any(o is not None for o in self.outputs):
+            if (call.stepped, call.has_backward) != (self.stepped, self.has_backward):
+                raise StrategyError(
+                    "the step does something else for another number of examples: backward or an "
+                    "optimizer's step; do the same for all sizes"
+                )
+        self.stepped, self.has_backward = call.stepped, call.has_backward
+        if self.stepped and not self.has_backward:
+            raise StrategyError("the step calls an optimizer's step without a backward pass")
+        buffers.update(call.buffers)
+        return output
+
+    def _find_reached(self, values: Sequence[Any]) -> frozenset[int]:
+        """Returns the positions of parameters that the loss depends on."""
+        jax, arguments = self._library.jax, self._arguments
+        k = next(i for i, shapes in enumerate(arguments.sizes) if shapes is not None)
+        inputs = (
+            [*map(_abstract(jax), arguments.shared)],
+            [_abstract(jax)(x[0]) for x in arguments.parts],
+        )
+        positions = [i for i in range(self._model.num_parameters) if self._is_wanted(i)]
+
+        def gradients(chosen: Any, seed: Any, values: Any, key: Any, inputs: Any) -> Any:
+            loss, pull = jax.vjp(self._loss(k, positions, values, key, inputs), chosen)
+            return loss, pull(seed.astype(loss.dtype))[0]
+
+        held = {
+            self._positions[id(p)]
+            for n in self.stepped
+            for group in self._optimizers[n].param_groups
+            for p in group["params"]
+        }
+        names = [self._model.variables[i].name if i in held else None for i in positions]
+        chosen, key = [values[i] for i in positions], jax.random.PRNGKey(0)
+        found = reached(jax, gradients, names, chosen, (list(values), key, inputs))
+        return frozenset(positions[i] for i in found)
+
+    def _is_wanted(self, i: int) -> bool:
+        return self._model.tensors[i].requires_grad
+
+    def _loss(self, k: int, positions: list[int], values: Any, key: Any, inputs: Any) -> Any:
+        """Returns the loss as a function of the parameters at some positions."""
+
+        def loss(chosen: Any) -> Any:
+            every = list(values)
+            for i, value in zip(positions, chosen, strict=True):
+                every[i] = value
+            try:
+                self._call(Phase.DIFFERENTIATE, k, every, key, inputs)
+            except ReachedParams as reached_it:
+                return self._library.env.t2j_iso(reached_it.loss).reshape(())
+            raise StrategyError("the step calls backward in one trace, and not in another one")
+
+        return loss
+
+    # The program, seen by one replica
+
+    def _body(
+        self,
+        values: Any,
+        states: Any,
+        numbers: Any,
+        seed: Any,
+        shared: Any,
+        which: Any,
+        count: Any,
+        parts: Any,
+    ) -> Any:
+        jax, lax, jnp = self._library.jax, self._library.jax.lax, self._library.jax.numpy
+        which, count = which[0], count[0]
+        inputs = shared, [x[0] for x in parts]
+        key = jax.random.fold_in(jax.random.PRNGKey(seed), lax.axis_index(_AXIS))
+        positions = sorted(self._reached)
+        takes_part = jnp.asarray([shapes is not None for shapes in self._arguments.sizes])[which]
+        grads: list[Any] = []
+
+        def choose(branches: list[Any], *operands: Any) -> Any:
+            if len(branches) == 1:
+                return branches[0](*operands)
+            return lax.switch(which, branches, *operands)
+
+        def differentiated(k: int) -> Any:
+            if self._arguments.sizes[k] is None:
+                return lambda chosen: [jnp.zeros_like(x) for x in chosen]
+            return jax.grad(self._loss(k, positions, values, key, inputs))
+
+        branches = range(len(self._arguments.sizes))
+        if self.has_backward:
+            grads = choose([differentiated(k) for k in branches], [values[i] for i in positions])
+            share = count / lax.psum(count, _AXIS)
+            # A part that counts nothing may be NaN.
+            own = [jnp.where(share > 0, g * share.astype(g.dtype), 0) for g in grads]
+            grads = lax.psum(own, _AXIS)
+
+        def finished(k: int) -> Any:
+            def of_values(values: Any, grads: Any) -> Any:
+                if self._arguments.sizes[k] is None:
+                    return self._nothing(jnp), *self._as_before(values, states)
+                return self._finished(
+                    k,
+                    values,
+                    states,
+                    numbers,
+                    key,
+                    inputs,
+                    dict(zip(positions, grads, strict=True)),
+                )
+
+            return of_values
+
+        outputs, parameters, after, buffers = choose(
+            [finished(k) for k in branches], list(values), grads
+        )
+        first = lax.pmin(jnp.where(takes_part, lax.axis_index(_AXIS), 2**30), _AXIS)
+        is_first = lax.axis_index(_AXIS) == first
+
+        def of_first(x: Any) -> Any:
+            kind = jnp.int8 if x.dtype == jnp.bool_ else x.dtype
+            whole = lax.psum(jnp.where(is_first, x.astype(kind), 0), _AXIS)
+            return whole.astype(x.dtype)
+
+        if len(self._arguments.sizes) > 1:
+            # Programs of two sizes may round in two ways; all replicas have the same bits.
+            parameters, after = jax.tree.map(of_first, (parameters, after))
+        number = lax.psum(takes_part.astype(jnp.float32), _AXIS)
+
+        def joined(x: Any) -> Any:
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return of_first(x)
+            return lax.psum(jnp.where(takes_part, x, 0), _AXIS) / number.astype(x.dtype)
+
+        return (
+            [x[None] for x in outputs],
+            parameters,
+            after,
+            [joined(buffer) for buffer in buffers],
+        )
+
+    def _finished(
+        self,
+        k: int,
+        values: Any,
+        states: Any,
+        numbers: Any,
+        key: Any,
+        inputs: Any,
+        grads: dict[int, Any],
+    ) -> Any:
+        after = dict(zip(self.state_keys, states, strict=True))
+        parameters = {i: values[i] for i in self.updated}
+
+        def apply(n: int, own: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:
+            rule, changed = rule_of(self._optimizers[n]), {}
+            for row, (i, g) in enumerate(self.groups[n]):
+                if i not in found:
+                    raise StrategyError(
+                        f"the step has put None into the gradient of "
+                        f"{self._model.variables[i].name} before the optimizer's step; put zeros "
+                        "there, or take it out of the optimizer"
+                    )
+                flags = self._flags[n][g]
+                names = rule.names(flags)
+                state = {name: after[n, i, name] for name in names}
+                changed[i], state = updated(
+                    self._library.jax.numpy,
+                    rule,
+                    flags,
+                    own[i],
+                    found[i],
+                    state,
+                    numbers[self.stepped.index(n)][row],
+                )
+                after.update({(n, i, name): state[name] for name in names})
+            parameters.update(changed)
+            return changed
+
+        call, result = self._call(Phase.FINISH, k, values, key, inputs, grads=grads, apply=apply)
+        arrays, _ = opened(self._library.env, result)
+        jnp = self._library.jax.numpy
+        padded = [
+            jnp.zeros(shape, dtype).at[tuple(slice(n) for n in x.shape)].set(x)
+            for x, (shape, dtype) in zip(arrays, self._widest, strict=True)
+        ]
+        return (
+            padded,
+            [parameters[i] for i in self.updated],
+            [after[key] for key in self.state_keys],
+            [call.buffers.get(i, values[i]) for i in self.buffers],
+        )
+
+    def _nothing(self, jnp: Any) -> list[Any]:
+        return [jnp.zeros(shape, dtype) for shape, dtype in self._widest]
+
+    def _as_before(self, values: Any, states: Any) -> tuple[Any, Any, Any]:
+        return (
+            [values[i] for i in self.updated],
+            list(states),
+            [values[i] for i in self.buffers],
+        )
+
+
+def _abstract(jax: Any) -> Callable[[Any], Any]:
+    def shape_of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype)
+
+    return shape_of

@@ -1,0 +1,126 @@
+"""What no program on TPUs can do, found before or while a step is traced, and said by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mirror.base.torch_private import hooks_of
+from mirror.errors import StrategyError, short_repr
+from mirror.server.recorded_model import Model
+
+WHOLE_STEPS = (
+    "TPUStrategy runs whole steps: put forward, backward and step into one function, and that "
+    "into strategy.run"
+)
+_OTHERWISE = "; or use mirror.MirroredStrategy"
+
+# Functions of torch that a trace would pass over, or freeze.
+_REFUSED: dict[str, str] = {
+    "grad": "torch.autograd.grad in the step; call loss.backward(), and read p.grad after it",
+    "register_hook": "a hook on a tensor in the step; change p.grad after loss.backward()",
+    "retain_grad": "retain_grad in the step; only parameters have gradients in it",
+    "requires_grad_": "requires_grad_ in the step; set it between runs",
+    "register_post_accumulate_grad_hook": "a hook on a gradient; change p.grad after backward",
+}
+
+
+def check_model(model: Model) -> None:
+    """Raises StrategyError for a model that no program can have."""
+    for module in model.modules:
+        kind = type(module).__name__
+        if getattr(module, "max_norm", None) is not None:
+            raise StrategyError(
+                f"{kind}(max_norm=...) changes its weight when it is read, which a compiled "
+                f"program does not; leave max_norm out{_OTHERWISE}"
+            )
+        if getattr(module, "sparse", False) is True:
+            raise StrategyError(
+                f"{kind}(sparse=True) has sparse gradients, which jax does not; leave sparse "
+                f"out{_OTHERWISE}"
+            )
+        if hooks_of(module) or vars(module).get("_backward_pre_hooks"):
+            raise StrategyError(
+                f"a {kind} has a backward hook, which torch's autograd calls and jax's does not; "
+                f"remove it{_OTHERWISE}"
+            )
+    for variable, tensor in zip(model.variables, model.tensors, strict=True):
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.device.type != "cpu":
+            raise StrategyError(
+                f"TPUStrategy has copies of ordinary tensors on the host; {variable.name} is "
+                f"{short_repr(tensor)} of type {type(tensor).__name__} on {tensor.device}; make "
+                "the model on the CPU, in this strategy's scope alone"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise StrategyError(
+                f"TPUStrategy has copies of dense tensors; {variable.name} has the layout "
+                f"{tensor.layout}{_OTHERWISE}"
+            )
+
+
+def check_function(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises StrategyError for a function of torch that the step must not call."""
+    name = getattr(func, "__name__", "")
+    if name in _REFUSED and "torch" in (getattr(func, "__module__", None) or "torch"):
+        raise StrategyError(f"no program on TPUs can have {_REFUSED[name]}{_OTHERWISE}")
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise StrategyError(
+            "torch.autocast is passed over where a step is compiled for TPUs; convert the model, "
+            f"model.to(torch.bfloat16){_OTHERWISE}"
+        )
+    if func is F.instance_norm:
+        stats = args[1] if len(args) > 1 else kwargs.get("running_mean")
+        uses = args[5] if len(args) > 5 else kwargs.get("use_input_stats", True)
+        if stats is not None and uses:
+            raise StrategyError(
+                "running statistics of instance normalization would silently not change in a "
+                "program on TPUs; use track_running_stats=False, GroupNorm or LayerNorm"
+            )
+
+
+def refuse_backward(args: Any, kwargs: Any) -> None:
+    """Raises StrategyError for ``backward`` with what is not one loss."""
+    loss, *others = args
+    asked = [value for value in (*others, *kwargs.values()) if value is not None and value]
+    if asked:
+        raise StrategyError(
+            "backward in a step for TPUs takes no arguments: it is one pass of one loss; call "
+            "loss.backward()"
+        )
+    if loss.numel() != 1:
+        raise StrategyError(
+            f"backward needs a loss of one element; got {short_repr(loss)}; take its mean or sum"
+        )
+
+
+@contextmanager
+def refusing_functions() -> Iterator[None]:
+    """Refuses custom autograd functions in this thread, whose backward jax would not call."""
+    cls: Any = torch.autograd.Function
+    thread = get_ident()
+    before = cls.__dict__["apply"]
+    apply: Callable[..., Any] = cls.apply.__func__
+
+    def refusing(own: type, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != thread:
+            return apply(own, *args, **kwargs)
+        _refuse_function(own)
+
+    cls.apply = classmethod(refusing)
+    try:
+        yield
+    finally:
+        cls.apply = before
+
+
+def _refuse_function(own: type) -> NoReturn:
+    raise StrategyError(
+        f"{own.__name__} is a torch.autograd.Function: jax would differentiate its forward and "
+        f"never call its backward; write it with functions of torch{_OTHERWISE}"
+    )

@@ -1,1 +1,0 @@
-"""Pictures: traces and reports for people to look at."""

@@ -1,1 +1,0 @@
-"""Variables whose truth is a storage of its own, on the parameter device."""

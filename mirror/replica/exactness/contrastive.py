@@ -1,0 +1,123 @@
+"""Contrasts: whether a term is made of products or distances of examples with each other.
+
+A contrastive loss (CLIP's, SimCLR's) compares every example of the batch with every other. Of a
+part each replica has the comparisons within it alone, and those between parts are missing: no
+weights make the whole batch's loss of that. What shows it is a product of two matrices, none of
+them a parameter, whose rows and whose columns are as many as the part has examples, or a multiple.
+A matrix without a graph (of a frozen encoder) is one of the examples if their numbers differ, or
+if it is another on every replica: a table of constants has a size of its own.
+So do differences of rows that are broadcast to each other. Parts of one example each do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mirror.base.torch_private import arriving_shape
+from mirror.replica.exactness.loss_graph import (
+    OF_PARAMETERS,
+    Term,
+    is_of_parameters,
+    name_of,
+    saved,
+    shape_of,
+)
+
+_MOST_NODES = 64
+_BROADCASTING = frozenset("Add Mul Sub".split())
+_PRODUCTS = frozenset("Bmm Cdist EuclideanDist Mm".split())
+_SAVED = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Cdist": ("x1", "x2")}
+_PASSED = frozenset(
+    "Abs Add Alias Cat Clamp ClampMax ClampMin Clone Diagonal Div Exp Gather Index Log "
+    "LogSigmoid LogSoftmax Logsumexp MaskedFill MaskedSelect Max Mean Min Mul Neg Permute Pow "
+    "Relu ReshapeAlias Rsub Select Sigmoid Slice Softmax Softplus Sqrt Squeeze Sub Sum T Tanh "
+    "ToCopy Transpose UnsafeView Unsqueeze View Where".split()
+)
+
+
+def compare_examples(terms: Sequence[Term], counts: Sequence[float]) -> bool:
+    """Whether the terms of all replicas compare the examples of each one's part.
+
+    Args:
+        counts: the replicas' numbers of examples.
+    """
+    if max(counts) <= 1:
+        return False
+    found = [term.read(products_below) for term in terms]
+    return any(
+        _are_multiples([rows for rows, _, _ in products], counts)
+        and _are_multiples([columns for _, columns, _ in products], counts)
+        and (len(set(counts)) > 1 or _differ([constant for _, _, constant in products]))
+        for products in zip(*found, strict=False)
+    )
+
+
+def products_below(term: Term) -> list[tuple[int, int, Any]]:
+    """Returns the rows and columns of the products and distances below a term."""
+    return list(_products_below(term.node))
+
+
+def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
+    """Yields the rows and columns of the first products and distances below a node.
+
+    And the operand without a graph, if there is one.
+    """
+    found = [root]
+    for _ in range(_MOST_NODES):
+        if not found:
+            return
+        node = found.pop()
+        name = name_of(node)
+        if name == "Pdist":
+            rows = shape_of(node, 0)[0]
+            yield rows, rows, None
+        elif name in _PRODUCTS and not any(map(_is_parameter, node.next_functions)):
+            without = [i for i, (following, _) in enumerate(node.next_functions) if not following]
+            shape = arriving_shape(node, 0)
+            if without and name not in _SAVED:
+                continue
+            if all(size == 1 for size in shape[:-2]):
+                constant = saved(node, _SAVED[name][without[0]]) if without else None
+                yield shape[-2], shape[-1], constant
+        elif node is root or name in _PASSED:
+            if name in _BROADCASTING and _are_rows_and_columns(node):
+                rows, columns = arriving_shape(node, 0)[:2]
+                yield rows, columns, None
+                continue
+            found += [following for following, _ in node.next_functions if following is not None]
+
+
+def _are_rows_and_columns(node: Any) -> bool:
+    """Whether the inputs of a node are broadcast to each other along their first dimensions."""
+    operands = node.next_functions
+    if len(operands) != 2 or any(following is None for following, _ in operands):
+        return False
+    if any(map(_is_parameter, operands)):
+        return False
+    first, second = shape_of(node, 0)[:2], shape_of(node, 1)[:2]
+    return len(first) == len(second) == 2 and (
+        (first[1] == second[0] == 1) or (first[0] == second[1] == 1)
+    )
+
+
+def _differ(constants: Sequence[Any]) -> bool:
+    """Whether operands without a graph are not the same on all replicas; True if there is none."""
+    first = constants[0]
+    if first is None:
+        return True
+    here = [constant.to(first.device) for constant in constants]
+    return not all(torch.equal(constant, here[0]) for constant in here[1:])
+
+
+def _is_parameter(operand: tuple[Any, int]) -> bool:
+    """Whether an operand is made of parameters alone."""
+    node = operand[0]
+    return node is not None and name_of(node) in OF_PARAMETERS and is_of_parameters(node)
+
+
+def _are_multiples(sizes: Sequence[int], counts: Sequence[float]) -> bool:
+    multiple = sizes[0] / counts[0]
+    return multiple >= 1 and all(s == multiple * c for s, c in zip(sizes, counts, strict=True))

@@ -1,1 +1,0 @@
-"""Gradients of several workers: agreed buckets, whose tails say what each worker has brought."""

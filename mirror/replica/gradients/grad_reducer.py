@@ -1,0 +1,332 @@
+"""Gradients: who has which, how they are weighted, and when they are reduced.
+
+[Note: Lazy gradients]
+A backward pass leaves each replica's own gradient in the C++ slot of its copies, and that it did
+is noted: [Note: Silent copies]. The reduction runs at its first observation (``p.grad``,
+``optimizer.step()``: a merge point inside ``run``) or when ``run`` ends, whichever comes first;
+several backward passes before that cost one reduction. A hook never waits. What a replica has not
+yet reduced is noted per replica: with one note for all, replica 1's ``zero_grad`` would meet
+replica 0's pending reduction.
+
+Until it is reduced, a local gradient is in one of three places, and in no other:
+
+    the slot of its copy        ``pending`` names the copy, or ``Watch.find`` will
+    a bucket on its way         taken out of the slots of all replicas at once: [Note: Buckets]
+    ``deferred``                taken out of the slot under ``no_sync``
+
+There is something to reduce while any of them holds something: each alone may hold all.
+
+[Note: Shares]
+A backward pass inside ``run`` starts from each replica's own loss, the mean over its own
+examples; its gradient counts with ``weight / sum of weights`` ("mean", one device on the whole
+batch) or 1 ("sum"). A backward pass in the cross-replica context starts from the loss of the
+whole batch, so its local gradients are plain summands. Under ``no_sync`` the shares of a run are
+applied when it ends, and the summands are kept in ``deferred`` until the next reduction. Among
+several workers: [Note: Shares of workers] in ``agreed/weights.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, reduce
+
+import torch
+from torch import Tensor
+
+from mirror.base.timeline import CROSS, REDUCTION
+from mirror.errors import StrategyError
+from mirror.replica.collectives.packed_reducer import Reducer
+from mirror.replica.gradients.backward_interceptor import register_listener
+from mirror.replica.gradients.buckets import Buckets
+from mirror.replica.gradients.grad_hooks import run_hooks
+from mirror.replica.gradients.grad_tracker import GradTracker
+from mirror.replica.gradients.non_finite import NonFiniteCheck
+from mirror.replica.gradients.ready_grads import (
+    DeferredGrads,
+    ReadyGrads,
+    ReplicaGrads,
+    accumulate,
+    are_non_dense,
+    are_usual,
+    common_scale,
+    local_grad,
+    or_zeros,
+    plus,
+    reduce_non_dense,
+    set_local_grad,
+    take,
+    weigh,
+)
+from mirror.replica.params.replicated_param import ReplicatedParam
+from mirror.run.lifecycle import LifecycleHooks
+from mirror.run.replicas import Replica, Replicas, RunView
+from mirror.run.run_state import Run
+from mirror.run.runner import Runner
+from mirror.threads.merge_point import MergePoint
+
+
+class GradReducer:
+    """The gradients of all mirrored parameters of a strategy: those that are not reduced yet.
+
+    Args:
+        finite: what looks whether gradients are, before they are reduced.
+
+    Attributes:
+        watch: sees local gradients arrive.
+        pending: per replica, the copies with a local gradient, in the order of arrival.
+        unsettled: see ``GradTracker``.
+        deferred: per variable the replicas' summands kept back under ``no_sync``.
+        deferring: whether a ``no_sync`` is open.
+    """
+
+    def __init__(
+        self, replicas: Replicas, runner: Runner, reducer: Reducer, finite: NonFiniteCheck | None
+    ) -> None:
+        self._replicas, self._runner, self._reducer = replicas, runner, reducer
+        self._finite = finite
+        self.watch = GradTracker(replicas)
+        self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
+        self._noted = (*self.pending, *self.unsettled)
+        self.deferred = DeferredGrads()
+        self.deferring = False
+        self.buckets = Buckets(
+            replicas,
+            runner,
+            reducer,
+            self.watch,
+            lambda: not (self.deferring or self.deferred),
+            finite,
+        )
+        self._arrivals: ReadyGrads | None = None  # those of the last pass: the next is like it
+        self._may_be_silent = replicas.mirrors and register_listener(self.watch)
+        self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
+
+    def part(self) -> LifecycleHooks:
+        """Returns what reduces gradients, or keeps them back, when a run is over."""
+        return LifecycleHooks(
+            name="gradients",
+            prepare=self._prepare,
+            finish=self._finish,
+            recover=self.discard,
+        )
+
+    def _prepare(self) -> None:
+        if self._shown or self.have_arrived():
+            self.finish(self.equal_shares)
+
+    def _finish(self, run: Run) -> None:
+        if self._shown or self.have_arrived():
+            self.finish(partial(self.shares_in, run))
+
+    def awaited(self, replica_id: int) -> bool:
+        """Whether a replica that looks at a gradient must wait for a reduction first."""
+        return bool(self.has_arrived(replica_id) or self.deferred)
+
+    def has_arrived(self, replica_id: int) -> bool:
+        """Whether backward passes have brought a replica what is not reduced."""
+        if self.unsettled[replica_id]:
+            self.watch.scan_replica(replica_id)
+        return bool(self.pending[replica_id] or self.buckets.on_their_way)
+
+    def have_arrived(self) -> bool:
+        """Whether backward passes have brought any replica what is not reduced."""
+        if not (self.watch.may_have_arrived or any(self._noted)):
+            return False
+        self.watch.scan()
+        return any(self.pending) or bool(self.buckets.on_their_way)
+
+    def observe(self, replica: Replica) -> None:
+        """Merges the replicas of the current run and reduces what is pending."""
+        run = replica.run
+
+        def action(payloads: dict[int, None]) -> dict[int, None]:
+            self.settle(self.shares_in(run))
+            return payloads
+
+        point = MergePoint("the first look at the gradients", (), None, action)
+        run.merge(replica.replica_id, point)
+
+    def close_with_weight(self, replica: Replica) -> None:
+        """Reduces what passes have brought before a replica's weight changes, by the old one."""
+        if not self.has_arrived(replica.replica_id):
+            return
+
+        def action(payloads: dict[int, None]) -> dict[int, None]:
+            self.finish(partial(self.shares_in, replica.run))
+            return payloads
+
+        point = MergePoint("a new weight after a backward pass", (), None, action)
+        replica.run.merge(replica.replica_id, point)
+
+    def flush(self) -> None:
+        """Reduces what backward passes in the cross-replica context left pending."""
+        if self.have_arrived() or self.deferred:
+            self.reduce(self.equal_shares())
+
+    @contextmanager
+    def deferred_within(self) -> Iterator[None]:
+        """Keeps gradients back; the first reduction after it reduces their sum."""
+        self._runner.check_between_runs("no_sync")
+        outer = self.deferring
+        self.flush()
+        self.deferring = True
+        try:
+            yield
+            self.finish(self.equal_shares)
+        finally:
+            self.deferring = outer
+
+    def shares_in(self, run: RunView) -> Mapping[int, float]:
+        """Returns the shares of backward passes inside a run."""
+        return run.shares()
+
+    def equal_shares(self) -> Mapping[int, float]:
+        """Returns the shares of backward passes in the cross-replica context."""
+        return dict.fromkeys(range(len(self.pending)), 1.0)
+
+    def settle(self, shares: Mapping[int, float]) -> None:
+        """Reduces all there is: pending gradients by ``shares``, and deferred ones."""
+        if self.have_arrived() or self.deferred:
+            self.reduce(shares)
+
+    def finish(self, shares: Callable[[], Mapping[int, float]]) -> None:
+        """Ends a run, or a stretch of the cross-replica context: reduces or defers the rest."""
+        shown = self._shown
+        if shown:
+            self._shown = []
+        if shown and any(total._version != version for total, version in shown):
+            raise StrategyError(
+                "a gradient was changed in place under no_sync, where .grad is the sum of several "
+                "parts; change gradients after no_sync, or set .grad"
+            )
+        if self.have_arrived():
+            if self.deferring:
+                self._defer(shares())
+            else:
+                self.reduce(shares())
+
+    def discard(self) -> None:
+        """Drops what is not reduced."""
+        self.buckets.discard()
+        self.watch.drop_interrupted()
+        self.watch.find()
+        for copies in self.pending:
+            for copy in copies:
+                set_local_grad(copy, None)
+        self.watch.clear()
+        self.watch.forget_streams()
+
+    def forget(self, variable: ReplicatedParam) -> None:
+        """Drops what is pending of a variable that is gone."""
+        self._arrivals = None
+        self.buckets.forget(variable)
+        self.watch.forget(variable)
+        self.deferred.pop(variable, None)
+
+    def drop(self, variable: ReplicatedParam, replicas: Iterable[int]) -> None:
+        """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
+        self.watch.scan()
+        if any(self.pending[r] for r in replicas) or self.buckets.on_their_way:
+            self.buckets.drop(variable, replicas)
+        self.deferred.drop(variable, replicas)
+
+    def local(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
+        """Returns what one replica has gathered under ``no_sync``, not reduced."""
+        parts = [
+            variable.targets[replica_id].grad,
+            self.deferred.grads_of(variable, replica_id),
+            local_grad(variable.copies[replica_id]),
+        ]
+        present = [part for part in parts if part is not None]
+        if len(present) < 2:
+            return present[0] if present else None
+        total: Tensor = reduce(plus, present)
+        self._shown.append((total, total._version))
+        return total
+
+    @torch.no_grad()
+    def reduce(self, shares: Mapping[int, float]) -> None:
+        """Sums the local gradients, weighted by ``shares``, into every replica's ``.grad``.
+
+        A variable that only some replicas used counts zero for the others; one that none used
+        keeps its gradient, or none.
+        """
+        arrivals, columns = self._take(shares)
+        self.buckets.collect()
+        variables, targets = arrivals.variables, arrivals.targets
+        scale = None if self.deferred else common_scale(shares)
+        if scale is None:
+            scale = 1.0
+            weigh(columns, shares)
+        if self.deferred or not all(map(are_usual, columns)) or arrivals.is_complex:
+            variables, columns = self._without_unusual(variables, columns, scale)
+            targets = [[v.targets[r] for v in variables] for r in range(len(columns))]
+        if variables:
+            self._replicas.timeline.begin(
+                CROSS, REDUCTION, f"gradients of {len(variables)} parameters"
+            )
+            self._reducer.all_reduce(self._reducer.move(columns, self.watch.streams), scale)
+            self._replicas.timeline.end(CROSS, REDUCTION)
+            run_hooks(variables, columns)
+        self._runner.unfinished = True  # while some have it: see [Note: Interrupts]
+        for mine, reduced in zip(targets, columns, strict=True):
+            accumulate(mine, reduced)
+        self._runner.unfinished = self._runner.running is not None
+        self.watch.forget_streams()
+
+    def _without_unusual(
+        self, variables: list[ReplicatedParam], columns: list[ReplicaGrads], scale: float
+    ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
+        """Reduces what no list of dense tensors can hold; fills in the zeros of the rest."""
+        variables, columns = self.deferred.take_with(variables, columns)
+        usual = []
+        for i, variable in enumerate(variables):
+            grads = [column[i] for column in columns]
+            if all(grad is None for grad in grads):
+                continue
+            if are_non_dense(grads):
+                reduce_non_dense(variable, grads, scale)
+            else:
+                usual.append(i)
+        filled: list[ReplicaGrads] = [
+            [or_zeros(column[i], variables[i], r) for i in usual]
+            for r, column in enumerate(columns)
+        ]
+        return [variables[i] for i in usual], filled
+
+    def _take(self, shares: Mapping[int, float]) -> tuple[ReadyGrads, list[ReplicaGrads]]:
+        """Takes the local gradients out of their slots: the variables, one list per replica."""
+        launched = self.buckets.launched()
+        arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
+        known = self._arrivals is not None and self._arrivals.are_ready(arrived)
+        if not known:
+            self._arrivals = ReadyGrads(arrived)
+        assert self._arrivals is not None
+        rest = self._arrivals.after(len(launched[0]))
+        if self._finite is not None:
+            grads = [
+                list(map(local_grad, mine)) if shares.get(r) else []  # counts nothing
+                for r, mine in enumerate(rest.copies)
+            ]
+            if not self._finite.all_finite(grads):
+                self.discard()
+                self._finite.raise_error(grads, rest.variables)
+            del grads  # who else holds them is about to be counted
+        self.buckets.learn(self._arrivals, again=known)
+        if self.buckets.is_disordered:
+            self.buckets.forget_order()
+            self.watch.restore_hooks()
+        elif known and self._may_be_silent and self._arrivals.is_regular:
+            self.watch.drop_hooks(self._arrivals)
+        taken = take(rest.copies)
+        self.watch.clear()  # last: what an interrupt has left in the slots is found again
+        return rest, taken
+
+    @torch.no_grad()
+    def _defer(self, shares: Mapping[int, float]) -> None:
+        arrivals, columns = self._take(shares)
+        self.buckets.collect()
+        weigh(columns, shares)
+        self.deferred.add(arrivals.variables, columns)
+        self.watch.forget_streams()

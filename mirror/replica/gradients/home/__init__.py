@@ -1,1 +1,0 @@
-"""Reduced gradients at home, where parameters have a storage of their own."""

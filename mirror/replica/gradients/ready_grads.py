@@ -1,0 +1,231 @@
+"""Arrivals: the local gradients of a pass, and what is done with lists of them.
+
+Gradients that are no dense tensors to sum: sparse, complex, carrying a graph, or absent.
+
+Deferred gradients: what replicas gather under ``no_sync``, until the next reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.base.torch_private import num_sharers
+from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.params.gradient_hooks import through_hooks
+from mirror.replica.params.mirrored_tensor import GRAD
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.values import are_identical
+
+ReplicaGrads = list[Any]  # one replica's local gradients, None where it has none
+
+# The C++ slot of a copy, where its local gradient is.
+local_grad = GRAD.__get__
+set_local_grad = GRAD.__set__
+
+
+class ReadyGrads:
+    """The copies whose local gradients arrived in a pass, and what follows from that.
+
+    One pass is like the other, so this is computed once; ``are`` tells in 20 ns a copy.
+
+    Attributes:
+        variables: those of the copies, in the order of arrival.
+        copies, targets: per replica, of each variable, whether the replica has a gradient or not.
+        is_complex: whether a variable is, which communicators do not take.
+        is_regular: whether every replica had one gradient of each variable, in one order.
+    """
+
+    __slots__ = ("_arrived", "_rest", "copies", "is_complex", "is_regular", "targets", "variables")
+
+    def __init__(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> None:
+        self._arrived = tuple(map(tuple, arrived))
+        self._rest: tuple[int, ReadyGrads] | None = None
+        self.variables = list(dict.fromkeys(copy.variable for copy in chain(*arrived)))
+        self.copies = [[v.copies[r] for v in self.variables] for r in range(len(arrived))]
+        self.targets = [[v.targets[r] for v in self.variables] for r in range(len(arrived))]
+        self.is_complex = any(v.copies[0].is_complex() for v in self.variables)
+        self.is_regular = all(map(are_identical, self._arrived, self.copies))
+
+    def are_ready(self, arrived: Sequence[Sequence[ReplicaParameter]]) -> bool:
+        """Whether the same copies have arrived in the same order."""
+        return all(map(are_identical, self._arrived, arrived))
+
+    def after(self, num_taken: int) -> ReadyGrads:
+        """Returns the arrivals without the first ones of every replica."""
+        if num_taken == 0:
+            return self
+        if self._rest is None or self._rest[0] != num_taken:
+            self._rest = (num_taken, ReadyGrads([copies[num_taken:] for copies in self._arrived]))
+        return self._rest[1]
+
+
+def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
+    """Takes the local gradients out of the slots of copies, a list per replica."""
+    columns: list[ReplicaGrads] = [list(map(local_grad, mine)) for mine in copies]
+    for mine in copies:
+        for copy in mine:
+            set_local_grad(copy, None)
+    return columns
+
+
+def unshare(columns: list[ReplicaGrads], positions: Sequence[int]) -> None:
+    """Clones the gradients whose memory others hold as well, so that it can be written to.
+
+    While a backward pass goes on, what it has yet to pass on may lie there: the gradient of ``p``
+    in ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd looks at the tensor alone.
+
+    Args:
+        positions: of those that are to be written to.
+    """
+    for column in columns:
+        counts = num_sharers([column[i] for i in positions])
+        for i, sharers in zip(positions, counts, strict=True):
+            if sharers:
+                column[i] = column[i].clone()
+
+
+def common_scale(shares: Mapping[int, float]) -> float | None:
+    """Returns the share that all replicas have; ``None`` where they differ."""
+    different = set(shares.values())
+    return different.pop() if len(different) == 1 else None
+
+
+def weigh(columns: list[ReplicaGrads], shares: Mapping[int, float]) -> None:
+    """Multiplies each replica's gradients by its share, in place where that is possible."""
+    for r, column in enumerate(columns):
+        share = shares.get(r, 0.0)
+        if share == 0.0:  # counts nothing, not even a NaN
+            column[:] = [None] * len(column)
+        present = [grad for grad in column if grad is not None]
+        if present and share != 1.0:
+            if any(grad.requires_grad or grad.is_sparse for grad in present):
+                column[:] = [None if grad is None else _scaled(grad, share) for grad in column]
+            else:
+                torch._foreach_mul_(present, share)
+
+
+def _scaled(grad: Tensor, share: float) -> Tensor:
+    with torch.set_grad_enabled(grad.requires_grad):  # keeps the graph of create_graph=True
+        return grad * share
+
+
+def are_usual(grads: Sequence[Tensor | None]) -> bool:
+    """Whether all are there, dense and without a graph."""
+    return not [g for g in grads if g is None or g.requires_grad or g.is_sparse]
+
+
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Returns the sum of two gradients, either of which may be absent or sparse."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a.is_sparse and not b.is_sparse:
+        a, b = b, a  # torch has a sum in this order alone
+    with torch.set_grad_enabled(a.requires_grad or b.requires_grad):
+        return a + b
+
+
+def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> None:
+    """Adds reduced gradients to those already there."""
+    sums, summands = [], []
+    for target, grad in zip(targets, reduced, strict=True):
+        if target.grad is None:
+            target.grad = grad
+        elif target.grad.is_sparse or target.grad.requires_grad:
+            accumulate_one(target, grad)
+        else:
+            sums.append(target.grad)
+            summands.append(grad)
+    if sums:
+        torch._foreach_add_(sums, summands)
+
+
+def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
+    """Adds a gradient, which may be sparse or carry a graph, in place where autograd does."""
+    known = target.grad
+    if known is None:
+        target.grad = grad
+        return
+    if not (known.requires_grad or grad.requires_grad or (known.is_sparse and not grad.is_sparse)):
+        known += grad
+        return
+    total = target.grad = plus(known, grad)
+    assert total is not None
+    variable: ReplicatedParam = target.variable  # type: ignore[attr-defined]
+    variable.gradients.replaced(variable, known, total)
+
+
+def or_zeros(grad: Tensor | None, variable: ReplicatedParam, replica_id: int) -> Tensor:
+    """Returns a replica's gradient, or what it counts for where there is none."""
+    if grad is None:
+        return torch.zeros_like(variable.targets[replica_id])
+    return grad
+
+
+def are_non_dense(grads: Sequence[Tensor | None]) -> bool:
+    """Whether any of one variable's gradients is none that a communicator takes."""
+    return any(g is not None and (g.is_sparse or g.requires_grad or g.is_complex()) for g in grads)
+
+
+def reduce_non_dense(
+    variable: ReplicatedParam, grads: Sequence[Tensor | None], scale: float
+) -> None:
+    """Reduces sparse gradients, as sparse, and those that carry a graph, keeping it."""
+    present = [grad for grad in grads if grad is not None]
+    if not all(grad.is_sparse for grad in present):
+        present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
+    with torch.set_grad_enabled(any(grad.requires_grad for grad in present)):
+        total = summed(present, variable.targets[0].device)
+        if scale != 1.0:
+            total = total * scale
+            total = total.coalesce() if total.is_sparse else total
+        total = through_hooks(variable.hooks, total)
+        for r, target in enumerate(variable.targets):
+            mine = total if r == 0 else total.clone().to(target.device)
+            accumulate_one(target, mine)
+
+
+class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
+    """Per variable the replicas' summands, weighted by the shares of their passes."""
+
+    def add(self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
+        """Adds the gradients of a pass to what was kept back before."""
+        for i, variable in enumerate(variables):
+            if any(column[i] is not None for column in columns):
+                summands = self.setdefault(variable, [None] * len(columns))
+                for r, column in enumerate(columns):
+                    summands[r] = plus(summands[r], column[i])
+
+    def take_with(
+        self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]
+    ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
+        """Returns the gradients of a pass with all that was kept back, which is let go."""
+        variables, columns = list(variables), [list(column) for column in columns]
+        position = {variable: i for i, variable in enumerate(variables)}
+        while self:
+            variable, summands = self.popitem()
+            if variable not in position:
+                position[variable] = len(variables)
+                variables.append(variable)
+                for column in columns:
+                    column.append(None)
+            for column, summand in zip(columns, summands, strict=True):
+                column[position[variable]] = plus(column[position[variable]], summand)
+        return variables, columns
+
+    def grads_of(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
+        """Returns what one replica has kept back."""
+        return self[variable][replica_id] if variable in self else None
+
+    def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
+        """Forgets what these replicas have kept back."""
+        summands = self.get(variable)
+        if summands is not None:
+            for r in replica_ids:
+                summands[r] = None
+            if all(summand is None for summand in summands):
+                del self[variable]

@@ -1,1 +1,0 @@
-"""Arguments and outputs of a split call: the replicas' parts, and these joined again."""

@@ -1,0 +1,231 @@
+"""The transparent call of a Keras layer: it joins what its call has written, too.
+
+Masks, which Keras keeps on tensors, go where these go.
+
+See [Note: State of Keras layers]. ``compute_loss``, metrics, ``optimizer.apply`` and callbacks of
+``fit`` run once, in the cross-replica context, on the whole batch, and need nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from mirror.base.torch_private import WHOLE_CALL, wrap_once
+from mirror.errors import StrategyError
+from mirror.replica.keras.keras_library import (
+    CallersState,
+    computing_on,
+    imported,
+    is_stateless,
+    library,
+)
+from mirror.replica.keras.keras_metrics import watch_metrics
+from mirror.replica.keras.keras_optimizers import watch_optimizers
+from mirror.replica.keras.layer_writes import LayerWrites, assign_joined
+from mirror.replica.modules.recording import recording
+from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.run.current_replica import current
+from mirror.run.replicas import Replica
+from mirror.run.run_state import Run
+from mirror.run.runner import Runner
+from mirror.threads.merge_point import MergePoint
+from mirror.values import leaves_of, map_structure
+
+_MASK = "_keras_mask"
+
+
+class KerasCall(CallInterceptor):
+    """What calling a mirrored Keras layer does."""
+
+    __slots__ = ()
+
+    def __init__(self, module: nn.Module, *args: Any) -> None:
+        super().__init__(module, *args)
+        self.is_plain = False
+        watch_keras()  # strategy.mirror() needs no scope
+
+    def _call_outside(self, module: Any, args: Any, kwargs: Any, each: Any = None) -> Any:
+        if current.in_whole_call or not self.replicas.mirrors:
+            return super()._call_outside(module, args, kwargs)
+        if is_stateless():  # the variables' values are the scope's, which replicas do not see
+            return self._call_whole(module, args, kwargs)
+        if any(isinstance(leaf, np.ndarray) for leaf in leaves_of((args, kwargs))):
+            args, kwargs = map_structure(_as_tensor, (args, kwargs))
+        calls = _Calls(module, _masks_of((args, kwargs)))
+        outputs = super()._call_outside(module, args, kwargs, each=calls.call)
+        return calls.finished(outputs, self.replicas.devices[0])
+
+    def _call_inside(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> Any:
+        call = partial(getattr(module, WHOLE_CALL), *args, **kwargs)
+        if is_stateless() or not self.replicas.mirrors:  # a layer around it has done all this
+            return call()
+        written = LayerWrites(replica.replica_id)
+        with computing_on(replica.device):
+            outputs = written.of_layer(call)
+        if written.losses:
+            raise StrategyError(
+                f"{type(module).__name__} was called inside run, or by a module that is no Keras "
+                "layer, and adds losses (add_loss, or an activity regularizer), which would be "
+                "of one replica's part; call the Keras model outside run, as fit does, or "
+                "compute this term in the step"
+            )
+        if written.values:
+            if replica.tracing is not None:
+                replica.tracing.refuse(
+                    f"{type(module).__name__}, a Keras layer whose call assigns variables,",
+                    "leave the step uncompiled",
+                )
+            _merge(self.recorder.runner, replica, type(module).__name__, written)
+        return outputs
+
+    def _call_whole(self, module: Any, args: Any, kwargs: Any) -> Any:
+        current.in_whole_call = True
+        try:
+            return super()._call_outside(module, args, kwargs)
+        finally:
+            current.in_whole_call = False
+
+
+def _masks_of(tree: Any) -> dict[int, Any]:
+    """Returns the masks of the tensors of a structure, by their number among its leaves."""
+    masks = ((i, getattr(leaf, _MASK, None)) for i, leaf in enumerate(leaves_of(tree)))
+    return {i: mask for i, mask in masks if mask is not None}
+
+
+def _set_masks(tree: Any, masks: dict[int, Any]) -> None:
+    for i, leaf in enumerate(leaves_of(tree)):
+        if i in masks:
+            setattr(leaf, _MASK, masks[i])
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Makes tensors of arrays, as Keras would, so that they are split."""
+    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and leaf.dtype.kind in "biuf"
+    return library().ops.convert_to_tensor(leaf) if is_array else leaf
+
+
+class _Calls:
+    """The replicas' calls of one split call of a layer, whose arguments have masks."""
+
+    def __init__(self, layer: Any, masks: dict[int, Any]) -> None:
+        self._layer, self._masks = layer, masks
+        self._state = CallersState()
+        self._written: dict[int, LayerWrites] = {}
+        self._sizes: dict[int, float] = {}
+
+    def call(self, replica_id: int, call: partial[Any]) -> tuple[Any, list[Any], dict[int, Any]]:
+        """Calls the layer on a replica; returns its outputs, losses it has added, and masks.
+
+        Args:
+            call: the last of its arguments are those of the layer.
+        """
+        replica = current.replica
+        assert replica is not None
+        if self._masks:
+            *_, args, kwargs = call.args
+            _set_masks((args, kwargs), self._masks_on(replica))
+        written = self._written[replica_id] = LayerWrites(replica_id)
+        self._sizes[replica_id] = replica.weight
+        before = self._state.enter()
+        try:
+            with computing_on(replica.device):
+                outputs = written.of_layer(call)
+        finally:
+            self._state.leave(before)
+        losses = written.losses
+        if self._layer.activity_regularizer is not None:
+            # That of its own outputs comes last; the call around the split adds it for all.
+            tensors = sum(hasattr(leaf, "dtype") for leaf in leaves_of(outputs))
+            losses = losses[: len(losses) - tensors]
+        return outputs, losses, _masks_of(outputs)
+
+    def _masks_on(self, replica: Replica) -> dict[int, Any]:
+        """Returns a replica's part of the masks."""
+        sizes = [int(size) for size in replica.run.all_weights() or ()]
+        start = sum(sizes[: replica.replica_id])
+        own = slice(start, start + sizes[replica.replica_id])
+        return {
+            i: (mask[own] if len(mask) == sum(sizes) else mask).to(replica.device)
+            for i, mask in self._masks.items()
+        }
+
+    def finished(self, joined: Any, home: Any) -> Any:
+        """Assigns what was written; returns the joined outputs, of a call that was split."""
+        if not self._written:
+            return joined
+        outputs, losses, masks = joined
+        _set_masks(outputs, masks)
+        active = sorted(self._written)
+        written = [self._written[r] for r in active]
+        assign_joined(written, [self._sizes[r] for r in active], home)
+        for loss in losses:
+            library().Layer.add_loss(self._layer, loss)  # functional models have none of their own
+        return outputs
+
+
+def _merge(runner: Runner, replica: Replica, name: str, written: LayerWrites) -> None:
+    """Assigns what all replicas have written, when the last of them has called."""
+    run = replica.run
+    assert isinstance(run, Run)
+
+    def action(payloads: dict[int, Any]) -> dict[int, Any]:
+        weights = run.weights()
+        join = partial(
+            assign_joined,
+            list(payloads.values()),
+            [weights[r] for r in payloads],
+            replica.replicas.devices[0],
+            counted=run.is_weighted,
+        )
+        runner.call_cross_replica(run, join)
+        return dict.fromkeys(payloads)
+
+    point = MergePoint(f"a call of Keras layer {name}", name, written, action)
+    run.merge(replica.replica_id, point)
+
+
+def watch_keras() -> None:
+    """Has Keras layers recorded when they are made; once, for good.
+
+    A layer that is not built has no variables by which the scope would notice it. Those of other
+    libraries than torch would train on one device, and nobody would say so: they are refused.
+    """
+    keras = library()
+    if keras is None:
+        if imported() is not None:
+            wrap_once(imported().Layer, "__init__", _refusing_init)
+        return
+    if wrap_once(keras.Layer, "__init__", _recording_init):
+        watch_optimizers()
+        watch_metrics()
+
+
+def _recording_init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if recording.recorders and current.replica is None:
+            recording.recorders[-1].record(self)
+
+    # Keras reads it to find out what a layer was made with.
+    vars(__init__)["__signature__"] = inspect.signature(original)
+    return __init__
+
+
+def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if recording.recorders:
+            raise StrategyError(
+                f"mirror takes Keras over torch; got the layer {type(self).__name__}, and Keras "
+                f"computes with {imported().config.backend()!r} here; set "
+                'os.environ["KERAS_BACKEND"] = "torch" before Keras is imported'
+            )
+        original(self, *args, **kwargs)
+
+    vars(__init__)["__signature__"] = inspect.signature(original)
+    return __init__

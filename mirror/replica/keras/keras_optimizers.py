@@ -1,0 +1,116 @@
+"""Keras optimizers: where they end steps; inside ``run`` their variables are there once.
+
+So replicas step together. Outside ``run`` their steps are those of one device.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.timeline import OPTIMIZER
+from mirror.base.torch_private import wrap_once
+from mirror.errors import StrategyError
+from mirror.replica.gradients.backward_interceptor import lane_here
+from mirror.replica.keras.keras_library import computing_on, library
+from mirror.run.current_replica import current
+from mirror.run.replicas import Replica
+from mirror.run.run_state import Run
+from mirror.run.runner import runner_of
+from mirror.run.step_ends import step_ends
+from mirror.threads.merge_point import MergePoint
+
+
+class _StepState(threading.local):
+    is_applying = False
+
+
+_thread = _StepState()
+
+
+def watch_optimizers() -> None:
+    """Has ``apply`` end a step, and inside ``run`` done once for all replicas; once, for good."""
+    base = library().optimizers.Optimizer
+    wrap_once(base, "apply", _once_for_all)
+    kinds = [base]
+    while kinds:  # those that wrap others apply these within their own
+        kind = kinds.pop()
+        kinds += type.__subclasses__(kind)
+        if "apply" in vars(kind):
+            wrap_once(kind, "apply", _ending_a_step)
+
+
+def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells the timeline and the listeners, as the hooks of torch's optimizers do."""
+
+    @disable_dynamo
+    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.is_applying:
+            return original(optimizer, *args, **kwargs)
+        timeline, lane = lane_here()
+        if timeline is not None:
+            timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.apply")
+        _thread.is_applying = True
+        try:
+            result = original(optimizer, *args, **kwargs)
+        finally:
+            _thread.is_applying = False
+            if timeline is not None:
+                timeline.end(lane, OPTIMIZER)
+        step_ends.optimizer_stepped(timeline)
+        return result
+
+    return apply
+
+
+def _once_for_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    @disable_dynamo
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        replica = current.replica
+        if replica is None or not replica.replicas.mirrors:
+            return original(optimizer, grads, trainable_variables)
+        call = functools.partial(original, optimizer)
+        return _merged(replica, call, grads, trainable_variables)
+
+    return apply
+
+
+def _merged(replica: Replica, call: Callable[..., Any], grads: Any, variables: Any) -> Any:
+    grads = list(grads)
+    variables = None if variables is None else list(variables)
+    run = replica.run
+    assert isinstance(run, Run)
+    runner, home = runner_of(replica.replicas), replica.replicas.devices[0]
+
+    def action(payloads: dict[int, Any]) -> dict[int, Any]:
+        (own, named), *others = payloads.values()
+        for theirs, _ in others:
+            _check_equal(own, theirs)
+
+        def step() -> Any:
+            with computing_on(home), torch.no_grad():
+                return call([None if g is None else g.to(home) for g in own], named)
+
+        result = runner.call_cross_replica(run, step)
+        return dict.fromkeys(payloads, result)
+
+    point = MergePoint("optimizer.apply", len(grads), (grads, variables), action)
+    return run.merge(replica.replica_id, point)
+
+
+def _check_equal(own: list[Any], theirs: list[Any]) -> None:
+    """Refuses gradients of the replicas' own, of which the first alone would be applied."""
+    for one, other in zip(own, theirs, strict=True):
+        if (one is None) is not (other is None) or (
+            one is not None and not torch.equal(one, other.to(one.device))
+        ):
+            raise StrategyError(
+                "the replicas call apply of a Keras optimizer with different gradients; give it "
+                "[v.value.grad for v in variables] after backward(), which is the reduced one, "
+                'or reduce them: context.all_reduce("mean", gradients)'
+            )

@@ -1,0 +1,38 @@
+"""Embeddings with ``max_norm``, whose forward writes to the weight the rows it looks up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.base.dynamo import disable_dynamo
+from mirror.replica.collectives.collectives import all_gather
+from mirror.run.replicas import Replica
+
+MOST_ROUNDS = 8
+
+
+def renormalizes(module: nn.Module) -> bool:
+    """Whether calling the module renormalizes rows of its weight."""
+    is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return is_embedding and module.max_norm is not None
+
+
+@disable_dynamo
+def renormalize_everywhere(module: Any, replica: Replica, indices: Tensor) -> None:
+    """Renormalizes, on every replica alike, the rows that any replica is about to look up.
+
+    A collective: all replicas must call the module.
+    """
+    rows = torch.unique(all_gather(replica, indices.detach().reshape(-1)))
+    weight = module.weight.detach()
+    with torch.no_grad():
+        # Rounding may leave a norm above the bound, which the module's own call would shrink once
+        # more: go on until nothing changes.
+        for _ in range(MOST_ROUNDS):
+            before = weight[rows]
+            torch.embedding_renorm_(weight, rows, module.max_norm, module.norm_type)
+            if torch.equal(weight[rows], before):
+                break

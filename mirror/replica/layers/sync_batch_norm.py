@@ -1,0 +1,255 @@
+"""SyncBatchNorm: batch normalisation over the whole batch, however it is split over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.migration_hints import signposted_keywords
+from mirror.base.torch_private import wrap_once
+from mirror.replica.collectives.collectives import all_reduce
+from mirror.replica.modules.call_interceptor import owner_of
+from mirror.run.current_replica import current
+from mirror.run.replicas import Replica
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def watch_torchs_own() -> None:
+    """Has ``torch.nn.SyncBatchNorm`` do in mirrored modules what ours does; once, for good."""
+    wrap_once(nn.SyncBatchNorm, "forward", _synchronizing)
+
+
+def _synchronizing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
+        owner = owner_of(self)
+        if owner is None or not owner.mirrors:
+            return original(self, input)
+        return _synchronized(self, input)
+
+    return forward
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation with the statistics of the whole batch; N replicas equal one device.
+
+    For inputs ``(N, C)`` and ``(N, C, ...)``; the arguments are those of ``nn.BatchNorm2d``. One
+    collective in the forward and one in the backward pass. Half precision is computed in float32.
+    Replicas may have parts of different sizes, or none. In eval mode, and outside ``run``, it is
+    ``nn.BatchNorm``; but where there are no running statistics, the batch's are taken over all
+    replicas in eval mode, too.
+
+    [Note: One collective of deviations]
+    ``E[x^2] - E[x]^2`` loses all digits where the mean is large. So every replica gives its count,
+    its mean and its sum of squared deviations, and these combine as in Chan, Golub and LeVeque
+    (1979). They cannot be summed, so each replica puts them into a row of its own of a table of
+    zeros; the sum of the tables, which is exact, is the table of all. Everything downstream of it
+    is the same computation on the same bits on every replica.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name in torch
+        """Normalises the replica's part of the batch.
+
+        Raises:
+            ValueError: fewer than two dimensions, or one value per channel in the whole batch.
+            DivergenceError: another replica does not call this layer, or with other channels.
+        """
+        return _synchronized(self, input)
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+@signposted_keywords("mirror.nn.convert_sync_batchnorm")
+def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
+    """Turns every batch normalisation in ``module``, or itself, into a SyncBatchNorm, in place.
+
+    ``nn.BatchNorm1d``, ``2d``, ``3d`` and ``torch.nn.SyncBatchNorm`` change their class and stay
+    the objects they are: parameters, buffers, hooks, training flag, device and state_dict keys
+    are kept. The module may be mirrored, before or after.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: a batch normalisation has a forward of its own, which would be lost, or is
+            lazy and has no parameters yet. Nothing is changed then.
+    """
+    layers = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+    ]
+    for name, layer in layers:
+        where = f"{name or 'the module'} is a {type(layer).__name__}"
+        if isinstance(layer, LazyModuleMixin):
+            raise TypeError(f"{where} without parameters; call the module once, then convert it")
+        if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            raise TypeError(
+                f"{where} with a forward of its own, which converting it would drop; write it on "
+                "top of mirror.nn.SyncBatchNorm"
+            )
+    for _, layer in layers:
+        layer.__dict__.pop("process_group", None)
+        layer.__class__ = SyncBatchNorm
+    return module
+
+
+def _synchronized(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """Normalises with the whole batch inside ``run``, where statistics are of the batch."""
+    replica = current.replica
+    of_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
+    if replica is None or not replica.replicas.mirrors or not of_batch:
+        return _BatchNorm.forward(layer, x)
+    layer._check_input_dim(x)
+    return _over_batch(layer, x, replica)
+
+
+@disable_dynamo
+def _over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(dtype)
+    mean, var, count = _whole_batch(replica, wide, x)
+    if _num_values(x) < 2:  # else nobody need wait for the device
+        if count.item() == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{tuple(x.shape)} and at most this on all replicas together"
+            )
+        if count.item() == 0:
+            return _BatchNorm.forward(layer, x)
+    if layer.training and layer.track_running_stats:
+        _track(layer, mean.detach(), var.detach(), count)
+    result: Tensor = _normalization(wide, x, mean, var, layer.weight, layer.bias, float(layer.eps))
+    return result
+
+
+@torch.no_grad()
+def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Updates this replica's running statistics, to the same bits as everybody's."""
+    factor = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(layer.num_batches_tracked)
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    factor = 0.0 if factor is None else factor
+    unbiased = var * (count / (count - 1))
+    layer.running_mean.mul_(1 - factor).add_(mean.to(layer.running_mean.dtype), alpha=factor)
+    layer.running_var.mul_(1 - factor).add_(unbiased.to(layer.running_var.dtype), alpha=factor)
+
+
+def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns mean, biased variance and count per channel of the batch; differentiable.
+
+    See [Note: One collective of deviations].
+    """
+    channels = x.shape[1]
+    mean, squares = _deviations(wide, x)
+    count = mean.new_full((1,), _num_values(x))
+    row = torch.cat([mean, squares, count]).unsqueeze(0)
+    if replica.tracing is not None:
+        table = replica.tracing.own_row(row)
+    else:
+        workers = replica.replicas.workers
+        above = workers.replica_offset + replica.replica_id
+        table = F.pad(row, (0, 0, above, workers.num_replicas - 1 - above))
+    table = all_reduce(replica, "sum", table)
+    means, squares, counts = table.split([channels, channels, 1], dim=1)
+    counts = counts.detach()
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    var = (squares + counts * (means - mean).square()).sum(0) / total
+    return mean, var, total
+
+
+class Deviations(torch.autograd.Function):
+    """Mean and sum of squared deviations per channel of ``wide``, which is ``x`` in float32.
+
+    Keeps only ``x`` for the backward pass, while the gradient comes in float32; likewise below.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        num_values = _num_values(x)
+        if num_values:
+            var, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
+        else:
+            var = mean = wide.new_zeros(x.shape[1])
+        ctx.save_for_backward(x, mean)
+        return mean, var * num_values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        x, mean = ctx.saved_tensors
+        of_mean, of_squares = (_per_channel(grad, x) for grad in grads)
+        centered = x.to(mean.dtype) - _per_channel(mean, x)
+        return of_mean / max(1, _num_values(x)) + 2 * of_squares * centered, None
+
+
+class Normalization(torch.autograd.Function):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` per channel, in the dtype of ``x``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        wide: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, var, weight)
+        ctx.eps = eps
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        affine = [None if p is None else p.to(mean.dtype) for p in (weight, bias)]
+        return F.batch_norm(x, mean, var, affine[0], affine[1], False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, var, weight = ctx.saved_tensors
+        over = _all_but_channels(x)
+        grad = grads[0].to(mean.dtype)
+        inverse = torch.rsqrt(var + ctx.eps)
+        scale = inverse if weight is None else inverse * weight
+        summed = grad.sum(over)
+        centered = x.to(mean.dtype) - _per_channel(mean, x)
+        along = (grad * centered).sum(over)  # the direction of the deviations
+        return (
+            grad * _per_channel(scale, x),
+            None,
+            -scale * summed,
+            -0.5 * scale * inverse.square() * along,
+            None if weight is None else (along * inverse).to(weight.dtype),
+            None if ctx.bias_dtype is None else summed.to(ctx.bias_dtype),
+            None,
+        )
+
+
+def _num_values(x: Tensor) -> int:
+    """Returns the number of values per channel."""
+    return x.numel() // x.shape[1] if x.shape[1] else 0
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [axis for axis in range(x.dim()) if axis != 1]
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (x.dim() - 2))
+
+
+# ``apply`` is untyped.
+_deviations: Any = Deviations.apply
+_normalization: Any = Normalization.apply

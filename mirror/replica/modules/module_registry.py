@@ -1,0 +1,301 @@
+"""Modules: what makes a strategy's modules mirrored ones, and keeps them so.
+
+A module stays the object it is; ``type``, ``state_dict`` and ``parameters()`` do not change.
+Plain tensors among its attributes become mirrored like buffers. Three of its dicts and one
+instance attribute are replaced:
+
+    _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs; with one
+                            replica a WatchedDict
+    _modules                WatchedDict: notes a submodule put in later
+    _compiled_call_impl     CallInterceptor: splits the call in the cross-replica context.
+                            ``Module.__call__`` looks at it first; copies and pickles have None.
+
+Of torch itself these are wrapped when the first module is mirrored: the module's ``compile``,
+``__setattr__``, ``__delattr__`` and ``_apply``, and what custom functions are called through. See
+[Note: Compiled calls], [Note: Own attributes] and [Note: Custom functions].
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.base.dynamo import is_compiled, refuse_unknown_compiler
+from mirror.base.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_lacking
+from mirror.device.device_remap import without_remap
+from mirror.devices import is_simulated
+from mirror.errors import StrategyError
+from mirror.replica.autograd_functions import watch_functions
+from mirror.replica.keras.keras_call import KerasCall
+from mirror.replica.keras.keras_library import is_layer
+from mirror.replica.layers.max_norm_embedding import renormalizes
+from mirror.replica.layers.sync_batch_norm import watch_torchs_own
+from mirror.replica.modules.call_interceptor import interceptor_of, watch_compile
+from mirror.replica.modules.conversions import watch_conversions
+from mirror.replica.modules.metric_calls import (
+    is_metric,
+    watch_log,
+    watch_lone_metrics,
+    watch_metric,
+)
+from mirror.replica.modules.module_dicts import OpaqueDict, ReplicaDict, WatchedDict
+from mirror.replica.modules.own_copies import watch_copies
+from mirror.replica.modules.per_replica_values import ModuleAttributes
+from mirror.replica.modules.replica_attributes import is_own, watch_attributes
+from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.replica.modules.wrappers import (
+    IGNORED,
+    refuse_wrapper,
+    tell_of_ignored,
+    watch_wrappers,
+)
+from mirror.replica.params.buffers import Buffers
+from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.params.pending_modules import PendingModules, is_uninitialized
+from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
+from mirror.run.lifecycle import LifecycleHooks
+from mirror.run.replica_rng import same_seed
+from mirror.run.replicas import Replica, Replicas
+from mirror.run.runner import Runner
+from mirror.threads.merge_point import MergePoint
+
+
+class ModuleRegistry:
+    """The modules of one strategy; the part "modules".
+
+    Args:
+        registry: knows which tensors are mirrored.
+        recorded: what is to be mirrored.
+        variables, buffers: make mirrored ones of parameters and buffers.
+        attributes: what replicas set on modules.
+
+    Attributes:
+        swaps: the dicts where a parameter was replaced inside ``run``.
+        routes_calls: whether calls are split, or their arguments moved.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        runner: Runner,
+        registry: MirroredTensors,
+        recorded: PendingModules,
+        variables: ReplicatedParams,
+        buffers: Buffers,
+        attributes: ModuleAttributes,
+    ) -> None:
+        self.replicas = replicas
+        self.runner = runner
+        self.attributes = attributes
+        self.swaps: list[ReplicaDict] = []
+        # A single simulated device needs neither moving of arguments nor splitting.
+        self.routes_calls = replicas.mirrors or not is_simulated(replicas.devices)
+        self._registry = registry
+        self._recorded = recorded
+        self._variables = variables
+        self._buffers = buffers
+        self._mirrored: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+
+    def mirrored(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yields the mirrored modules in the order in which they came, and their first paths."""
+        for key, (reference, path) in list(self._mirrored.items()):
+            module = reference()
+            if module is None:
+                self._mirrored.pop(key, None)
+            else:
+                yield module, path
+
+    def part(self) -> LifecycleHooks:
+        """Returns what is told of runs. See [Note: Parts]."""
+        return LifecycleHooks(
+            name="modules",
+            prepare=self.mirror_recorded,
+            on_return=self._refuse_swaps,
+            recover=self._drop_swaps,
+        )
+
+    def record(self, module: nn.Module) -> None:
+        """Notes a module to be mirrored at the next use."""
+        if self._recorded.add(module):
+            self.route(module)
+
+    def mirror_recorded(self) -> None:
+        """Mirrors the modules created in the scope, or changed, since the last use."""
+        # Asked for here: a call for nothing is one in every step.
+        if "torchmetrics" in sys.modules and self.replicas.mirrors:
+            watch_lone_metrics()
+        if self._recorded.modules or self._recorded.unmade:
+            for module in self._recorded.take():
+                self.mirror(module)
+
+    def mirror(self, module: nn.Module) -> None:
+        """Mirrors a module and all below it, in place. What is mirrored already is left alone.
+
+        With one replica only moves it to the device.
+        """
+        self.replicas.timeline.use()  # one replica may never have a run
+        if not self.replicas.mirrors:
+            self._move(module)
+            return
+        watch_functions()
+        watch_conversions()
+        # What is made here outlives the caller's inference mode.
+        with torch.inference_mode(False):
+            for name, submodule in module.named_modules():
+                if isinstance(submodule, torch.jit.ScriptModule):
+                    self._refuse_script(submodule, name or type(module).__name__)
+                    continue
+                refuse_wrapper(submodule, name)
+                if IGNORED in submodule.__dict__:
+                    tell_of_ignored(submodule, submodule.__dict__[IGNORED])
+                self.mirror_own(submodule, name)
+
+    def mirror_own(self, module: nn.Module, path: str) -> None:
+        """Mirrors the variables that a module holds itself."""
+        path = self._first_path(module, path)
+        attributes = module.__dict__
+        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+        for name, parameter in parameters.items():
+            # What is no Parameter is put there for one call, by torch.func.functional_call.
+            if isinstance(parameter, nn.Parameter) and self._is_new(parameter, name):
+                self._variables.mirror(parameter, f"{path}.{name}".lstrip("."))
+        for name, buffer in buffers.items():
+            if self._is_new(buffer, name):
+                record = self._buffers.mirror(buffer, f"{path}.{name}".lstrip("."), module)
+                if isinstance(buffers, ReplicaDict) and name in buffers.aggregations:
+                    record.aggregation = buffers.aggregations[name]
+        states = {} if is_metric(module) else attributes  # see [Note: Metrics]
+        for name, value in states.items():
+            is_state = self._is_plain_state(value) and not is_own(module, name)
+            if is_state and self._is_new(value, name):
+                self._buffers.mirror(value, f"{path}.{name}".lstrip("."), module)
+        if isinstance(module, nn.SyncBatchNorm):
+            watch_torchs_own()
+        self._watch_dicts(module)
+        self._recorded.retry(module)
+        self.route(module)
+
+    def _first_path(self, module: nn.Module, path: str) -> str:
+        """Returns where a module was found first: one replaces a parameter, others may not."""
+        known = self._mirrored.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        self._mirrored.pop(id(module), None)  # another one's, that is gone
+        self._mirrored[id(module)] = weakref.ref(module), path
+        return path
+
+    def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
+        """Gives a lazy module its parameters, once all replicas have come by, and mirrors it.
+
+        It gets them of what the first replica gives it, and from its random stream.
+
+        Raises:
+            DivergenceError: not all replicas that run call it first.
+        """
+        if INITIALIZING not in module.__dict__:  # it has them, and its class is no other one
+            return
+        name = type(module).__name__
+
+        def action(payloads: dict[int, Any]) -> dict[int, None]:
+            args, kwargs = payloads[min(payloads)]
+            replica.run.enter_first_stream()
+            with same_seed(self.replicas.workers), without_remap():
+                getattr(module, INFER)(module, args, kwargs)
+                if not self.replicas.mirrors:
+                    self._move(module)
+                else:
+                    self.mirror_own(module, type(module).__name__)
+            return dict.fromkeys(payloads)
+
+        what = f"the first call of a {name}"
+        point = MergePoint(what, (name, id(module)), (args, kwargs), action)
+        replica.run.merge(replica.replica_id, point)
+
+    def route(self, module: nn.Module) -> None:
+        """Has calls of a module split."""
+        if not self.routes_calls or interceptor_of(module) is not None:
+            return
+        if isinstance(module, torch.jit.ScriptModule):  # its forward is not Python
+            return
+        refuse_lacking(SPLIT_CALL)
+        call = module.__dict__.get(SPLIT_CALL)
+        if isinstance(call, CallInterceptor):
+            call = None  # it came with a copied dict
+        if call is not None or is_compiled(module):
+            refuse_unknown_compiler()
+        kind = KerasCall if is_layer(module) else CallInterceptor
+        module.__dict__[SPLIT_CALL] = kind(module, self, call)
+        watch_compile()
+        watch_wrappers()
+        watch_attributes()
+        watch_copies()
+        if is_metric(module):
+            watch_metric(module)
+        watch_log(module)
+
+    def _move(self, module: nn.Module) -> None:
+        """Moves a module to the only replica's device."""
+        for submodule in module.modules():
+            if not isinstance(submodule, torch.jit.ScriptModule):
+                self._watch_dicts(submodule)
+            self.route(submodule)
+            self._recorded.retry(submodule)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not (self._registry.owns(tensor) or is_uninitialized(tensor)):
+                home = self.replicas.places.position_of(tensor.device, name)
+                if tensor.device != home:
+                    tensor.data = tensor.data.to(home)
+                self._registry.own(tensor)
+
+    def _refuse_script(self, module: torch.jit.ScriptModule, name: str) -> None:
+        # One that was traced from a mirrored module, inside the scope, has its variables.
+        if not all(map(self._registry.owns, (*module.parameters(), *module.buffers()))):
+            raise StrategyError(
+                f"{name} is a ScriptModule, whose variables live in C++; mirror the Python "
+                "module it was made from"
+            )
+
+    def _watch_dicts(self, module: nn.Module) -> None:
+        attributes = module.__dict__
+        kinds: dict[str, Any] = dict.fromkeys(("_parameters", "_buffers", "_modules"), WatchedDict)
+        if self.replicas.mirrors:
+            opaque = renormalizes(module)
+            kinds |= {
+                "_parameters": OpaqueDict if opaque else ReplicaDict,
+                "_buffers": ReplicaDict,
+            }
+        for key, kind in kinds.items():
+            entries = attributes[key]
+            if not isinstance(entries, kind) or entries.module() is not module:
+                attributes[key] = kind(dict(entries.items()), module, self)
+
+    def _is_plain_state(self, value: Any) -> bool:
+        """Whether an attribute is a plain tensor that the replicas must not share."""
+        if type(value) is not Tensor or value.requires_grad:
+            return False
+        return value.device.type == self.replicas.devices[0].type
+
+    def _is_new(self, tensor: Any, name: str) -> bool:
+        if tensor is None or is_uninitialized(tensor):
+            return False
+        if isinstance(tensor, MirroredTensor):
+            if tensor._mirrored.replicas is not self.replicas:  # type: ignore[attr-defined]
+                raise StrategyError(
+                    f"{name!r} is mirrored by another strategy; a variable belongs to one "
+                    "strategy: mirror a copy.deepcopy of the module"
+                )
+            return False
+        return not self._registry.owns(tensor)
+
+    def _refuse_swaps(self) -> None:
+        while self.swaps:
+            self.swaps.pop().refuse_swaps()
+
+    def _drop_swaps(self) -> None:
+        while self.swaps:
+            self.swaps.pop().overrides.clear()

@@ -1,0 +1,275 @@
+"""Own values: what each replica has set of a module's attribute, and how they are joined.
+
+[Note: States of an attribute]
+An attribute that replicas have set goes through these states:
+
+    between runs
+        the module's    it is the ordinary attribute; every replica begins with its part, or a copy
+        left            every replica goes on with what it had; the ordinary attribute is joined
+                        of these, and nobody has changed it since
+    in a run, for each replica
+        untouched       as the run began
+        read            has got what it begins with, which it may change in place
+        set             has a value of its own, or (``MISSING``) has deleted it
+        flagged         has set a bool, which is the ordinary attribute for all at once
+
+    what happens                         from              to
+    the run looks at it first            left              the module's, if that has been changed
+    a replica reads                      untouched         read
+    a replica sets or deletes            any               set, or flagged
+    the run ends, or all merge:
+        a replica has flagged it         set by another    StrategyError, or unlike bools
+                                         else              the module's
+        no replica has looked at it                        the module's
+        all that did have only read it   read, unchanged   left, and the attribute stays
+        else                                               left, joined into the attribute
+    the run fails                        any               as before the run
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.errors import StrategyError, StructureError
+from mirror.replica.collectives.reduce_ops import weighted_mean
+from mirror.replica.gradients.graph_boundary import mark_boundary
+from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.scatter_gather.gather import join_outputs
+from mirror.replica.scatter_gather.scatter import SplitPlan
+from mirror.run.lifecycle import LifecycleHooks
+from mirror.run.replicas import Replica, RunView
+from mirror.run.run_state import Run
+from mirror.run.runner import Runner
+from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
+
+MISSING: Any = object()
+
+
+class ModuleAttributes:
+    """The attributes that replicas look at, to be joined when they have run; a part."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        # Weakly: what a backward pass recomputes is a run that nobody ends.
+        self._of_runs: weakref.WeakKeyDictionary[RunView, list[PerReplicaAttribute]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._has_noted = False  # else every run would look there
+
+    def part(self) -> LifecycleHooks:
+        """Returns what is told of runs. See [Note: Parts]."""
+        return LifecycleHooks(name="attributes", finish=self._join, recover=self._of_runs.clear)
+
+    def record(self, run: RunView, own: PerReplicaAttribute) -> None:
+        """Has an attribute joined when the replicas of a run have returned, or merge."""
+        self._of_runs.setdefault(run, []).append(own)
+        self._has_noted = True
+
+    def _join(self, run: Run) -> None:
+        if not self._has_noted:
+            return
+        own = self._of_runs.pop(run, None)
+        while own:
+            own.pop().join(run)
+
+
+@dataclass(slots=True)
+class _InRun:
+    """What the replicas of one run have of an attribute.
+
+    Attributes:
+        values: those of replicas that have read or set it.
+        read: how those were that were only read: their leaves, and the versions of these.
+        flags: the bools that were set.
+    """
+
+    run: RunView | None = None
+    values: dict[int, Any] = field(default_factory=dict)
+    read: dict[int, tuple[list[Any], tuple[int, ...]]] = field(default_factory=dict)
+    flags: dict[int, bool] = field(default_factory=dict)
+
+
+class PerReplicaAttribute:
+    """What the replicas have of one attribute of one module. See [Note: States of an attribute].
+
+    ``_now`` is its state in a run; ``_left`` and ``_joined`` are that between runs.
+    """
+
+    __slots__ = ("_attributes", "_is_batched", "_joined", "_left", "_module", "_name", "_now")
+
+    def __init__(self, module: nn.Module, name: str, attributes: ModuleAttributes) -> None:
+        self._attributes = attributes
+        self._module = weakref.ref(module)
+        self._name = name
+        self._now = _InRun()
+        self._left: dict[int, Any] = {}  # by the last run
+        self._joined: tuple[Any, tuple[int, ...]] = (MISSING, ())  # of that; and its versions
+        self._is_batched = False  # whether what was joined holds the examples
+
+    def read(self, replica: Replica) -> Any:
+        """Returns the replica's value, ``MISSING`` if it has none."""
+        now, r = self._in(replica.run), replica.replica_id
+        if r not in now.values:
+            value = self._first(replica)
+            if type(value) is bool or value is MISSING:
+                return value
+            now.values[r] = value
+            now.read[r] = leaves_of(value), _versions(value)
+        return now.values[r]
+
+    def write(self, replica: Replica, value: Any) -> None:
+        """Sets the replica's value; ``MISSING`` deletes it."""
+        now, r = self._in(replica.run), replica.replica_id
+        now.read.pop(r, None)
+        if type(value) is bool:
+            now.values.pop(r, None)
+            now.flags[r] = self._ordinary()[self._name] = value
+        else:
+            now.flags.pop(r, None)
+            now.values[r] = value
+
+    def join(self, run: Run) -> None:
+        """Makes what the replicas have set the module's attribute."""
+        now = self._now
+        if now.run is not run:
+            return
+        self._now = _InRun()
+        values = {r: now.values[r] for r in run.active if r in now.values}
+        if now.flags and (values or len(set(now.flags.values())) > 1):
+            raise StrategyError(
+                f"the replicas have left attribute {self._name!r} different, {now.flags} by "
+                "replica; a bool that forward sets is shared by all of them: keep what differs "
+                "in a tensor or a number"
+            )
+        if not values:
+            self._left = {}
+        elif all(r in now.read and _equals(value, *now.read[r]) for r, value in values.items()):
+            # Only read: the attribute is what it was, whatever the sizes of the parts are now.
+            self._left |= values
+        else:
+            self._left = values
+            self._set_joined({r: v for r, v in values.items() if v is not MISSING}, run)
+
+    def _ordinary(self) -> dict[str, Any]:
+        """Returns where the module has its attributes."""
+        module = self._module()
+        return {} if module is None else module.__dict__
+
+    def _in(self, run: RunView) -> _InRun:
+        if self._now.run is not run:
+            self._now = _InRun(run)
+            joined, versions = self._joined
+            value = self._ordinary().get(self._name, MISSING)
+            if value is not joined or versions != _versions(joined):
+                self._left = {}  # the cross-replica context has set it
+            self._attributes.record(run, self)
+        return self._now
+
+    def _first(self, replica: Replica) -> Any:
+        """Returns what the replica begins a run with."""
+        if replica.replica_id in self._left:
+            return self._left[replica.replica_id]
+        value = self._ordinary().get(self._name, MISSING)
+        if value is MISSING:
+            return value
+        sizes = replica.run.all_weights() if self._is_batched else None
+        split, places = None, replica.replicas.places
+        if sizes is not None:
+            split = SplitPlan([int(n) for n in sizes], places, int(sum(sizes)))
+
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):
+                if leaf.values[replica.replica_id] is ABSENT:
+                    raise StrategyError(
+                        f"attribute {self._name!r} was set by the other replicas, in a step that "
+                        f"{replica.replicas.names[replica.replica_id]} sat out, and their values "
+                        "cannot be joined; set it outside run before a batch of this size"
+                    )
+                return leaf.values[replica.replica_id]
+            if not isinstance(leaf, Tensor) or isinstance(leaf, MirroredTensor):
+                return leaf
+            if split is not None and split.is_batched(leaf):
+                leaf = split.rows(leaf, replica.replica_id)
+            device = replica.device
+            if places.is_model_parallel:
+                device = places.replica_at(leaf.device)[replica.replica_id]
+            own: Tensor = leaf.to(device, copy=True)
+            return own
+
+        return map_structure(part, value)
+
+    def _set_joined(self, values: dict[int, Any], run: Run) -> None:
+        ordinary = self._ordinary()
+        if not values:
+            ordinary.pop(self._name, None)
+            self._joined = MISSING, ()
+            return
+        before = ordinary.get(self._name, MISSING)
+        joined = ordinary[self._name] = _apart(self._join(values, before, run), values)
+        self._joined = joined, _versions(joined)
+
+    def _join(self, values: dict[int, Any], before: Any, run: Run) -> Any:
+        runner, parts = self._attributes.runner, list(values.values())
+        weights = run.all_weights() or [1.0] * run.replicas.num_replicas
+        if len(parts) > 1 and all(part is parts[0] for part in parts):
+            return parts[0]
+        # What was batched is so again, also when the parts are now as large as all of it was.
+        tensors = all(isinstance(part, Tensor) for part in (before, *parts))
+        if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
+            home = run.replicas.places.replica_at(parts[0].device)[0]
+            here = [part.to(home) for part in mark_boundary(runner, values, parts)]
+            return _mean(here, [weights[r] for r in values])
+        self._is_batched = False
+        try:
+            joined = join_outputs(runner, values, weights)
+        except StructureError:
+            every = [values.get(r, ABSENT) for r in range(run.replicas.num_replicas)]
+            return PerReplica(every)
+        self._is_batched = any(
+            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == sum(weights)
+            for leaf in leaves_of(joined)
+        )
+        return joined
+
+
+def _apart(joined: Any, parts: dict[int, Any]) -> Any:
+    """Returns ``joined`` with memory of its own: replicas may write to theirs in place."""
+    own = {id(leaf) for part in parts.values() for leaf in leaves_of(part)}
+
+    def copied(leaf: Any) -> Any:
+        shared = isinstance(leaf, Tensor) and not isinstance(leaf, MirroredTensor)
+        return leaf.clone() if shared and id(leaf) in own else leaf
+
+    return map_structure(copied, joined)
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    """Returns what changes when tensors in ``value`` are written."""
+    if value is MISSING:
+        return ()
+    tensors = (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
+    return tuple(0 if leaf.is_inference() else leaf._version for leaf in tensors)
+
+
+def _equals(value: Any, leaves: list[Any], versions: tuple[int, ...]) -> bool:
+    """Whether a value holds what it did, unwritten."""
+    now = leaves_of(value)
+    same = len(now) == len(leaves) and all(map(operator.is_, now, leaves))
+    return same and _versions(value) == versions
+
+
+def _mean(parts: list[Tensor], weights: list[float]) -> Tensor:
+    """Returns the weighted mean, of equal tensors their value; of integers the first."""
+    first, *others = parts
+    total = sum(weights)
+    averaged = first.is_floating_point() or first.is_complex()
+    constant = not any(part.requires_grad for part in parts)
+    if not averaged or total == 0 or (constant and all(torch.equal(first, o) for o in others)):
+        return first
+    return weighted_mean(parts, weights)

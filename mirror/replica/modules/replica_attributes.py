@@ -1,0 +1,198 @@
+"""Attributes that a forward pass sets on a module: every replica its own, joined like outputs.
+
+[Note: Own attributes]
+``self.hidden = h`` in a forward pass is an ordinary attribute of a module that all replicas share.
+The first time that a replica sets or deletes one, the module's class gets a descriptor of that
+name, which gives every replica of a mirrored module the value it set itself; on other modules it
+does what instances do without. When the run ends the values are joined into the module's ordinary
+attribute, which is what the cross-replica context and copies made there see (a replica's copies
+have its own value, see ``own_copies.py``):
+
+    the replicas leave                            the module has
+    tensors of the shape it had before            their mean, weighted by examples; the first
+                                                  one, of integers
+    tensors of their parts of the batch           their concatenation
+    0-d floating tensors                          their mean, weighted by examples
+    numbers or strings, all equal; one object     that; equal sizes too, but for those of examples
+    anything else                                 PerReplica
+
+A bool is not each replica's own but says that something has been done, to what the replicas share
+(hooks registered, submodules made); if they leave it different, the run fails.
+
+What the replicas have only read stays as it was. In the next run every replica goes on with its
+own value, unless the cross-replica context has set another: of that each gets its part, if it is
+batched as the run's batch is, or a copy. See [Note: States of an attribute].
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from mirror.base.dynamo import disable_dynamo, forget_compiled
+from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
+from mirror.replica.modules.call_interceptor import interceptor_of, owner_of
+from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute
+from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.replica.modules.wrappers import IGNORED, tell_of_ignored
+from mirror.replica.params.replicated_param import ReplicaParameter
+from mirror.run.current_replica import current
+from mirror.run.replicas import Replica
+
+# What torch itself keeps on a module, ``training`` among it, says the same on every replica.
+_SHARED = frozenset(nn.Module().__dict__)
+# Lists of their weights, or references to them, that RNNs make anew in every call.
+_DICTS = frozenset(("_parameters", "_buffers", "_modules"))
+_installing = threading.Lock()
+
+
+class ReplicaAttribute:
+    """The descriptor of an attribute that replicas have set; see [Note: Own attributes]."""
+
+    def __init__(self, name: str, default: Any) -> None:
+        self._name = name
+        self._default = default  # of the class
+
+    @disable_dynamo
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        value = MISSING
+        if module is not None:
+            found = own_values(module, self._name)
+            if found is not None:
+                own, replica = found
+                value = own.read(replica)
+            else:
+                value = module.__dict__.get(self._name, MISSING)
+        if value is MISSING:
+            value = self._default
+            if hasattr(type(value), "__get__"):
+                value = value.__get__(module, owner)
+        if value is MISSING:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+        return value
+
+    @disable_dynamo
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        found = own_values(module, self._name)
+        if found is not None:
+            own, replica = found
+            own.write(replica, value)
+        else:
+            module.__dict__[self._name] = value
+
+    @disable_dynamo
+    def __delete__(self, module: nn.Module) -> None:
+        found = own_values(module, self._name)
+        if found is not None:
+            self.__get__(module, type(module))
+            own, replica = found
+            own.write(replica, MISSING)
+        elif module.__dict__.pop(self._name, MISSING) is MISSING:
+            raise AttributeError(self._name)
+
+
+def own_values(module: nn.Module, name: str) -> tuple[PerReplicaAttribute, Replica] | None:
+    """Returns the replicas' values of an attribute, and the current one of a module's replicas."""
+    replica = current.replica
+    if replica is None:
+        return None
+    call = interceptor_of(module)
+    if not isinstance(call, CallInterceptor) or call.replicas is not replica.replicas:
+        return None
+    if not call.replicas.mirrors:
+        return None
+    # On the CallInterceptor, because copies and pickles of a module leave that out.
+    if name not in call.own:
+        call.own[name] = PerReplicaAttribute(module, name, call.recorder.attributes)
+    return call.own[name], replica
+
+
+def watch_attributes() -> None:
+    """Has attributes noticed that replicas set on mirrored modules; once, for good."""
+    wrap_once(nn.Module, "__setattr__", _noticing_set)
+    wrap_once(nn.Module, "__delattr__", _noticing_delete)
+
+
+def _noticing_set(original: Callable[..., None]) -> Callable[..., None]:
+    def setattr_noticed(self: nn.Module, name: str, value: Any) -> None:
+        if SPLIT_CALL in self.__dict__ and name not in _SHARED:
+            if name in WEIGHT_LISTS:
+                value = [_for_all(weight) for weight in value]
+            elif current.replica is not None:
+                _notice(self, name, value)
+            elif type(value) is Tensor and not torch.compiler.is_compiling():
+                _record(self)  # the replicas must not share it
+            elif name == IGNORED:
+                tell_of_ignored(self, value)
+        elif name == "training" and current.replica is not None:
+            _note_mode(self, value)
+        elif name in _DICTS:
+            _record(self)  # the new one is to be watched as well
+        original(self, name, value)
+
+    return setattr_noticed
+
+
+def _noticing_delete(original: Callable[..., None]) -> Callable[..., None]:
+    def delattr_noticed(self: nn.Module, name: str) -> None:
+        if current.replica is not None and SPLIT_CALL in self.__dict__:
+            _notice(self, name, MISSING)
+        original(self, name)
+
+    return delattr_noticed
+
+
+def _record(module: nn.Module) -> None:
+    route = interceptor_of(module)
+    if route is not None:
+        route.recorder.record(module)
+
+
+def _note_mode(module: nn.Module, mode: bool) -> None:
+    """Notes that a replica calls ``train()`` or ``eval()``: all must, for it is one module."""
+    replica = current.replica
+    if replica is None or owner_of(module) is not replica.replicas:
+        return
+    if replica.replicas.num_replicas > 1:
+        of_replicas = replica.run.modes.setdefault(id(module), (module, {}))[1]
+        of_replicas[replica.replica_id] = mode
+
+
+def _for_all(weight: Any) -> Any:
+    """Returns what stands for all replicas' copies: between write and read another may write."""
+    is_reference = isinstance(weight, weakref.ref)
+    copy = weight() if is_reference else weight
+    owner = copy.variable.owner() if isinstance(copy, ReplicaParameter) else None
+    if owner is None:
+        return weight
+    return weakref.ref(owner) if is_reference else owner
+
+
+def is_own(module: nn.Module, name: str) -> bool:
+    """Whether replicas have set an attribute of the module's class."""
+    return isinstance(inspect.getattr_static(type(module), name, None), ReplicaAttribute)
+
+
+@disable_dynamo
+def _notice(module: nn.Module, name: str, value: Any) -> None:
+    """Installs the descriptor of an attribute that a replica is about to set, or to delete."""
+    attributes = module.__dict__
+    if attributes.get(name, MISSING) is value:
+        return
+    if isinstance(value, (nn.Parameter, nn.Module)) or isinstance(module, LazyModuleMixin):
+        return
+    if any(name in attributes[kind] for kind in ("_parameters", "_buffers", "_modules")):
+        return
+    existing = inspect.getattr_static(type(module), name, MISSING)
+    if hasattr(type(existing), "__set__") or own_values(module, name) is None:
+        return
+    with _installing:
+        setattr(type(module), name, ReplicaAttribute(name, existing))
+    forget_compiled()  # that code reads the instance

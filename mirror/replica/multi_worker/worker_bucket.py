@@ -1,0 +1,257 @@
+"""Bucket: variables whose gradients travel between workers in one buffer, and how they lie there.
+
+On all workers alike: a gradient travels in the order in memory of its variable, whatever its own.
+There it stays, as [Note: Gradients in flat buffers] has it: ``p.grad`` is a view of the buffer.
+
+Rows: sparse gradients of several workers, summed as sparse ones.
+
+Indices and values travel in an exchange of tensors of any sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor, nn
+
+from mirror.comm.host.host_library import BufferAddresses, library
+from mirror.comm.packing import ALIGNMENT_BYTES, have_same_strides
+from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
+from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.multi_worker.trailer import COUNTS, NUM_OTHERS, UsualTrailers
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+
+# Called by ``map``, which costs less than a loop of Python's.
+_is_contiguous, _data_ptr, _as_strided_ = Tensor.is_contiguous, Tensor.data_ptr, Tensor.as_strided_
+_EXACT = (torch.float32, torch.float64)  # a weight may stand in a tail of these
+
+
+class WorkerBucket:
+    """Some of the variables of all workers' sequence.
+
+    Args:
+        wire_dtype: what travels, if not the gradients' own dtype.
+        devices: the replicas'.
+        on_host: whether their gradients are there, and the host library may sum them.
+
+    Attributes:
+        variables: in order; ``None`` for one that is gone.
+        copies, targets: of each, per replica.
+        wire: the dtype that travels.
+        all_count: the flags of a worker that has all gradients.
+        ends_exactly: whether a weight can stand in its tail.
+        num_elements: of the buffer, without the tail.
+        tails: what its tails usually are; ``None`` where ``summed`` cannot pack it.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[ReplicatedParam],
+        wire_dtype: torch.dtype | None,
+        devices: Sequence[torch.device],
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self.variables: list[ReplicatedParam | None] = list(variables)
+        targets = [variable.targets[0] for variable in variables]
+        replicas, device = range(len(devices)), devices[0]
+        self.copies: list[list[ReplicaParameter]] = [
+            [v.copies[r] for v in variables] for r in replicas
+        ]
+        self.targets: list[list[nn.Parameter]] = [
+            [v.targets[r] for v in variables] for r in replicas
+        ]
+        self.devices = tuple(devices)
+        self.dtype = real_dtype(targets[0]) if targets else torch.float32
+        self.wire = self.dtype if wire_dtype is None else wire_dtype
+        self.all_count = [COUNTS] * len(variables)
+        self.ends_exactly = self.wire in _EXACT
+        self._are_complex = [target.is_complex() for target in targets]
+        self.has_complex = any(self._are_complex)
+        self._is_contiguous = all(target.is_contiguous() for target in targets)
+        self._layouts = [_layout(target) for target in targets]
+        sizes = [_number(shape) for shape, _ in self._layouts]
+        item = self.dtype.itemsize
+        gaps = [-size * item % ALIGNMENT_BYTES // item for size in sizes]
+        self._step, self._sizes = 1, sizes
+        self._gaps: dict[torch.device, list[Tensor]] = {}
+        if any(gaps):
+            for device in dict.fromkeys(devices):
+                zeros = torch.zeros(ALIGNMENT_BYTES, dtype=self.dtype, device=device)
+                self._gaps[device] = [zeros[:gap] for gap in gaps]
+            self._sizes, self._step = [*chain(*zip(sizes, gaps, strict=True))], 2
+        self.num_elements = sum(self._sizes)
+        self._shaped = [i for i, (shape, _) in enumerate(self._layouts) if len(shape) != 1]
+        self._shapes = [self._layouts[i][0] for i in self._shaped]
+        self._strides = [self._layouts[i][1] for i in self._shaped]
+        packs = on_host and bool(variables) and self._is_contiguous and self.ends_exactly
+        self.tails: UsualTrailers | None = None
+        if packs and self.wire == self.dtype and not self.has_complex:
+            self.tails = UsualTrailers(len(variables), self.wire)
+            offsets = [*accumulate(self._sizes, initial=0)][:: self._step]
+            self._places = BufferAddresses(
+                sizes, [*offsets[: len(sizes)], self.num_elements], self.dtype
+            )
+            tail_size = len(variables) + NUM_OTHERS
+            self._size = self.num_elements + tail_size
+
+    def forget(self, variable: ReplicatedParam) -> None:
+        """Lets go of a variable that is gone; its place stays, as the others may have it yet."""
+        if variable not in self.variables:
+            return
+        i = self.variables.index(variable)
+        self.variables[i] = None
+        for mine, targets in zip(self.copies, self.targets, strict=True):
+            mine[i] = targets[i] = nn.Parameter(torch.empty(0))  # type: ignore[call-overload]
+
+    def zeros(self, i: int, device: torch.device) -> Tensor:
+        """Returns a gradient that counts for nothing."""
+        shape, strides = self._layouts[i]
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device).zero_()
+
+    def real(self, column: Sequence[Tensor]) -> list[Tensor]:
+        """Returns gradients of one replica as real numbers."""
+        return [
+            torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+            for grad in column
+        ]
+
+    def summed(self, columns: Sequence[Sequence[Tensor]], scale: float, tail: bytes) -> Tensor:
+        """Returns a new buffer with the replicas' sums, and a tail; all read once, in one pass.
+
+        Of a bucket with ``tails`` only. Gradients that lie otherwise are copied before.
+        """
+        if len(columns) == 1:
+            rows = columns[0]
+        else:
+            rows = [grad for row in zip(*columns, strict=True) for grad in row]
+        if not all(map(_is_contiguous, rows)):
+            rows = [grad.contiguous() for grad in rows]
+        buffer = torch.empty(self._size, dtype=self.dtype, device="cpu")
+        addresses = list(map(_data_ptr, rows))
+        library().pack_sums(addresses, self._places, scale, tail, buffer.data_ptr())
+        return buffer
+
+    def packed(
+        self, grads: Sequence[Tensor], scale: float, tail: Sequence[float], replica_id: int = 0
+    ) -> Tensor:
+        """Returns a new buffer with real gradients, multiplied by ``scale``, and a tail."""
+        device = self.devices[replica_id]
+        if self._is_contiguous and False not in [grad.is_contiguous() for grad in grads]:
+            pieces = [grad.view(-1) for grad in grads]
+        else:
+            pieces = list(self._in_order(grads))
+        if self._gaps:
+            pieces = [*chain(*zip(pieces, self._gaps[device], strict=True))]
+        pieces.append(torch.tensor(tail, dtype=self.dtype, device=device))
+        if self.wire == self.dtype:
+            buffer = torch.cat(pieces)
+        else:
+            size = self.num_elements + len(tail)
+            buffer = torch.empty(size, dtype=self.wire, device=device)
+            torch.cat(pieces, out=buffer)
+        if scale != 1.0:
+            buffer.narrow(0, 0, self.num_elements).mul_(scale)
+        return buffer
+
+    def _in_order(self, grads: Sequence[Tensor]) -> Iterator[Tensor]:
+        for grad, (shape, strides) in zip(grads, self._layouts, strict=True):
+            ordered = grad
+            if grad.stride() != strides:
+                ordered = torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device)
+                ordered.copy_(grad)
+            yield ordered.as_strided((ordered.numel(),), (1,))
+
+    def unpacked(self, buffer: Tensor) -> list[Tensor]:
+        """Returns the gradients in a buffer; to autograd they are no views of it."""
+        rest = buffer.numel() - self.num_elements
+        pieces = torch.unsafe_split_with_sizes(buffer, [*self._sizes, rest])
+        grads = list(pieces[: -1 : self._step])
+        for _ in map(_as_strided_, [grads[i] for i in self._shaped], self._shapes, self._strides):
+            continue
+        if not self.has_complex:
+            return grads
+        return [
+            torch.view_as_complex(grad) if is_complex else grad
+            for grad, is_complex in zip(grads, self._are_complex, strict=True)
+        ]
+
+
+def real_dtype(target: Tensor) -> torch.dtype:
+    """Returns the dtype of the real numbers that a gradient is made of."""
+    return torch.view_as_real(target.detach()).dtype if target.is_complex() else target.dtype
+
+
+def _layout(target: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape and strides of a variable's gradient where it travels."""
+    shape: tuple[int, ...] = tuple(target.shape)
+    if target.is_complex():
+        shape = (*shape, 2)
+    elif have_same_strides([target]):
+        return shape, target.stride()
+    return shape, torch.empty(shape, device="meta").stride()
+
+
+def _number(shape: Sequence[int]) -> int:
+    number = 1
+    for size in shape:
+        number *= size
+    return number
+
+
+_ABSENT, _SPARSE, _DENSE = 0.0, 1.0, 2.0
+
+
+def sum_sparse(
+    workers: LocalWorkerGroup,
+    mine: Sequence[Tensor | None],
+    variables: Sequence[ReplicatedParam | None],
+) -> list[Tensor | None]:
+    """Sums gradients over the workers, each sparse, dense or absent; sparse if all are.
+
+    Args:
+        variables: whose gradients they are; ``None`` for one that is gone.
+    """
+    like = [None if variable is None else variable.targets[0] for variable in variables]
+    kinds, tensors = [], list[Tensor]()
+    for grad in mine:
+        if grad is None:
+            kinds.append(_ABSENT)
+        elif grad.is_sparse:
+            kinds.append(_SPARSE)
+            grad = grad.coalesce()
+            tensors += [grad.indices(), grad.values()]
+        else:
+            kinds.append(_DENSE)
+            tensors.append(grad)
+    every = workers.exchange_tensors("sparse gradients", len(mine), tensors, kinds)
+    columns = [list(_opened(parcel, like)) for parcel in every]
+    totals: list[Tensor | None] = []
+    for parts, target in zip(zip(*columns, strict=True), like, strict=True):
+        present = [part for part in parts if part is not None]
+        if not present or target is None:
+            totals.append(None)
+            continue
+        if not all(part.is_sparse for part in present):
+            present = [part.to_dense() if part.is_sparse else part for part in present]
+        totals.append(summed(present, target.device))
+    return totals
+
+
+def _opened(parcel: Message, like: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+    """Returns the gradients of one worker."""
+    tensors = iter(parcel.tensors)
+    for kind, target in zip(parcel.numbers, like, strict=True):
+        if kind == _ABSENT:
+            yield None
+        elif kind == _DENSE:
+            yield next(tensors)
+        else:
+            rows = next(tensors), next(tensors)
+            yield (
+                None
+                if target is None
+                else torch.sparse_coo_tensor(*rows, target.shape, check_invariants=False)
+            )

@@ -1,1 +1,0 @@
-"""Steps at home, where parameters have a storage of their own."""

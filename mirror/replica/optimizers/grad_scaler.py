@@ -1,0 +1,163 @@
+"""GradScaler: dynamic loss scaling for mirrored parameters, in and outside ``run``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirror.base.torch_private import OptState
+from mirror.errors import StrategyError
+from mirror.replica.optimizers.param_groups import replicas_reached
+from mirror.run.current_replica import current
+from mirror.threads.merge_point import MergePoint
+
+_lock = threading.Lock()  # not held by a scaler: scalers are copied and pickled
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for mirrored parameters, with its arguments and its state.
+
+    All its methods work in the cross-replica context and inside ``run``, where every replica
+    calls them: ``scale``, ``unscale_`` and ``step`` for its own loss and copies, ``update`` once
+    for all. The gradients are reduced before they are looked at, so an inf on one replica skips
+    the step on all.
+
+    [Note: Stages per replica]
+    torch notes for each optimizer whether its gradients are unscaled, and which infs were found.
+    Inside ``run`` every replica unscales its own gradients, so each has notes of its own, which
+    begin as those of the cross-replica context. When the run is over, or the replicas merge, those
+    of its first replica are the common ones again: they are all alike, as the gradients are.
+    """
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies a tensor, or each of an iterable of tensors, by the scale factor."""
+        if self._enabled and self._scale is None:
+            first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
+            with _lock:
+                if isinstance(first, Tensor) and self._scale is None:
+                    self._lazy_init_scale_growth_tracker(first.device)
+        return super().scale(outputs)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscales the gradients unless done, and steps unless one of them is inf or NaN."""
+        replica = current.replica
+        if not self._enabled or replica is None or "closure" in kwargs:
+            return super().step(optimizer, *args, **kwargs)
+        # A fused step would find the scale in attributes of the optimizer, which all replicas
+        # share while each deletes them after its own step. So unscale here.
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        # The host waits there until the device has looked at all gradients.
+        replica.run.lockstep.let_next_begin(replica.replica_id)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Updates the scale factor; inside ``run`` the replicas meet, and it happens once."""
+        replica = current.replica
+        if replica is None or not self._enabled:
+            super().update(new_scale)
+            return
+
+        def action(payloads: dict[int, tuple[GradScaler, Any]]) -> dict[int, None]:
+            # One scaler for all replicas, or one each.
+            for scaler, scale in {id(s): (s, scale) for s, scale in payloads.values()}.values():
+                torch.amp.GradScaler.update(scaler, scale)
+            return dict.fromkeys(payloads)
+
+        point = MergePoint("GradScaler.update", (), (self, new_scale), action)
+        replica.run.merge(replica.replica_id, point)
+
+    # See [Note: Stages per replica].
+
+    _common_states: dict[int, dict[str, Any]]
+    _replica_states: dict[int, dict[int, dict[str, Any]]]
+    _of_run: Any  # the run that the replicas' stages are of
+
+    @property
+    def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:
+        replica = current.replica
+        with _lock:
+            run = None if replica is None else replica.run
+            if self._of_run is not run:
+                self._end_stages()
+                self._of_run = run
+            if replica is None:
+                return self._common_states
+            if replica.replica_id not in self._replica_states:
+                self._replica_states[replica.replica_id] = _copied(self._common_states.items())
+            return self._replica_states[replica.replica_id]
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: dict[int, dict[str, Any]]) -> None:
+        self._common_states = states
+        self._replica_states = {}
+        self._of_run = None
+
+    def _end_stages(self) -> None:
+        """Makes the first replica's stages the common ones."""
+        if self._replica_states:
+            self._common_states = self._replica_states[min(self._replica_states)]
+            self._replica_states = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled:
+            _ = self._per_optimizer_states  # those of a run that is over become the common ones
+        state = super().__getstate__()
+        state.pop("_of_run", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._of_run = None
+
+
+def watch_torchs_scaler() -> None:
+    """Has torch's own scaler say inside ``run`` that it is not for replicas; call it once."""
+    for name in ("unscale_", "step", "update"):
+        setattr(torch.amp.GradScaler, name, _refusing(getattr(torch.amp.GradScaler, name)))
+
+
+def _refusing(method: Any) -> Any:
+    @functools.wraps(method)
+    def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        replica = current.replica
+        is_torchs = self._enabled and not isinstance(self, GradScaler)
+        if replica is not None and is_torchs and replica.replicas.num_replicas > 1:
+            optimizer = args[0] if args else kwargs.get("optimizer")
+            own = (
+                isinstance(optimizer, torch.optim.Optimizer)
+                and replicas_reached(optimizer) is None
+            )
+            if not own:
+                raise StrategyError(
+                    f"{type(self).__name__}.{method.__name__} of torch was called inside "
+                    "strategy.run, where every replica unscales gradients of its own; use "
+                    "mirror.amp.GradScaler, which has its arguments and its state"
+                )
+        return method(self, *args, **kwargs)
+
+    return refusing
+
+
+def _copied(states: Iterable[tuple[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    copied: dict[int, dict[str, Any]] = defaultdict(_ready)
+    for key, state in states:
+        copied[key] = {**state, "found_inf_per_device": dict(state["found_inf_per_device"])}
+    return copied
+
+
+def _ready() -> dict[str, Any]:
+    return {"stage": OptState.READY, "found_inf_per_device": {}}

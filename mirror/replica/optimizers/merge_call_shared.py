@@ -1,0 +1,254 @@
+"""What all replicas call on an object they share, done once for all of them.
+
+[Note: Once]
+A scheduler, or an optimizer with counters and lists of its own, is one Python object, whatever the
+number of replicas. Were each of them to call its ``step``, it would count N steps. So inside
+``run`` such a call is a merge: the call is made once, in the cross-replica context, over the
+mirrored parameters, after which all replicas have what it left. It happens there as it would
+outside ``run``, whatever the object keeps and wherever, a wrapped optimizer included.
+
+    argument                  what the one call gets
+    functions (closures)      a closure that calls each replica's, in a run, and returns their loss
+    0-d floating tensors      the loss of the whole batch: their mean, weighted as gradients are,
+                              over all workers
+    anything else             the argument, which must be equal on all replicas
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
+from mirror.errors import StrategyError, short_repr
+from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.gradients.graph_boundary import mark_boundary
+from mirror.replica.params.bitwise import same_bits
+from mirror.run.current_replica import current
+from mirror.run.lifecycle import nothing
+from mirror.run.replicas import Replica, Replicas, RunView
+from mirror.run.run_state import Run
+from mirror.run.runner import runner_of
+from mirror.threads.merge_point import MergePoint
+from mirror.values import map_structure
+
+Method = Callable[..., Any]
+
+
+def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) -> None:
+    """Wraps a method of ``base`` and all its subclasses, also of those to come, for good."""
+
+    def wrap_own(cls: type) -> None:
+        method = cls.__dict__.get(name)
+        if callable(method) and not is_watched(method):
+            setattr(cls, name, wrap(method))
+
+    def init_subclass(cls: type, /, **kwargs: Any) -> None:
+        if before is None:
+            super(base, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            before.__get__(None, cls)(**kwargs)
+        wrap_own(cls)
+
+    before: Any = base.__dict__.get("__init_subclass__")  # one of ours, for another method
+
+    base.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+    classes, seen = [base], set[type]()
+    while classes:
+        cls = classes.pop()
+        if cls not in seen:
+            seen.add(cls)
+            wrap_own(cls)
+            classes += type.__subclasses__(cls)
+
+
+def watched(
+    method: Method,
+    in_run: Callable[..., Any],
+    failed: Callable[[Any, BaseException], None] = nothing,
+) -> Method:
+    """Returns a method that is ``in_run(method, self, context, args, kwargs)`` inside ``run``.
+
+    Args:
+        failed: is told, with ``self``, of what the method has raised.
+    """
+
+    @disable_and_suspend
+    @functools.wraps(method)
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        replica = current.replica
+        try:
+            if replica is None or not replica.replicas.mirrors:
+                return method(self, *args, **kwargs)
+            hold = suspend_dynamo()
+            try:
+                return in_run(method, self, replica, args, kwargs)
+            finally:
+                resume_dynamo(hold)
+        except BaseException as error:
+            failed(self, error)
+            raise
+
+    # Others may copy what a function has: only of itself it says the truth.
+    wrapper._is_watched = wrapper  # type: ignore[attr-defined]
+    return wrapper
+
+
+def is_watched(method: Any) -> bool:
+    """Whether ``watched`` has returned this very function."""
+    return getattr(method, "_is_watched", None) is method
+
+
+def merge_call_shared(
+    context: Replica,
+    method: Method,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    *,
+    seen: Any = None,
+    check: Callable[[dict[int, Any]], None] | None = None,
+) -> tuple[Any, bool]:
+    """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
+
+    Args:
+        seen: what the replica has found in the target.
+        check: is called before with what all have found.
+
+    Returns:
+        This replica's result, and whether a closure was called.
+
+    Raises:
+        StrategyError: the replicas' targets are not one object, or arguments differ.
+    """
+    kind = type(target).__name__
+    what = f"{kind}.{getattr(method, '__name__', 'step')}"
+
+    def action(payloads: dict[int, Any]) -> dict[int, Any]:
+        run = context.run
+        assert isinstance(run, Run)
+        if any(payload[0] is not target for payload in payloads.values()):
+            raise StrategyError(
+                f"every replica has called {what} of a {kind} of its own, over parameters that "
+                "all share; make it outside strategy.run"
+            )
+        if check is not None:
+            check({r: payload[3] for r, payload in payloads.items()})
+        closures: list[_Closure] = []
+
+        def call() -> Any:
+            trees = [payloads[r][1:3] for r in run.active]
+            joined = functools.partial(_join, run, what, closures)
+            one_args, one_kwargs = map_structure(joined, *trees)
+            return method(target, *one_args, **one_kwargs)
+
+        result = runner_of(run.replicas).call_cross_replica(run, call)
+        has_called = any(closure.losses is not None for closure in closures)
+        for closure in closures:
+            if closure.losses is not None and closure.loss is result:
+                return {r: (loss, True) for r, loss in closure.losses.items()}
+        return dict.fromkeys(payloads, (result, has_called))
+
+    point = MergePoint(what, (kind,), (target, tuple(args), dict(kwargs), seen), action)
+    result: tuple[Any, bool] = context.run.merge(context.replica_id, point)
+    return result
+
+
+class _Closure:
+    """One closure made of the replicas': runs them as replicas, and returns their common loss."""
+
+    def __init__(self, run: RunView, closures: dict[int, Callable[[], Any]]) -> None:
+        self._run, self._closures = run, closures
+        self.loss: Any = None  # what the last call returned
+        self.losses: dict[int, Any] | None = None  # and what it was on each replica
+
+    def __call__(self) -> Any:
+        run = self._run
+        inner = runner_of(run.replicas).run(
+            lambda replica_id: self._closures[replica_id](), run.active, weights=run.all_weights()
+        )
+        self.losses = inner.results
+        self.loss = map_structure(functools.partial(_mean, inner), *inner.results.values())
+        return self.loss
+
+
+def _join(run: RunView, what: str, closures: list[_Closure], *leaves: Any) -> Any:
+    """Returns the one argument that the replicas' make. See [Note: Once]."""
+    first = leaves[0]
+    if callable(first) and not isinstance(first, (type, Tensor, nn.Module)):
+        closures.append(_Closure(run, dict(zip(run.active, leaves, strict=True))))
+        return closures[-1]
+    if all(leaf is first for leaf in leaves):
+        is_own = isinstance(first, Tensor) and run.replicas.workers.is_multi_process
+        return _mean(run, *leaves) if is_own else first
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
+            return _mean(run, *leaves)
+        if all(same_bits(leaf, first) for leaf in leaves):
+            return first
+    elif all(_equal(leaf, first) for leaf in leaves):
+        return first
+    raise StrategyError(
+        f"{what} is done once for all replicas, which have passed it different values: "
+        f"{', '.join(map(short_repr, leaves))}; give all the same, all_reduce('mean', ...) of a "
+        "replica's context, or call it outside strategy.run"
+    )
+
+
+def _mean(run: RunView, *leaves: Any) -> Any:
+    """Returns the loss of the whole batch, of the replicas' losses."""
+    first = leaves[0]
+    if not _is_loss(first):
+        return first
+    shares = [run.shares()[r] for r in run.active]
+    if isinstance(first, float):
+        loss: Any = sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
+    else:
+        parts = mark_boundary(runner_of(run.replicas), run.active, leaves)
+        home = run.replicas.places.replica_at(parts[0].device)[0]
+        scaled = [part.to(home) * share for part, share in zip(parts, shares, strict=True)]
+        loss = summed(scaled, home)
+    if not run.replicas.workers.is_multi_process:
+        return loss
+    return whole_loss(run.replicas, loss, sum(run.weights().values()))
+
+
+def whole_loss(replicas: Replicas, loss: Any, weight: float) -> Any:
+    """Returns the loss of all workers' examples, by which all decide alike.
+
+    Its gradient is that of this worker's own.
+
+    Args:
+        weight: what this worker's loss counts for, if gradients are means.
+    """
+    if not _is_loss(loss):
+        return loss
+    own = torch.as_tensor(loss).detach()
+    parcels = replicas.workers.exchange_tensors("a loss", None, [own], [weight])
+    weights = [parcel.numbers[0] for parcel in parcels]
+    if replicas.weighted:
+        weights = [one / (sum(weights) or 1.0) for one in weights]
+    else:
+        weights = [1.0] * len(weights)
+    whole = sum(parcel.tensors[0] * w for parcel, w in zip(parcels, weights, strict=True) if w)
+    if isinstance(loss, float):
+        return float(whole)
+    grounded = loss if weight else torch.nan_to_num(loss) * 0.0  # of nothing, that may be NaN
+    return grounded + (torch.as_tensor(whole).to(own) - grounded.detach())
+
+
+def _is_loss(leaf: Any) -> bool:
+    if isinstance(leaf, float):
+        return True
+    return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
+    except (TypeError, ValueError, RuntimeError):
+        return False

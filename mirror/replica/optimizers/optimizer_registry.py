@@ -1,0 +1,193 @@
+"""Optimizers: all those over one strategy's parameters, and what is told to them together.
+
+CentralOptimizers: what steps take from the replicas, and give them. See [Note: Home].
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from mirror.replica.gradients.central_access import CentralAccess
+from mirror.replica.gradients.grad_access import GradAccess
+from mirror.replica.optimizers.param_groups import ParamGroupsView
+from mirror.replica.params.central_param import CentralParam
+from mirror.replica.params.replicated_param import ReplicatedParam
+from mirror.replica.params.replicated_params import mark_synced
+from mirror.replica.replica_checks import SeeReplica, SumOfReplica
+from mirror.run.lifecycle import LifecycleHooks
+from mirror.run.replicas import Replicas, RunView, SwappedOptimizer, WeakReplicaMap
+from mirror.run.run_state import Run
+from mirror.run.runner import Runner
+
+_known: WeakReplicaMap[OptimizerRegistry] = WeakReplicaMap()
+optimizers_of = _known.get
+
+
+class OptimizerOfReplicas(Protocol):
+    """What is asked of one optimizer over mirrored parameters."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, while it lives."""
+
+    def sync_idle(self, source: int, others: Sequence[int]) -> None:
+        """Gives one replica's state to others."""
+
+    def follow_first(self) -> None:
+        """Takes the optimizer back, and makes the first replica's state that of all."""
+
+    def check(self, look: SumOfReplica) -> None:
+        """Shows the state of every replica to ``look``, beside that of the first."""
+
+    def show_first(self, see: SeeReplica) -> None:
+        """Shows the first replica's state to ``see``."""
+
+
+class OptimizerRegistry:
+    """The optimizers over the mirrored parameters of one strategy.
+
+    Attributes:
+        lent: those that a step has; or had, and raised.
+    """
+
+    def __init__(self, replicas: Replicas, runner: Runner, gradients: GradAccess) -> None:
+        self.replicas = replicas
+        self.runner = runner
+        self.lent: set[SwappedOptimizer] = set()
+        self._gradients = gradients
+        # In the order in which they were made.
+        self._all: weakref.WeakKeyDictionary[OptimizerOfReplicas, None] = (
+            weakref.WeakKeyDictionary()
+        )
+        _known.put(replicas, self)
+
+    def part(self) -> LifecycleHooks:
+        """Returns what keeps optimizers equal between runs."""
+        return LifecycleHooks(
+            name="optimizers",
+            prepare=self._prepare,
+            finish=_check_options,
+            sync_idle=self._bring_along,
+            recover=self._recover,
+        )
+
+    def add(self, optimizer: OptimizerOfReplicas) -> None:
+        """Notes an optimizer, for as long as it lives."""
+        self._all[optimizer] = None
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns all there are."""
+        found = [mirrored.optimizer for mirrored in tuple(self._all)]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    def check(self, look: SumOfReplica) -> None:
+        """Shows the state of every replica to ``look``, beside that of the first."""
+        for optimizer in tuple(self._all):
+            optimizer.check(look)
+
+    def show_first(self, see: SeeReplica) -> None:
+        """Shows the first replica's state of all optimizers to ``see``."""
+        for optimizer in tuple(self._all):
+            optimizer.show_first(see)
+
+    # Gradients, and the values with them
+
+    def reduce(self, run: RunView | None = None) -> None:
+        """Reduces the gradients, for a step: of a run, or of the cross-replica context."""
+        if run is None:
+            self._gradients.unreduced.flush()
+        else:
+            gradients = self._gradients.unreduced
+            gradients.settle(gradients.shares_in(run))
+            self._gradients.refuse_unlike(run)
+        self.replicas.workers.num_steps += 1
+
+    def clear(self, parameters: ParamGroupsView) -> bool:
+        """Drops the gradients of all these, if none is pending; returns whether it did."""
+        return self._gradients.clear(parameters.variables, parameters.targets)
+
+    @torch.no_grad()
+    def broadcast(
+        self, variables: Iterable[ReplicatedParam], source: int, others: Sequence[int]
+    ) -> None:
+        """Gives one replica's values and gradients to others."""
+        for variable in variables:
+            variable.broadcast(source, others)
+            self._gradients.broadcast(variable, source, others)
+
+    # One step for all: see [Note: One device, one step]
+
+    def gather(self, parameters: ParamGroupsView, leader: int) -> None:
+        """Gives the first replica what its step for all needs, if it sits the run out."""
+        if leader:
+            # Its gradients would be those of an earlier step: nobody has cleared them.
+            self.broadcast(parameters.variables, leader, (0,))
+
+    @torch.no_grad()
+    def spread(self, parameters: ParamGroupsView) -> None:
+        """Gives the other replicas, on the same device, what a step of the first one wrote."""
+        moved, targets = parameters.variables, parameters.targets
+        if [target for target in targets[0] if target.grad is None]:
+            moved = [v for v in moved if v.targets[0].grad is not None or v.changed()]
+            targets = list(zip(*[variable.targets for variable in moved], strict=True))
+        for others in targets[1:]:
+            torch._foreach_copy_(others, targets[0])
+        mark_synced(moved)
+
+    # What the part does
+
+    def _prepare(self) -> None:
+        if self.lent and self.runner.running is None:
+            self.runner.recover()  # a step in the cross-replica context has raised
+
+    def _bring_along(self, source: int, idle: Sequence[int]) -> None:
+        for optimizer in tuple(self._all):
+            optimizer.sync_idle(source, idle)
+
+    def _recover(self) -> None:
+        for loan in tuple(self.lent):  # also of an optimizer that is gone since its step raised
+            loan.force_out()
+        for optimizer in list(self._all):
+            optimizer.follow_first()
+
+
+def _check_options(run: Run) -> None:
+    while run.stepped:
+        optimizer, left = run.stepped.popitem()
+        optimizer.check_left(left)
+
+
+class CentralOptimizers(OptimizerRegistry):
+    """The optimizers over parameters that live at home, where they step once for all replicas."""
+
+    def __init__(self, replicas: Replicas, runner: Runner, gradients: CentralAccess) -> None:
+        super().__init__(replicas, runner, gradients)
+        self._access = gradients
+
+    @torch.no_grad()
+    def gather(self, parameters: ParamGroupsView, leader: int) -> None:
+        """Gives home what a step needs: gradients, and values that replicas have changed."""
+        for variable in cast("list[CentralParam]", parameters.variables):
+            if variable.has_changed_in_run(leader):
+                variable.take(leader)
+            self._access.fetch(variable, leader)
+
+    @torch.no_grad()
+    def spread(self, parameters: ParamGroupsView) -> None:
+        """Gives all replicas the values that a step has left at home."""
+        moved = [
+            variable
+            for variable in cast("list[CentralParam]", parameters.variables)
+            if variable.home.grad is not None or variable.changed()
+        ]
+        homes: list[Tensor] = [variable.home for variable in moved]
+        for r in range(self.replicas.num_replicas) if homes else ():
+            torch._foreach_copy_([variable.targets[r] for variable in moved], homes)
+        for variable in moved:
+            variable.note_known()
+        self._access.drop_unseen(parameters.variables)

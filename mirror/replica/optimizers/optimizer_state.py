@@ -1,0 +1,278 @@
+"""An optimizer's state: every replica's, and what ``optimizer.state`` is while none steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mirror.base.at_fork import reinit_after_fork
+from mirror.replica.optimizers.param_groups import stepped_by
+from mirror.replica.params.param_paths import path_of
+from mirror.replica.params.replicated_param import ReplicatedParam
+from mirror.replica.params.replicated_params import param_of
+from mirror.replica.replica_checks import SeeReplica, SumOfReplica
+from mirror.run.current_replica import replica_of
+from mirror.run.replicas import Replicas
+from mirror.values import are_identical, map_structure
+
+# A replica's state, the key in it, and the key in the shared state if that is to see new entries.
+Here = tuple[dict[Any, Any], Any, Any]
+
+
+class SharedState(defaultdict[Any, Any]):
+    """``optimizer.state`` between steps.
+
+    Inside ``run`` one entry is the current replica's; outside it is the first replica's, and notes
+    when it is looked into, which may be a change.
+
+    Args:
+        keeper: says where a replica finds an entry.
+    """
+
+    def __init__(self, keeper: ReplicaStates, entries: dict[Any, Any]) -> None:
+        super().__init__(dict, entries)
+        self.seen = True
+        # Weak: the optimizer holds its state for longer than we should hold it.
+        self._keeper = weakref.ref(keeper)
+
+    def _find_here(self, key: Any) -> Here | None:
+        keeper = self._keeper()
+        return None if keeper is None else keeper.find_here(key)
+
+    def is_kept(self) -> bool:
+        """Whether it is the state of an optimizer alive."""
+        keeper = self._keeper()
+        return keeper is not None and keeper.shared is self
+
+    def raw_items(self) -> Iterable[tuple[Any, Any]]:
+        return super().items()
+
+    def put(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        here = self._find_here(key)
+        if here is None:
+            self.seen = True
+            return super().__getitem__(key)
+        state, mine, _ = here
+        if mine not in state:
+            self[key] = {}
+        return state[mine]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        here = self._find_here(key)
+        if here is None:
+            self.seen = True
+            super().__setitem__(key, value)
+            return
+        state, mine, published = here
+        state[mine] = value
+        if published is not None:
+            self.put(published, value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        here = self._find_here(key)
+        if (key not in self) if here is None else (here[1] not in here[0]):
+            self[key] = default
+        return self[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        here = self._find_here(key)
+        if here is not None:
+            state, mine, _ = here
+            return state.get(mine, default)
+        self.seen = True
+        return super().get(key, default)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(super().items()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(defaultdict(dict, super().items()), memo)
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    original = getattr(defaultdict, name)
+
+    def method(self: SharedState, *args: Any, **kwargs: Any) -> Any:
+        self.seen = True
+        return original(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in "items values pop popitem update clear __delitem__".split():
+    setattr(SharedState, _name, _noting(_name))
+
+
+class ReplicaStates:
+    """The state of one optimizer on every replica, under the replica's own parameters.
+
+    The first replica's entries are the very objects that ``optimizer.state`` has. The others' may
+    be behind: they are copied when somebody uses them, see [Note: One device, one step].
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self.shared = SharedState(self, {})  # what optimizer.state is between steps
+        self._by_replica: list[dict[Any, Any]] = [defaultdict(dict) for _ in replicas.devices]
+        self._are_behind = False
+        self.after_fork()
+        reinit_after_fork(self)
+        self._published: list[Any] = []  # entries of the first one's that the shared state has
+
+    def after_fork(self) -> None:
+        """Makes the lock, which in a forked process nobody has."""
+        self._copying = threading.Lock()
+
+    def state_of(self, replica_id: int) -> dict[Any, Any]:
+        """Returns one replica's state, up to date."""
+        if replica_id > 0:
+            self.catch_up()
+        return self._by_replica[replica_id]
+
+    def catch_up(self) -> None:
+        """Copies the first replica's state to those that are behind."""
+        if self._are_behind:
+            with self._copying:
+                if self._are_behind:
+                    self._copy(0, range(1, self._replicas.num_replicas))
+                    self._are_behind = False
+
+    def read(self, optimizer: Optimizer, *, is_whole: bool = False) -> None:
+        """Takes in what the cross-replica context may have changed.
+
+        Args:
+            is_whole: whether the optimizer is not lent: then it may show another's state.
+        """
+        if "state" not in vars(optimizer):
+            return
+        found: Any = optimizer.state
+        if found is not self.shared:
+            if is_whole and isinstance(found, SharedState) and found.is_kept():
+                return
+            self.shared = SharedState(self, found)
+            optimizer.state = self.shared
+            _replace_in_wrappers(found, self.shared)
+        if self.shared.seen:
+            self._by_replica[0] = defaultdict(dict)
+            for key, value in self.shared.raw_items():
+                variable = param_of(key)
+                self._by_replica[0][key if variable is None else variable.home] = value
+            self.shared.seen, self._are_behind = False, True
+
+    def follow_first(self) -> None:
+        """Makes the first replica's state that of all."""
+        self._are_behind = True
+
+    def sync_idle(self, source: int, others: Iterable[int]) -> None:
+        """Gives one replica's state to others."""
+        if not self._are_behind:  # else those who look get the first one's
+            self._copy(source, others)
+
+    def publish_first(self) -> None:
+        """Enters the first replica's state, which is the optimizer's own, under the parameters."""
+        entries = list(self._by_replica[0].values())
+        if are_identical(entries, self._published):
+            return
+        for key, value in self._by_replica[0].items():
+            variable = param_of(key)
+            self.shared.put(key if variable is None else variable.owner(), value)
+        self._published = entries
+
+    def check(self, variables: Sequence[ReplicatedParam], look: SumOfReplica) -> None:
+        """Shows what every replica has to ``look``, beside what the first one has."""
+        if self._are_behind:
+            return
+        names = self._replicas.names
+        for variable in variables:
+            first = self._by_replica[0].get(variable.home, {})
+            for r in range(1, self._replicas.num_replicas):
+                other = self._by_replica[r].get(variable.targets[r], {})
+                for key in first.keys() | other.keys():
+
+                    def what(
+                        key: Any = key, variable: ReplicatedParam = variable, r: int = r
+                    ) -> str:
+                        return f"{_named(key, variable)} differs on {names[r]} from {names[0]}"
+
+                    look(first.get(key), other.get(key), what)
+
+    def show_first(self, variables: Sequence[ReplicatedParam], see: SeeReplica) -> None:
+        """Shows what the first replica has to ``see``."""
+        for variable in variables:
+            for key, value in self._by_replica[0].get(variable.home, {}).items():
+                see(value, partial(_named, key, variable))
+
+    def find_here(self, key: Any) -> Here | None:
+        """Returns where code inside ``run`` finds a state entry; ``None`` outside."""
+        replica = replica_of(self._replicas)
+        if replica is None:
+            return None
+        variable = param_of(key)
+        if variable is None:
+            mine, owner = key, key
+        else:
+            mine, owner = stepped_by(variable, replica.replica_id), variable.owner()
+        self.catch_up()  # the first one's, too, may be about to change
+        state = self._by_replica[replica.replica_id]
+        return state, mine, owner if replica.replica_id == 0 else None
+
+    def _copy(self, source: int, others: Iterable[int]) -> None:
+        for r in others:
+            state: dict[Any, Any] = defaultdict(dict)
+            for key, value in self._by_replica[source].items():
+                variable = param_of(key)
+                mine = key if variable is None else stepped_by(variable, r)
+                state[mine] = self._copied(value, source, r)
+            self._by_replica[r] = state
+            if r == 0:
+                self.publish_first()
+
+    def _copied(self, value: Any, source: int, destination: int) -> Any:
+        devices = (self._replicas.parameter_device, *self._replicas.devices[1:])
+        home, device = devices[source], devices[destination]
+        places = self._replicas.places if self._replicas.places.is_model_parallel else None
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                there = device if leaf.device == home else leaf.device
+                if places is not None:
+                    there = places.translate(leaf.device, device)
+                return leaf.detach().to(there, copy=True)
+            return copy.deepcopy(leaf)
+
+        return map_structure(copied, value)
+
+
+def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
+    """Replaces a state in the wrappers that show it (``self.state = base.state``).
+
+    Which objects refer to it is asked of the garbage collector: a reference count depends on the
+    interpreter. That takes milliseconds, once for each state that an optimizer is given.
+    """
+    for holder in gc.get_referrers(found):
+        # An instance refers to its attributes itself, or by its dict.
+        for owner in (holder, *(gc.get_referrers(holder) if type(holder) is dict else ())):
+            attributes = getattr(owner, "__dict__", None)
+            if type(attributes) is not dict or isinstance(owner, ModuleType):
+                continue
+            for name, value in list(attributes.items()):
+                if value is found:
+                    attributes[name] = shared
+
+
+def _named(key: Any, variable: ReplicatedParam) -> str:
+    return f"optimizer state {key!r} of parameter {path_of(variable.owner(), variable.name)!r}"

@@ -1,0 +1,146 @@
+"""What an optimizer holds and takes: parameter groups, one replica's, a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mirror.errors import StrategyError
+from mirror.replica.params.mirrored_parameter import MirroredParameter
+from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
+from mirror.run.replicas import Replicas
+
+
+class ParamGroupsView:
+    """What an optimizer's groups held when last looked at: one step is like the other.
+
+    Attributes:
+        variables: of all groups' mirrored parameters, in order.
+        targets: per replica, its own ordinary parameters of these.
+        are_mirrored: whether there are no other parameters.
+    """
+
+    __slots__ = ("_lists", "_of_replicas", "are_mirrored", "targets", "variables")
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._lists = [tuple(options["params"]) for options in groups]
+        self._of_replicas: dict[int, list[list[Tensor]]] = {}
+        held = [parameter for parameters in self._lists for parameter in parameters]
+        mirrored = [p for p in held if isinstance(p, MirroredParameter)]
+        self.variables: list[ReplicatedParam] = [parameter._mirrored for parameter in mirrored]
+        self.targets = list(zip(*[variable.targets for variable in self.variables], strict=True))
+        self.are_mirrored = len(mirrored) == len(held)
+
+    def are_in(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the groups hold the same mirrored parameters, and no others, in 20 ns each."""
+        if not self.are_mirrored or len(groups) != len(self._lists):
+            return False
+        for options, known in zip(groups, self._lists, strict=True):
+            held = options["params"]
+            if len(held) != len(known) or not all(map(is_, held, known)):
+                return False
+        return True
+
+    def groups_of(self, replica_id: int, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns one replica's copies of these groups: what it writes there is its own.
+
+        What is not mirrored goes with the first replica.
+        """
+        lists = self._of_replicas.get(replica_id)
+        if lists is None:
+            lists = [_of_replica(parameters, replica_id) for parameters in self._lists]
+            self._of_replicas[replica_id] = lists
+        if replica_id:
+            groups = [_own_options(options) for options in groups]
+        return [options | {"params": [*mine]} for options, mine in zip(groups, lists, strict=True)]
+
+
+def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
+    return [
+        stepped_by(p._mirrored, replica_id) if isinstance(p, MirroredParameter) else p
+        for p in parameters
+        if replica_id == 0 or isinstance(p, MirroredParameter)
+    ]
+
+
+def stepped_by(variable: ReplicatedParam, replica_id: int) -> nn.Parameter:
+    """Returns the parameter under which a replica has optimizer state: the first one, home."""
+    return variable.targets[replica_id] if replica_id else variable.home
+
+
+def _own_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in options.items()}
+
+
+def replicas_in(optimizer: Optimizer) -> Replicas | None:
+    """Returns whose parameters an optimizer holds; ``None`` if none is mirrored.
+
+    Raises:
+        StrategyError: its parameters are of two strategies, or one replica's own.
+    """
+    replicas: Replicas | None = None
+    for options in optimizer.param_groups:
+        for parameter in options["params"]:
+            if isinstance(parameter, MirroredParameter):
+                theirs = parameter._mirrored.replicas
+                if replicas is not None and theirs is not replicas:
+                    raise StrategyError(
+                        "an optimizer holds parameters of two strategies; make one for each"
+                    )
+                replicas = theirs
+            elif isinstance(parameter, ReplicaParameter):
+                raise StrategyError(
+                    "an optimizer made inside strategy.run holds one replica's "
+                    "own parameters; make optimizers outside run"
+                )
+    return replicas
+
+
+def replicas_reached(optimizer: Optimizer) -> Replicas | None:
+    """Returns whose first parameters an optimizer holds, or one that it wraps; ``None``: plain.
+
+    Every call of a scheduler or a step inside ``run`` asks: it looks no further than needed.
+    """
+    for options in getattr(optimizer, "param_groups", ()):
+        for parameter in options["params"]:
+            if isinstance(parameter, MirroredParameter):
+                return parameter._mirrored.replicas
+    for value in vars(optimizer).values():
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(inner, Optimizer) and inner is not optimizer:
+                replicas = replicas_reached(inner)
+                if replicas is not None:
+                    return replicas
+    return None
+
+
+def refuse_what_is_not_mirrored(optimizer: Optimizer) -> None:
+    """Raises for a parameter whose gradient nobody would reduce."""
+    for i, options in enumerate(getattr(optimizer, "param_groups", ())):
+        for parameter in options["params"]:
+            if not isinstance(parameter, MirroredParameter) and parameter.requires_grad:
+                raise StrategyError(
+                    f"parameter group {i} has a parameter of shape {tuple(parameter.shape)} "
+                    "that no mirrored module holds: its gradient would not be reduced; put it "
+                    "into a mirrored module, or step outside strategy.run"
+                )
+
+
+class StepOnce:
+    """A closure that was evaluated before the replicas merged."""
+
+    def __init__(self, loss: Any) -> None:
+        self._losses = [loss]
+
+    def __call__(self) -> Any:
+        if not self._losses:
+            raise StrategyError(
+                "this optimizer evaluates its closure several times, on losses that differ "
+                "between replicas; call step(closure) outside strategy.run, where the closure's "
+                "forward spans all replicas"
+            )
+        return self._losses.pop()

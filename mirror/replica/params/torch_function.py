@@ -1,0 +1,248 @@
+"""What tensor functions that act on a variable as a whole do with a mirrored one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from mirror.base.torch_private import NEW_PARAMETER, WithoutSubclass
+from mirror.errors import StrategyError
+from mirror.replica.collectives.reduce_ops import summed
+from mirror.replica.params.gradient_hooks import (
+    refuse_own_hook,
+    refuse_post_accumulate_hook,
+    through_hooks,
+)
+from mirror.replica.params.mirrored_parameter import MirroredParameter
+from mirror.replica.params.mirrored_tensor import DATA, GRAD, REQUIRES_GRAD, resolve, special
+from mirror.replica.params.subclasses import parameter_like
+
+
+@special(GRAD.__get__)
+def _get_grad(self: Any) -> Tensor | None:
+    # A buffer's gradient is not ours to reduce.
+    mirrored = isinstance(self, MirroredParameter)
+    grad: Tensor | None = self.grad if mirrored else GRAD.__get__(self._resolve(GRAD.__get__))
+    return grad
+
+
+@special(GRAD.__set__)
+def _put_grad(self: Any, value: Tensor | None) -> None:
+    self.grad = value
+
+
+@special(GRAD.__delete__)
+def _delete_grad(self: Any) -> None:
+    self.grad = None
+
+
+@special(Tensor.detach)
+def _detach(self: Any) -> Tensor:
+    if isinstance(self, MirroredParameter):
+        if sys._getframe(2).f_code is NEW_PARAMETER and self._mirrored.forward_param() is None:
+            return _another(self)
+        self._hand_out(None)  # its numpy array may be written without a new version
+    detached: Tensor = self._resolve(Tensor.detach).detach()
+    return detached
+
+
+def _another(parameter: MirroredParameter) -> Tensor:
+    """Returns a new mirrored parameter, for ``nn.Parameter(parameter)``.
+
+    That, of which weight_norm makes use, wants a tensor of the very same class. The new one has
+    memory of its own, on all replicas.
+    """
+    variable = parameter._mirrored
+    target = variable.home
+    another: nn.Parameter = parameter_like(
+        target, type(target), target.detach().clone(), requires_grad=True
+    )
+    variable.mirror(another, variable.name)
+    return another
+
+
+@special(REQUIRES_GRAD.__set__)
+def _put_requires_grad(self: Any, value: bool) -> None:
+    self.requires_grad = value
+
+
+@special(Tensor.requires_grad_)
+def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+    self.requires_grad = requires_grad
+    return self
+
+
+@special(Tensor.register_hook)
+def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """The hook gets the whole gradient of a backward pass, once. See [Note: Gradient hooks]."""
+    if not isinstance(self, MirroredParameter):
+        return self._resolve().register_hook(hook)
+    if self._mirrored.forward_param() is not None:
+        refuse_own_hook()
+    variable = self._mirrored
+    return variable.gradients.add_hook(variable, hook)
+
+
+@special(Tensor.register_post_accumulate_grad_hook)
+def _register_post_accumulate_grad_hook(self: Any, hook: object) -> None:
+    refuse_post_accumulate_hook()
+
+
+@special(Tensor.backward, torch.autograd.backward)
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+    *,
+    gradient: Any = None,
+) -> None:
+    """``backward(inputs=...)`` outside run means all copies of the parameters."""
+    if inputs is not None:
+        inputs = all_leaves(inputs)
+    torch.autograd.backward(
+        resolve(tensors),
+        resolve(gradient if grad_tensors is None else grad_tensors),
+        retain_graph,
+        create_graph,
+        grad_variables,
+        inputs,
+    )
+
+
+def all_leaves(inputs: Any) -> list[Any]:
+    """Returns where gradients arrive that ``backward(inputs=...)`` asks for."""
+    return [copy for copies in _spread(inputs) for copy in copies]
+
+
+def _spread(inputs: Any) -> list[tuple[Any, ...]]:
+    """Returns what each input stands for: all copies outside run; see [Note: Past resolution]."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    return [_leaves(p) if isinstance(p, MirroredParameter) else (resolve(p),) for p in inputs]
+
+
+def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
+    is_outside = parameter._mirrored.forward_param() is None
+    copies = parameter._mirrored.leaves if is_outside else (parameter._resolve(),)
+    if not copies[0].requires_grad:
+        return copies
+    with WithoutSubclass():
+        return *copies, get_gradient_edge(parameter)
+
+
+@special(torch.autograd.grad)
+def _autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` with respect to mirrored parameters, among others.
+
+    Inside ``run`` the replica's own gradient; in the cross-replica context the sum over the
+    copies, which is the whole gradient because the loss is the common one, and which hooks see.
+    Of several workers it is the mean over all of them, weighted as ``backward`` weighs.
+
+    Raises:
+        StrategyError: there are several workers, and the gradient is to have a graph.
+    """
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    spread = _spread(inputs)
+    is_batched = bool(options.get("is_grads_batched"))
+    if create_graph and any(map(_is_of_workers, inputs)):
+        raise StrategyError(
+            "torch.autograd.grad(..., create_graph=True) with respect to a parameter gives each "
+            "of several workers the gradient of its own part, as no graph leads to the others; "
+            "call it without create_graph, differentiate with respect to the model's inputs, or "
+            "use one process with all devices (MirroredStrategy)"
+        )
+    flat = torch.autograd.grad(
+        resolve(outputs),
+        [copy for copies in spread for copy in copies],
+        grad_outputs,
+        retain_graph,
+        create_graph,
+        allow_unused=True,
+        **options,
+    )
+    remaining = iter(flat)
+    totals: list[Tensor | None] = []
+    for copies in spread:
+        parts = [next(remaining) for _ in copies]
+        used = [part.to(copies[0].device) for part in parts if part is not None]
+        totals.append(summed(used, used[0].device) if used else None)
+    _reduce_over_workers(inputs, totals)
+    for i, (captured, copies) in enumerate(zip(inputs, spread, strict=True)):
+        total = totals[i]
+        if total is not None and isinstance(captured, MirroredParameter):
+            totals[i] = through_hooks(captured._mirrored.hooks, total, is_batched=is_batched)
+        elif total is None and materialize_grads:
+            totals[i] = torch.zeros_like(copies[0])
+        elif total is None and not allow_unused:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. "
+                "Set allow_unused=True if this is the desired behavior."
+            )
+    return tuple(totals)
+
+
+def _is_of_workers(captured: Any) -> bool:
+    """Whether an input is a parameter of several workers, in the cross-replica context."""
+    if not isinstance(captured, MirroredParameter):
+        return False
+    variable = captured._mirrored
+    return variable.forward_param() is None and variable.replicas.workers.is_multi_process
+
+
+def _reduce_over_workers(inputs: Sequence[Any], totals: list[Tensor | None]) -> None:
+    """Puts the gradients of all workers in place of this worker's, of mirrored parameters."""
+    asked = [i for i, captured in enumerate(inputs) if _is_of_workers(captured)]
+    for replicas in dict.fromkeys(inputs[i]._mirrored.replicas for i in asked):
+        mine = [i for i in asked if inputs[i]._mirrored.replicas is replicas]
+        own = {i: g.to_dense() if g.is_sparse else g for i in mine if (g := totals[i]) is not None}
+        there = [float(i in own) for i in mine]
+        # As a backward pass counts: see [Note: Shares of workers].
+        weight = replicas.workers.weight if replicas.weighted else 1.0
+        parcels = replicas.workers.exchange_tensors(
+            f"torch.autograd.grad of {len(mine)} parameters",
+            [inputs[i]._mirrored.name for i in mine],
+            list(own.values()),
+            [weight, *there],
+        )
+        whole = sum(parcel.numbers[0] for parcel in parcels) if replicas.weighted else 1.0
+        sums: dict[int, Tensor] = {}
+        for parcel in parcels:
+            theirs = iter(parcel.tensors)
+            for i, is_there in zip(mine, parcel.numbers[1:], strict=True):
+                if not is_there:
+                    continue
+                grad = next(theirs)
+                if parcel.numbers[0]:  # one without examples has no loss
+                    grad = grad * (parcel.numbers[0] / whole)
+                    sums[i] = sums[i] + grad if i in sums else grad
+                else:
+                    sums.setdefault(i, torch.zeros_like(grad))
+        for i in mine:
+            device = inputs[i]._mirrored.shown.device
+            totals[i] = sums[i].to(device) if i in sums else None
+
+
+@special(DATA.__get__)
+def _get_data(self: Any) -> Any:
+    return self.data
+
+
+@special(DATA.__set__)
+def _put_data(self: Any, value: Tensor) -> None:
+    self.data = value

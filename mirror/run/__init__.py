@@ -1,0 +1,1 @@
+"""Runs a function on every replica; this layer knows no variable."""

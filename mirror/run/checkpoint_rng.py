@@ -1,0 +1,55 @@
+"""Saved states of the random generator, which replicas that run at once must not draw from.
+
+Activation checkpointing saves the state before it runs a part of a forward pass, to draw the same
+numbers when it recomputes that part. Simulated devices share the CPU's one generator: while one
+replica saves and draws, no other one may. So replicas that save its state take turns for good.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+
+from mirror.base.dynamo import disable_dynamo
+from mirror.base.torch_private import wrap_once
+from mirror.errors import StrategyError
+from mirror.run.current_replica import current
+from mirror.threads.lockstep import Lockstep, NullLockstep
+
+
+def watch_saved_draws() -> None:
+    """Wraps ``torch.get_rng_state``, under both of its names."""
+    for module in (torch, torch.random):
+        wrap_once(module, "get_rng_state", _taking_turns)
+
+
+def _taking_turns(original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    @disable_dynamo
+    @functools.wraps(original)
+    def get_rng_state() -> torch.Tensor:
+        replica = current.replica
+        if replica is not None and not _compiles(sys._getframe(1)):
+            _have_turns(replica.run.lockstep)
+        return original()
+
+    return get_rng_state
+
+
+def _compiles(caller: FrameType) -> bool:
+    """Whether it is the compiler that saves the state, around its own work; it draws nothing."""
+    return str(caller.f_globals.get("__name__")).startswith("torch._")
+
+
+def _have_turns(lockstep: Lockstep | NullLockstep) -> None:
+    is_eager = lockstep.is_eager
+    lockstep.pace.keep_turns()
+    if is_eager:
+        raise StrategyError(
+            "a replica saved the state of the random generator, as activation checkpointing does, "
+            "while others draw from it at the same time; they take turns from the next run on: "
+            "repeat this step, or pass schedule='lockstep'"
+        )

@@ -1,0 +1,200 @@
+"""Torch's thread-local state, carried from the caller of ``run`` into the replicas' threads.
+
+Tasks: what a replica's thread does in a run, around the function that it calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from mirror.base.timeline import FORWARD
+from mirror.base.torch_private import num_function_modes, set_grad_enabled, top_saved_tensors_hooks
+from mirror.device.current_streams import CallerStreams
+from mirror.device.device_mesh import DeviceMesh
+from mirror.devices import backward_in_calling_thread, using
+from mirror.run.current_replica import current, push_context, renaming, save_context
+from mirror.run.replicas import Replicas
+from mirror.run.run_state import Run
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class ThreadState:
+    """What holds in the caller's thread and not by itself in others.
+
+    The default dtype, the deterministic flags and anomaly mode are global and need no carrying.
+
+    Attributes:
+        num_threads: intra-op threads of the caller.
+        sharers: how many replicas compute at once and share them.
+        places: of replicas that have several devices.
+        streams: of the GPUs, if they are any. See [Note: Whose stream is current].
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device
+    saved_tensors_hooks: Any
+    num_threads: int
+    sharers: int
+    streams: CallerStreams | None
+    places: DeviceMesh | None = None
+    _has_set_threads: bool = False
+    _caller: int = field(default_factory=threading.get_ident)
+
+    @classmethod
+    def capture(cls, replicas: Replicas, sharers: int) -> ThreadState:
+        """Returns the state of the calling thread."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in replicas.device_types
+                if torch.is_autocast_enabled(kind)
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            # A default device is a function mode; torch's own look at them takes 10 us.
+            default_device=torch.get_default_device() if num_function_modes() else _CPU,
+            saved_tensors_hooks=top_saved_tensors_hooks(),
+            num_threads=torch.get_num_threads(),
+            sharers=sharers,
+            streams=(None if replicas.are_simulated else CallerStreams(replicas.places.devices)),
+            places=replicas.places if replicas.places.is_model_parallel else None,
+        )
+
+    def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
+        """Calls ``fn`` for a replica, under this state in whatever thread, and undoes what it did.
+
+        A default GPU becomes the replica's own.
+        """
+        num_threads = max(1, self.num_threads // self.sharers)
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+            self._has_set_threads = True
+        before = torch.is_grad_enabled()
+        set_grad_enabled(self.grad)
+        try:
+            is_here = threading.get_ident() == self._caller  # where all holds already
+            if not is_here and self._needs_contexts():
+                fn = partial(self._call_in_contexts, fn)
+            if self.streams is not None and not is_here:
+                fn = partial(_call_in, self.streams, device, fn)
+            same_kind = self.default_device.type == device.type
+            default_device = device if same_kind else self.default_device
+            if self.places is not None:
+                default_device = self.places.translate(self.default_device, device)
+            if default_device == (self.default_device if is_here else _CPU):
+                return fn()
+            with default_device:
+                return fn()
+        finally:
+            set_grad_enabled(before)
+
+    def _needs_contexts(self) -> bool:
+        """Whether anything holds but what threads begin with."""
+        return bool(self.inference or self.autocast or self.saved_tensors_hooks is not None)
+
+    def _call_in_contexts(self, fn: Callable[[], Any]) -> Any:
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+                set_grad_enabled(self.grad)
+            for kind, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
+                )
+            if self.saved_tensors_hooks is not None:
+                hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
+                stack.enter_context(hooks)
+            return fn()
+
+    def restore(self) -> None:
+        """Gives the caller its intra-op threads back."""
+        # Threads that start later begin with the number that was set last.
+        if self._has_set_threads:
+            torch.set_num_threads(self.num_threads)
+
+
+def _call_in(streams: CallerStreams, device: torch.device, fn: Callable[[], Any]) -> Any:
+    with streams.entered(device):
+        return fn()
+
+
+def task_of(
+    run: Run, replica_id: int, fn: Callable[[int], Any], state: ThreadState | None
+) -> Callable[[], Any]:
+    """Returns what calls ``fn(replica_id)`` as that replica, under the caller's state.
+
+    Args:
+        state: ``None`` for one on the CPU without others beside it, which has the caller's.
+    """
+    replica, replicas = run.members[replica_id], run.replicas
+    device = replica.device
+    strategy, timeline = replicas.strategy, replicas.timeline
+
+    def call() -> Any:
+        before = save_context()
+        try:
+            push_context(strategy, replica)
+            timeline.use()  # by this thread, which may have the cross-replica context in a merge
+            timeline.begin(replica_id, FORWARD)
+            return _call(fn, run, replica_id)
+        finally:
+            current.replica, current.strategy, current.below = before
+            timeline.end(replica_id, FORWARD)
+            if replica.lent:
+                replica.give_back()
+
+    if state is None:
+        return call
+    variables = copy_context()
+
+    def renamed() -> Any:
+        with renaming(replica):
+            return call()
+
+    def task() -> Any:
+        if replicas.places.is_model_parallel:
+            with using(device), backward_in_calling_thread((device,)):
+                return state.call(partial(variables.run, renamed), device)
+        if len(run.active) == 1:
+            with using(device):
+                return call()
+        if replicas.are_simulated:  # on the CPU there is nothing to enter
+            return state.call(partial(variables.run, call), device)
+        with using(device), backward_in_calling_thread((device,)):
+            return state.call(partial(variables.run, call), device)
+
+    return task
+
+
+def _call(fn: Callable[[int], Any], run: Run, replica_id: int) -> Any:
+    """Calls a replica's function, which draws from its own random stream."""
+    if run.streams is not None and run.streams.inside != replica_id:
+        run.streams.enter(replica_id)
+    result = _measured(fn, run, replica_id) if run.stopwatches else fn(replica_id)
+    if run.stepped:
+        for stepped, left in run.stepped.items():
+            left[replica_id] = stepped.options()
+    return result
+
+
+def _measured(fn: Callable[[int], Any], run: Run, replica_id: int) -> Any:
+    watch = run.stopwatches[replica_id]
+    watch.start()
+    try:
+        return fn(replica_id)
+    finally:
+        watch.stop()

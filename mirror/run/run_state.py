@@ -1,0 +1,255 @@
+"""One run: a function called once per replica, and where its replicas meet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mirror.base.dynamo import resume_dynamo, suspend_dynamo
+from mirror.base.timeline import WAITING
+from mirror.data.split_batch import ExampleCounts, GivenWeights, counts_of
+from mirror.device.current_streams import ReplicaStreams
+from mirror.device.events import Stopwatch
+from mirror.errors import StrategyError
+from mirror.run.current_replica import check_current, current, push_context, save_context
+from mirror.run.replica_rng import ReplicaRng
+from mirror.run.replicas import Replica, Replicas, SteppedOptimizer
+from mirror.threads.lockstep import Lockstep, NullLockstep
+from mirror.threads.merge_point import Action, MergePoint, Payloads
+
+
+class Run:
+    """What the replicas of one call of ``run`` have in common.
+
+    Attributes:
+        active: the replicas that take part.
+        members: each of them, by its index.
+        outer: the run in whose merge this one was started.
+        results: what the function has returned, by replica.
+        counts: the replicas' numbers of examples, if they have parts of a batch.
+        is_given: whether the program has set weights.
+        is_weighted: whether the replicas' weights are more than all equal.
+        is_default: whether it is that of code without a strategy, where nothing is distributed.
+        has_stepped: whether an optimizer has, in it or in one inside; told of outermost ones.
+        is_split: whether it is that of a call that is split, written for the whole batch.
+        is_left: whether an interrupt of the run around it has left it to itself.
+        assigned: variables whose flags, or values (then True), its replicas have assigned.
+        checks: what looks at that where the replicas merge.
+        modes: of modules, what their replicas have set by train() and eval(), by ``id``.
+        stepped: optimizers that all its replicas have stepped, and what options those that have
+            returned have left in them.
+        stopwatches: one per replica if somebody measures, else none.
+        streams: the replicas' random streams, if they have some of their own.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_on_streams",
+        "active",
+        "assigned",
+        "checks",
+        "counts",
+        "depth",
+        "has_stepped",
+        "is_default",
+        "is_given",
+        "is_left",
+        "is_split",
+        "is_weighted",
+        "lockstep",
+        "members",
+        "modes",
+        "outer",
+        "replicas",
+        "results",
+        "stepped",
+        "stopwatches",
+        "streams",
+    )
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        lockstep: Lockstep | NullLockstep,
+        active: tuple[int, ...],
+        weights: Sequence[float] | None = None,
+        outer: Run | None = None,
+        *,
+        stopwatches: Sequence[Stopwatch] = (),
+        streams: ReplicaRng | None = None,
+        checks: Sequence[Callable[[Run], None]] = (),
+        is_default: bool = False,
+    ) -> None:
+        self.replicas = replicas
+        self.lockstep = lockstep
+        self.active = active
+        self.results: dict[int, Any] = {}
+        self.is_weighted = weights is not None
+        self.is_given = type(weights) is GivenWeights
+        self.counts = None if weights is None else counts_of(weights)
+        self.is_default = is_default
+        self.is_left = self.is_split = self.has_stepped = False
+        self.outer = outer
+        self.depth: int = 0 if outer is None else outer.depth + 1
+        self.checks = checks
+        self.assigned: dict[Any, bool] = {}
+        self.modes: dict[int, tuple[object, dict[int, bool]]] = {}
+        self.stepped: dict[SteppedOptimizer, dict[int, object]] = {}
+        self.stopwatches = stopwatches
+        self.streams = streams
+        self._on_streams = (
+            None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
+        )
+        self.members = {
+            r: Replica(replicas, self, r, 1.0 if weights is None else float(weights[r]))
+            for r in active
+        }
+
+    def shares(self) -> dict[int, float]:
+        """Returns what each replica's gradient counts for. See [Note: Shares]."""
+        return shares_of(self.weights(), weighted=self.replicas.weighted)
+
+    def weights(self) -> dict[int, float]:
+        """Returns the active replicas' weights by replica id."""
+        return {r: replica.weight for r, replica in self.members.items()}
+
+    def total_weight(self) -> float:
+        """Returns the sum of the active replicas' weights."""
+        if not self.is_weighted:
+            return float(len(self.active))
+        return float(sum(self.weights().values()))
+
+    def all_weights(self) -> Sequence[float] | None:
+        """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
+        if not self.is_weighted:
+            return None
+        weights = self.weights()
+        found = [weights.get(r, 0.0) for r in range(self.replicas.num_replicas)]
+        if self.is_given:
+            return GivenWeights.for_counts(found, self.counts)
+        return found if self.counts is None else ExampleCounts(found)
+
+    def set_weight(self, replica_id: int, weight: float) -> None:
+        """Sets what a replica counts for from now on."""
+        self.members[replica_id].weight = weight
+        self.is_weighted = self.is_given = True
+
+    def is_or_has_within(self, running: Run | None) -> bool:
+        """Whether what is running is this run, or one inside it: else it has been left."""
+        while running is not None and running is not self:
+            running = running.outer
+        return running is not None
+
+    def merge(self, replica_id: int, point: MergePoint) -> Any:
+        """Merges the replicas of this run; the action runs in the cross-replica context."""
+        replica = self.members[replica_id]
+        if current.replica is not replica:
+            check_current(replica)
+        if replica.lent and any(one.is_within_step(sys._getframe()) for one in replica.lent):
+            raise StrategyError(
+                f"{point} was called inside optimizer.step, where every replica steps alone; call "
+                "it before the step"
+            )
+        if replica.lent:
+            replica.give_back()
+        if self._on_streams is not None:
+            self._on_streams.record(replica_id)
+        watch = self.stopwatches[replica_id] if self.stopwatches else None
+        timeline = self.replicas.timeline
+        hold = suspend_dynamo()  # actions are no code of the user's
+        timeline.begin(replica_id, WAITING, point.operation)
+        if watch is not None:
+            watch.stop()
+        try:
+            result = (
+                self.act(point.action, {replica_id: point.payload})[replica_id]
+                if self.is_default  # nobody else is there
+                else self.lockstep.merge(replica_id, point)
+            )
+        except Exception:  # what the replica may handle, and go on
+            self.enter_stream(replica_id)
+            raise
+        else:
+            if self.streams is not None and self.streams.inside != replica_id:
+                self.streams.enter(replica_id)
+            return result
+        finally:
+            timeline.end(replica_id, WAITING)
+            if watch is not None:
+                watch.start()
+            resume_dynamo(hold)
+
+    def act(self, action: Action, payloads: Payloads) -> Payloads:
+        """Runs the action of a merge point, in the cross-replica context."""
+        if self.modes or self.assigned:
+            self._check()
+        before = save_context()
+        try:
+            push_context(self.replicas.strategy, None)
+            if self._on_streams is None:
+                return action(payloads)
+            with self._on_streams.make_caller_wait():
+                return action(payloads)
+        finally:
+            current.replica, current.strategy, current.below = before
+            if self._on_streams is not None:
+                self._on_streams.forget()
+
+    def enter_stream(self, replica_id: int) -> None:
+        """Has a replica, which has got the turn, draw from its own stream."""
+        if self.streams is not None and self.streams.inside != replica_id:
+            self.streams.enter(replica_id)
+
+    def enter_first_stream(self) -> None:
+        """Has what a merge draws be drawn from the first replica's stream, as one device would."""
+        if self.streams is not None:
+            self.streams.enter_first()
+
+    def _check(self) -> None:
+        if self.modes:
+            self.check_modes()
+        for check in self.checks:
+            check(self)
+
+    def check_modes(self) -> None:
+        """Raises StrategyError if some replicas alone have changed a module's mode."""
+        modes, self.modes = self.modes, {}
+        for module, of_replicas in modes.values():
+            if len(of_replicas) < len(self.active) or len(set(of_replicas.values())) > 1:
+                called = ", ".join(
+                    f"replica {r} called {'train' if mode else 'eval'}()"
+                    for r, mode in of_replicas.items()
+                )
+                raise StrategyError(
+                    f"the mode of a {type(module).__name__} belongs to all replicas, but not all "
+                    f"have set it alike: {called}; call train() and eval() outside strategy.run, "
+                    "or on every replica"
+                )
+
+
+def shares_of(
+    weights: Mapping[int, float],
+    *,
+    weighted: bool,
+    count: int | None = None,
+    total: float | None = None,
+) -> dict[int, float]:
+    """Returns what the gradients of replicas with these weights count for. See [Note: Shares].
+
+    Args:
+        weighted: whether gradients are means, weighted so, or plain sums.
+        count: how many replicas there are, if more than these.
+        total: the weights of all of them.
+    """
+    if not weighted:
+        return dict.fromkeys(weights, 1.0)
+    total = sum(weights.values()) if total is None else total
+    if total == 0:  # one device: the mean over nothing
+        return dict.fromkeys(weights, 1.0 / (count or len(weights)))
+    return {r: weight / total for r, weight in weights.items()}
+
+
+def recomputing(replicas: Replicas, replica_id: int) -> Replica:
+    """Returns a replica for what is recomputed of its part in a backward pass."""
+    return Run(replicas, NullLockstep(), (replica_id,)).members[replica_id]

@@ -1,0 +1,346 @@
+"""Runner: runs a function on every replica, and keeps what must be equal between runs so.
+
+What that is: [Note: Parts] in ``part.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from mirror.base.at_fork import reinit_after_fork
+from mirror.device.events import Stopwatch
+from mirror.device.side_streams import CopyStreams
+from mirror.devices import generators_of, separate_streams
+from mirror.errors import StrategyError
+from mirror.run.current_replica import current, is_active_in, refuse_within_another, replica_of
+from mirror.run.lifecycle import AllLifecycleHooks, GoesAlone, LifecycleHooks, nothing
+from mirror.run.lockstep_stack import LockstepStack
+from mirror.run.replica_rng import ReplicaRng, RngPool, with_rng_of
+from mirror.run.replica_thread import ThreadState, task_of
+from mirror.run.replicas import Replica, Replicas, WeakReplicaMap
+from mirror.run.run_state import Run
+from mirror.run.step_ends import step_ends
+from mirror.threads.policies import Schedule
+from mirror.threads.replica_threads import ExclusiveRun
+from mirror.threads.run_queue import Tasks
+
+T = TypeVar("T")
+
+_runners: WeakReplicaMap[Runner] = WeakReplicaMap()
+runner_of = _runners.get
+
+
+class Runner:
+    """Runs functions on the replicas of one strategy, in their threads.
+
+    Args:
+        replicas: who they are.
+        schedule: how they take turns, see [Note: Turns], or ``"auto"``: [Note: Measured manners].
+        timeout_seconds: how long no replica may move before a run fails; ``None``: for ever.
+
+    Attributes:
+        schedule: the same, and in which manner the replicas move now.
+        running: the innermost run going on, ``None`` between runs.
+        parallel_pass: the backward pass outside ``run`` that has the replicas' threads.
+        unfinished: whether replicas differ for a moment: something goes on that makes them equal
+            again. With nothing going on, an interrupt has left it: [Note: Interrupts].
+        locksteps: the replicas' threads, by depth of runs inside runs.
+        stopwatches: one per replica once somebody measures.
+        at_end: of one of several workers, what hears that an outermost run has ended well.
+        copies: by what arguments travel from the host to GPUs; ``None`` on simulated devices.
+    """
+
+    def __init__(
+        self, replicas: Replicas, *, schedule: str, timeout_seconds: float | None
+    ) -> None:
+        self.replicas = replicas
+        self.running: Run | None = None
+        self.parallel_pass: GoesAlone | None = None
+        self.unfinished = False
+        self._unended: tuple[Run, ThreadState | None] | None = None
+        self.schedule = Schedule(schedule)
+        if self.schedule.is_measured:
+            replicas.timeline.at_step_ends.append(self.schedule.step_ended)
+        self.locksteps = LockstepStack(replicas, self.schedule.of_turns, timeout_seconds)
+        self.stopwatches: tuple[Stopwatch, ...] = ()
+        self.on_outermost_end: Callable[[], None] = nothing
+        self.set_hooks(())
+        self._claim, columns = ExclusiveRun(), replicas.places.positions
+        self._generators = [own for c in columns if len(own := generators_of(c)) > 1]
+        self._streams = RngPool(self.schedule.keeps_order and replicas.are_simulated)
+        self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
+        self.is_closed = self._is_forked = False
+        _runners.put(replicas, self)
+        reinit_after_fork(self)
+
+    def set_hooks(self, parts: Sequence[LifecycleHooks]) -> None:
+        """Has these parts told what happens, in this order. See [Note: Parts]."""
+        self._parts = AllLifecycleHooks(self.replicas.num_replicas, parts)
+
+    def prepare(self, what: str = "a change of all replicas") -> None:
+        """Makes all replicas equal to what the cross-replica context left, for ``what``."""
+        if self.running is not None or self.parallel_pass is not None:
+            self.check_between_runs(what)
+        if self.unfinished and self.running is None:
+            self.recover()
+        self._parts.prepare()
+
+    def recover(self) -> None:
+        """Brings all replicas back to the first one's state after something has failed."""
+        unended = self._unended
+        if unended is not None and self.running is None:
+            self._fail(*unended)
+            return
+        self._parts.recover()
+        if self.running is None:
+            self.unfinished = False
+
+    def call_cross_replica(self, run: Run, fn: Callable[[], Any]) -> Any:
+        """Calls ``fn`` in a merge: as if the run had ended here, and a new one began after."""
+        self._parts.finish(run)
+        self._parts.on_run_end(run)
+        self._parts.sync_idle(run)
+        self.on_outermost_end()
+        run.enter_first_stream()
+        try:
+            return fn()
+        finally:
+            self.prepare()
+
+    # Runs
+
+    def run(
+        self,
+        fn: Callable[[int], Any],
+        active: Sequence[int],
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> Run:
+        """Calls ``fn(replica_id)`` on every active replica; returns the run with its results.
+
+        Args:
+            weights: the replicas' shares in the gradient mean, by replica id; equal if ``None``.
+
+        Raises:
+            StrategyError: called from one of the replicas, by two threads at once, or after
+                ``close``.
+        """
+        call = self._run_of_worker if self.replicas.workers.is_multi_process else self._run
+        begin = partial(call, fn, tuple(active), weights)
+        belongs = self.running is not None and is_active_in(self.replicas)
+        # Of a replica, in a merge, or in a parallel pass, where it waits for the others.
+        is_within = belongs or self.parallel_pass is not None
+        run = begin() if is_within else self._claim.call(begin)
+        if run.has_stepped:
+            step_ends.run_ended(run)
+        return run
+
+    def exclusive(self, call: Callable[[], T], what: str) -> T:
+        """Calls what works on all replicas at once, while no run is going on and none begins.
+
+        Raises:
+            StrategyError: called in a run, beside another thread's, or after ``close``.
+        """
+        self.check_usable()
+        if is_active_in(self.replicas) and self.running is not None:
+            raise StrategyError(
+                f"{what} was called inside run; call it in the cross-replica context, in place of "
+                "strategy.run"
+            )
+        if current.replica is not None:
+            refuse_within_another(self.replicas, what)
+        return self._claim.call(call)
+
+    def _run_of_worker(
+        self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None
+    ) -> Run:
+        if not self.is_between_runs:
+            return self._run(fn, active, weights)
+        workers, own = self.replicas.workers, partial(self._run, fn, active, weights)
+        run = workers.outermost(partial(with_rng_of, workers, own))
+        workers.note_run(run.total_weight())
+        self.on_outermost_end()
+        return run
+
+    def _run(
+        self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None
+    ) -> Run:
+        self.check_usable()
+        if replica_of(self.replicas) is not None:
+            raise StrategyError(
+                "run was called inside run, on one replica; start a run in the cross-replica "
+                "context, which merge_call gives: get_replica_context().merge_call(fn)"
+            )
+        if current.replica is not None:
+            refuse_within_another(self.replicas, "run")
+        outer = self.running
+        self.prepare("run")
+        # A parallel pass has the threads of the first depth.
+        depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
+        lockstep = self.locksteps.at_depth(depth)
+        run = Run(
+            self.replicas,
+            lockstep,
+            active,
+            weights,
+            outer,
+            stopwatches=self.stopwatches,
+            streams=self._begin_streams(active),
+            checks=self._parts.at_merging,
+        )
+        for generators in self._generators:
+            separate_streams(generators)
+        manner = self.schedule.manner
+        lockstep.ends_teams = manner.ends_teams
+        if weights is not None:
+            self.schedule.sizes = weights
+        state = None  # one alone has its caller's, where the devices' names are everybody's
+        if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
+            sharers = len(active) if manner.shares_threads else 1
+            state = ThreadState.capture(self.replicas, sharers)
+        tasks = {r: task_of(run, r, fn, state) for r in active}
+        try:
+            try:
+                self.unfinished, self._unended, self.running = True, (run, state), run
+                self.replicas.timeline.use()
+                # Activation checkpointing wants what is saved in one order.
+                may_be = state is not None and state.saved_tensors_hooks is None
+                at_once = None if may_be and self.schedule.may_move_at_once else False
+                run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
+                for returned in self._parts.at_returned:
+                    returned()
+                self._parts.finish(run)
+            finally:
+                if outer is None:
+                    self.running = None
+                elif run.is_or_has_within(self.running):
+                    self.running = outer
+                else:
+                    run.is_left = True
+            self._end(run, state)
+            self._parts.sync_idle(run)
+            self.unfinished, self._unended = outer is not None, None
+        except BaseException:
+            try:
+                self._fail(run, state)
+            except BaseException:  # an interrupt in what another one, or an error, has begun
+                self._fail(run, state)
+                raise
+            raise
+        return run
+
+    def _end(self, run: Run, state: ThreadState | None) -> None:
+        """Leaves what the threads of a run have shared with its caller."""
+        if state is not None:
+            state.restore()
+        if run.streams is not None:
+            run.streams.end()
+        self._parts.on_run_end(run)
+
+    def _fail(self, run: Run, state: ThreadState | None) -> None:
+        """Ends a run that has failed; idempotent."""
+        if run.is_left:
+            return
+        if self.running is run:
+            self.running = run.outer
+        self.replicas.timeline.drop_open()
+        self._parts.recover()
+        self._end(run, state)
+        self.unfinished, self._unended = run.outer is not None, None
+
+    def run_parallel_pass(self, this: GoesAlone, tasks: Tasks) -> None:
+        """Runs the replicas' parts of a backward pass in their threads, all at once."""
+        self.parallel_pass = this
+        try:
+            self.locksteps.at_depth(0).run(tasks, at_once=True)
+        finally:
+            self.parallel_pass = None
+
+    @property
+    def starts_at_once(self) -> bool:
+        """Whether the replicas of the last run have started all at once, or its passes may."""
+        if self.schedule.keeps_order:
+            return self.schedule.manner.passes_at_once
+        may = self.schedule.may_move_at_once and bool(self.locksteps)
+        return may and self.locksteps[0].is_eager
+
+    @property
+    def is_between_runs(self) -> bool:
+        """Whether no run, and no backward pass in the replicas' threads, is going on."""
+        return self.running is None and self.parallel_pass is None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the replicas' threads are there, and nothing is going on in them."""
+        if not self.is_between_runs:
+            return False
+        # Not closed, nor interrupted.
+        return bool(self.locksteps) and self.locksteps[0].usable and not self.locksteps[0].is_busy
+
+    def lone_replica(self) -> Replica:
+        """Returns the only replica, for code without any strategy."""
+        run = Run(self.replicas, self.locksteps.at_depth(0), (0,), is_default=True)
+        return run.members[0]
+
+    def _begin_streams(self, active: tuple[int, ...]) -> ReplicaRng | None:
+        if len(active) > 1 and self._streams.are_apart:
+            return self._streams.begin(active[0])
+        return None
+
+    # Measuring how long each replica computes, for splitting batches over unlike devices.
+
+    def measure(self) -> Callable[[], tuple[float, ...]]:
+        """Begins to measure; returns what gives the seconds each replica has computed in runs.
+
+        Waiting at merge points does not count, nor does what the caller does between runs.
+        """
+        if not self.stopwatches:
+            self.stopwatches = tuple(map(Stopwatch, self.replicas.devices))
+        return lambda: tuple(watch.seconds() for watch in self.stopwatches)
+
+    # Who may do what, and for how long
+
+    def check_usable(self) -> None:
+        """Raises StrategyError after ``close``."""
+        if self._is_forked and not self.replicas.are_simulated:
+            raise StrategyError(
+                "this process was forked from the one that made the strategy, and GPUs cannot be "
+                "used in both; make the strategy in the process that trains, or start that with "
+                "multiprocessing.get_context('spawn')"
+            )
+        if self.is_closed:
+            raise StrategyError(
+                "this strategy is closed; create a new one (copy.deepcopy(model) gives an "
+                "ordinary module to mirror there)"
+            )
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether a run is going on in which this thread has no part."""
+        return self.running is not None and not is_active_in(self.replicas)
+
+    def check_between_runs(self, what: str) -> None:
+        """Raises StrategyError while replicas run, but for what runs in their merge."""
+        at_once = self.parallel_pass
+        if self.runs_elsewhere or (at_once is not None and not at_once.go_alone()):
+            raise StrategyError(
+                f"{what} was asked for by another thread while strategy.run, or backward, is "
+                "going on; wait until it has returned"
+            )
+
+    def after_fork(self) -> None:
+        """Forgets, in a forked process, the threads, which are in the other one."""
+        self._is_forked = True
+        if self.running is not None or self.parallel_pass is not None:
+            self.unfinished = True
+        self.running, self.parallel_pass, self._claim = None, None, ExclusiveRun()
+        self.locksteps.abandon_threads()
+
+    def close(self) -> None:
+        """Ends the replicas' threads; idempotent."""
+        if self.running is not None or self.parallel_pass is not None:
+            raise StrategyError("close() was called inside run; close the strategy after it")
+        self.is_closed = True
+        self.locksteps.close()

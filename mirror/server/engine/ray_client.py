@@ -1,0 +1,123 @@
+"""Calls of an actor of Ray, from any process of its cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from mirror.server.engine.connection import remote_error
+from mirror.server.engine.engine_types import ActorDied, Address, Answer, Array, Header, Sendable
+from mirror.server.engine.frames import as_array
+from mirror.server.engine.ray_actor import as_json
+from mirror.server.engine.ray_init import NAMESPACE
+
+
+class RayFuture:
+    """An answer that Ray will have, or that will not come."""
+
+    def __init__(self, client: RayClient, ref: Any, into: Sequence[Array] | None) -> None:
+        self._client, self._ref, self._into = client, ref, into
+        self._answer: Answer | None = None
+        self._error: Exception | None = None
+
+    def result(self, timeout: float | None = None) -> Answer:
+        """See ``Future``."""
+        if self._answer is None and self._error is None:
+            self._take(timeout)
+        if self._error is not None:
+            raise self._error
+        assert self._answer is not None
+        return self._answer
+
+    def done(self) -> bool:
+        """See ``Future``."""
+        return self._ref is None or bool(ray.wait([self._ref], timeout=0)[0])
+
+    def fail(self, error: Exception) -> RayFuture:
+        """Takes the reason why there is no answer."""
+        self._error, self._ref = error, None
+        return self
+
+    def _take(self, timeout: float | None) -> None:
+        try:
+            kind, header, buffers = ray.get(self._ref, timeout=timeout)
+            if kind == "refs":
+                buffers = ray.get(buffers, timeout=timeout)
+        except GetTimeoutError:
+            name = self._client.name
+            raise TimeoutError(f"{name} has not answered within {timeout:g} s") from None
+        except RayActorError as error:
+            self._client.lost()
+            self.fail(ActorDied(self._client.name, f"its process has ended ({first_line(error)})"))
+            return
+        if kind == "raised":
+            self.fail(remote_error(header, buffers))
+        else:
+            self._answer = header, self._placed(buffers)
+        self._ref = None
+
+    def _placed(self, buffers: list[Array]) -> list[Array]:
+        into = self._into
+        if into is None or [(a.dtype, a.shape) for a in into] != [
+            (b.dtype, b.shape) for b in buffers
+        ]:
+            return buffers
+        for array, buffer in zip(into, buffers, strict=True):
+            np.copyto(array, buffer)
+        return list(into)
+
+
+class RayClient:
+    """Calls an actor of Ray, which it finds by its name."""
+
+    def __init__(self, address: Address) -> None:
+        self.name: str = address["name"]
+        self._address = dict(address)
+        self._handle: Any = None
+
+    @property
+    def address(self) -> Address:
+        """See ``Client``."""
+        return dict(self._address)
+
+    def call(
+        self,
+        method: str,
+        header: Header | None = None,
+        buffers: Sequence[Sendable] = (),
+        *,
+        into: Sequence[Array] | None = None,
+    ) -> RayFuture:
+        """See ``Client``."""
+        header = as_json(header or {})
+        arrays = [as_array(buffer) for buffer in buffers]
+        future = RayFuture(self, None, into)
+        try:
+            handle = self._find()
+            ref = handle.answer.remote(method, header, *arrays)
+        except (RayActorError, ValueError) as error:
+            self.lost()
+            return future.fail(ActorDied(self.name, f"there is none ({first_line(error)})"))
+        return RayFuture(self, ref, into)
+
+    def close(self) -> None:
+        """See ``Client``."""
+        self._handle = None
+
+    def lost(self) -> None:
+        """Notes that the actor has ended: the next call looks for its successor."""
+        self._handle = None
+
+    def _find(self) -> Any:
+        if self._handle is None:
+            self._handle = ray.get_actor(self._address["actor"], namespace=NAMESPACE)
+        return self._handle
+
+
+def first_line(error: Exception) -> str:
+    """Returns what matters of what Ray says."""
+    return str(error).strip().partition("\n")[0]

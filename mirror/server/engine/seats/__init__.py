@@ -1,1 +1,0 @@
-"""Actors at given addresses, where somebody has started a process for each."""

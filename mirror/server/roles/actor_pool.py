@@ -1,0 +1,101 @@
+"""Fleet: the servers and workers of one strategy, as processes that an engine has started."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from mirror.errors import ServerLostError
+from mirror.server.engine.engine_types import Actor, Engine
+from mirror.server.engine.make_engine import make_engine
+
+_SERVER = "mirror.server.roles.server_role:ServerRole"
+_WORKER = "mirror.server.roles.worker_role:WorkerRole"
+
+
+class ActorPool:
+    """All processes.
+
+    Attributes:
+        lost: what is raised since a server is gone, else ``None``.
+    """
+
+    def __init__(self, engine: Any, num_servers: int, num_workers: int) -> None:
+        self._engine: Engine = make_engine(engine) if isinstance(engine, str) else engine
+        self._on_lost: list[Callable[[], None]] = []
+        self.lost: ServerLostError | None = None
+        self._is_closed = False
+        try:
+            self.servers, self.workers = self._start(num_servers, num_workers)
+        except BaseException:
+            self._engine.close()
+            raise
+        seen = weakref.ref(self)
+        for index, server in enumerate(self.servers):
+            server.on_death(_record_loss(seen, index))
+
+    def _start(self, num_servers: int, num_workers: int) -> tuple[list[Actor], list[Actor]]:
+        seed = torch.initial_seed() % 2**62
+        with ThreadPoolExecutor(num_servers + num_workers) as threads:
+            servers = list(
+                threads.map(
+                    lambda i: self._engine.start(f"server {i}", _SERVER, {"index": i}),
+                    range(num_servers),
+                )
+            )
+            init = {
+                "num_workers": num_workers,
+                "servers": [server.address for server in servers],
+                "seed": seed + 1,
+            }
+            workers = list(
+                threads.map(
+                    lambda i: self._engine.start(f"worker {i}", _WORKER, {"index": i, **init}),
+                    range(num_workers),
+                )
+            )
+        return servers, workers
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Has a function called when a server is lost."""
+        self._on_lost.append(callback)
+
+    def check(self) -> None:
+        """Raises ServerLostError if a server is gone."""
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
+
+    def note_lost(self, index: int) -> None:
+        """Notes that a server is gone, for good: what it had is lost."""
+        if self._is_closed or self.lost is not None:
+            return
+        self.lost = ServerLostError(
+            f"parameter server {index} of {len(self.servers)} is lost, with the values and "
+            "optimizer states it had; start the program again and restore the last checkpoint "
+            "(mirror.Checkpoint), into any number of servers"
+        )
+        for callback in self._on_lost:
+            callback()
+
+    def all_servers(self, method: str, header: Any = None, buffers: Sequence[Any] = ()) -> None:
+        """Calls a method of every server, and waits."""
+        for answer in [server.call(method, header, buffers) for server in self.servers]:
+            answer.result()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._is_closed = True
+        self._engine.close()
+
+
+def _record_loss(seen: weakref.ref[ActorPool], index: int) -> Callable[[], None]:
+    def note() -> None:
+        fleet = seen()
+        if fleet is not None:
+            fleet.note_lost(index)
+
+    return note

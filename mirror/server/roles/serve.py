@@ -1,0 +1,88 @@
+"""Server: what a server's or worker's process does all day, on a machine of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mirror.base.no_copy import NoCopy
+from mirror.errors import ClusterError, short_repr
+from mirror.server.cluster_tasks import SERVING, host_and_port, spec_of
+from mirror.server.engine.node_agent import NodeAgent
+from mirror.server.engine.socket_client import key_of_environment
+
+
+class Server(NoCopy):
+    """A parameter server or a worker for a program elsewhere, as ``tf.distribute.Server``.
+
+    ::
+
+        resolver = mirror.cluster.TFConfigResolver()
+        if resolver.task_type in ("ps", "worker"):
+            mirror.server.Server(resolver).join()
+        else:
+            strategy = mirror.ParameterServerStrategy(cluster=resolver)
+
+    It listens from now on. The program whose ``ClusterCoordinator`` connects has it until that
+    program ends, or closes its strategy; then it serves the next one. All need the same key in
+    MIRROR_ENGINE_KEY. ``mirror serve HOST:PORT`` is the same.
+
+    Args:
+        cluster: as that of ParameterServerStrategy; or an address, ``"host:port"``.
+        job, index: which task of it this is; ``None``: what the resolver says.
+        host: where it listens; ``None``: at its address. ``"0.0.0.0"``: on all networks.
+
+    Raises:
+        ClusterError: there is no such task, or its address is none.
+        WireError: there is no key.
+        OSError: it cannot listen there.
+    """
+
+    _instead = "make one in every process"
+
+    def __init__(
+        self,
+        cluster: Any,
+        job: str | None = None,
+        index: int | None = None,
+        *,
+        host: str | None = None,
+    ) -> None:
+        own, port = host_and_port(
+            cluster if isinstance(cluster, str) else _address_of(cluster, job, index)
+        )
+        key = key_of_environment()
+        self._seat = NodeAgent(own if host is None else host, port, key)
+        self._host = own
+
+    @property
+    def address(self) -> str:
+        """Where it is: ``"host:port"``."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._seat.port}"
+
+    def join(self) -> None:
+        """Serves until it is closed, or the process ends."""
+        self._seat.join()
+
+    def close(self) -> None:
+        """Serves no more; idempotent."""
+        self._seat.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _address_of(cluster: Any, job: str | None, index: int | None) -> str:
+    spec = spec_of(cluster)
+    job = getattr(cluster, "task_type", None) if job is None else job
+    index = getattr(cluster, "task_id", None) if index is None else index
+    if job not in SERVING or index is None:
+        raise ClusterError(
+            "a Server is a task of job 'ps' or 'worker', and has an index; got job "
+            f"{short_repr(job)} and index {short_repr(index)}; the chief makes a "
+            "ParameterServerStrategy"
+        )
+    return spec.task_address(job, index)

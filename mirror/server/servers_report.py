@@ -1,0 +1,104 @@
+"""ServersReport: what servers and workers have done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mirror.base.timeline import FORWARD, INPUT, REDUCTION
+from mirror.viewer.html_table import TablePart, table_of
+from mirror.viewer.trace_lanes import COLOURS
+
+_BAR = 30
+
+
+@dataclass
+class Traffic:
+    """What was pulled and pushed, and how long that took."""
+
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
+    pull_seconds: float = 0.0
+    push_seconds: float = 0.0
+    num_pulls: int = 0
+    num_pushes: int = 0
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Adds another's numbers."""
+        for name, value in other.items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def take(self) -> dict[str, Any]:
+        """Returns the numbers, and begins anew."""
+        found = asdict(self)
+        vars(self).update(vars(Traffic()))
+        return found
+
+
+@dataclass(frozen=True)
+class ServersReport:
+    """Counts since the strategy was made; printed, a table.
+
+    Attributes:
+        num_steps: how many scheduled steps have ended.
+        num_retried: how often a step went to another worker, for its own was lost.
+        num_updates: how many gradients were applied, or synchronous updates made.
+        num_dropped: how many gradients came too late.
+        num_waiting: how many gradients wait for others, for the next synchronous update.
+        staleness: how many gradients came by how many updates late.
+        pulled_bytes, pushed_bytes: by all workers.
+        pull_seconds, push_seconds, step_seconds: of all workers together; steps include both.
+        server_bytes: what each server holds, but for optimizer states.
+    """
+
+    num_steps: int = 0
+    num_retried: int = 0
+    num_updates: int = 0
+    num_dropped: int = 0
+    num_waiting: int = 0
+    staleness: Mapping[int, int] | None = None
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
+    pull_seconds: float = 0.0
+    push_seconds: float = 0.0
+    step_seconds: float = 0.0
+    server_bytes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        steps = max(1, self.num_steps)
+        step = (
+            f"a step          {self.step_seconds / steps * 1e3:.2f} ms, of which pull "
+            f"{self.pull_seconds / steps * 1e3:.2f}, push {self.push_seconds / steps * 1e3:.2f}"
+        )
+        counts, updates, *rest = self._lines()
+        return "\n".join([counts, updates, step, *rest])
+
+    def _repr_html_(self) -> str:
+        steps = max(1, self.num_steps)
+        rest = max(0.0, self.step_seconds - self.pull_seconds - self.push_seconds)
+        parts = [
+            TablePart("pull", self.pull_seconds / steps, COLOURS[INPUT]),
+            TablePart("push", self.push_seconds / steps, COLOURS[REDUCTION]),
+            TablePart("on the worker", rest / steps, COLOURS[FORWARD]),
+        ]
+        title = f"a step, mean of {self.num_steps}, on servers and workers"
+        return table_of(title, self.step_seconds / steps, parts, list(self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        """Yields what is told besides times."""
+        steps = max(1, self.num_steps)
+        yield f"steps           {self.num_steps}, {self.num_retried} times again on another worker"
+        yield (
+            f"updates         {self.num_updates}, gradients dropped: {self.num_dropped}, waiting: "
+            f"{self.num_waiting}"
+        )
+        yield (
+            f"bytes a step    pulled {self.pulled_bytes / steps:.0f}, pushed "
+            f"{self.pushed_bytes / steps:.0f}"
+        )
+        yield f"servers         {', '.join(f'{size} bytes' for size in self.server_bytes)}"
+        yield "staleness       gradients"
+        most = max((self.staleness or {0: 1}).values())
+        for late, count in sorted((self.staleness or {}).items()):
+            yield f"{late:>9}       {count:<8} {'#' * round(_BAR * count / most)}"

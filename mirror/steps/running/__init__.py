@@ -1,1 +1,0 @@
-"""Running a compiled step: programs on replicas, beside all else that a strategy does."""

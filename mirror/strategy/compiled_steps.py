@@ -1,0 +1,67 @@
+"""Compiling: a strategy's compiled steps, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mirror.compiler.runtime.compiled_step import FALLBACKS, MODES, CompiledStep
+from mirror.compiler.runtime.param_sync import ParamSync
+from mirror.compiler.runtime.worker_consensus import WorkerConsensus
+from mirror.errors import CompileError
+from mirror.strategy.group import Group
+from mirror.strategy.run_arguments import check_call, taking_part
+from mirror.strategy.strategy_options import check_choice
+
+
+def compiled_step(
+    group: Group, run: Callable[..., Any], step: Callable[..., Any], *, fallback: str, mode: str
+) -> CompiledStep:
+    """Returns a step of this group's replicas that is compiled when it is called.
+
+    Raises:
+        CompileError: a replica has several devices, or parameters have a home of their own, and
+            no ``fallback``.
+        TypeError: ``step`` is no function that ``run`` takes.
+        ValueError: an unknown ``fallback`` or ``mode``.
+    """
+    check_choice("fallback", fallback, FALLBACKS)
+    check_choice("mode", mode, MODES)
+    check_call(step, (), {})
+    has_places = group.replicas.places.is_model_parallel
+    is_eager = has_places or group.replicas.has_parameter_device
+    if has_places and fallback == "error":
+        raise CompileError(
+            "compiled steps are programs of one device each, and a replica of this strategy has "
+            "several; call strategy.run(step, ...), or pass fallback='eager', which does so"
+        )
+    if group.replicas.has_parameter_device and fallback == "error":
+        raise CompileError(
+            "compiled steps have the optimizer step on the replicas' devices, and this strategy "
+            "keeps parameters and optimizer state on the parameter device; call "
+            "strategy.run(step, ...), in which a model may be compiled by torch.compile, or pass "
+            "fallback='eager', which does so; or use mirror.MirroredStrategy"
+        )
+    coherence = ParamSync(
+        group.replicas, group.runner, group.variables, group.access, group.beside_copies
+    )
+
+    def make() -> Any:
+        from mirror.compiler.runtime.build_program import (
+            ProgramBuilder,  # torch's compiler, which takes a second
+        )
+
+        return ProgramBuilder(
+            group.replicas, group.registry, group.reducer, coherence, group.finite, mode
+        )
+
+    return CompiledStep(
+        step,
+        run,
+        taking_part,
+        coherence,
+        WorkerConsensus(group.replicas.workers),
+        make,
+        fallback=fallback,
+        is_eager=is_eager,
+    )

@@ -1,0 +1,48 @@
+"""Which strategy and which replica is current, for library code that takes what it finds."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from mirror.devices import resolve
+from mirror.run.current_replica import current
+from mirror.strategy.mirrored import MirroredStrategy
+from mirror.strategy.replica_context import ReplicaContext
+
+
+def get_strategy() -> MirroredStrategy:
+    """Returns the strategy whose scope or replica is current, else a default of one replica."""
+    strategy: MirroredStrategy | None = current.strategy
+    return _default_strategy() if strategy is None else strategy
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default is current."""
+    return current.strategy is not None
+
+
+def in_cross_replica_context() -> bool:
+    """Whether a strategy is current and none of its replicas is."""
+    return current.strategy is not None and current.replica is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Returns the current replica's context, ``None`` in a cross-replica context.
+
+    Without any strategy, a context of one replica on which everything works.
+    """
+    if current.strategy is None:
+        return _default_strategy().context_of(None)
+    replica = current.replica
+    if replica is None:
+        return None
+    if replica.context is None:
+        strategy: MirroredStrategy = replica.replicas.strategy
+        replica.context = strategy.context_of(replica)
+    context: ReplicaContext = replica.context
+    return context
+
+
+@cache
+def _default_strategy() -> MirroredStrategy:
+    return MirroredStrategy(resolve(None)[:1])

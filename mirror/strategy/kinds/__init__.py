@@ -1,1 +1,0 @@
-"""Strategies that are MirroredStrategy over something else than the devices of one process."""

@@ -1,0 +1,313 @@
+"""ParameterServerStrategy: variables on servers, steps on workers, synchronous or not."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from mirror.base.migration_hints import missing, signposted_init
+from mirror.base.no_copy import NoCopy
+from mirror.errors import StrategyError, short_repr
+from mirror.replica.collectives.reduce_ops import Op
+from mirror.run.current_replica import current
+from mirror.server.partitioners import Partitioner
+from mirror.server.recorded_model import RecordedModules
+from mirror.server.variable_placement import PlacementFunction, check_placement
+from mirror.strategy.placing_scope import PlacingScope
+from mirror.strategy.run_arguments import check_call, local_results
+from mirror.strategy.server_options import at_least, check_engine, engine_of, tasks_of
+from mirror.values import PerReplica
+
+if TYPE_CHECKING:
+    from mirror.server.engine.engine_types import Engine
+    from mirror.server.roles.session import Session
+    from mirror.server.servers_report import ServersReport
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_SCHEDULE = "schedule a step instead: mirror.ClusterCoordinator(strategy).schedule(step)"
+
+# What other strategies have, that means nothing here, and what to do.
+_REMEDIES = {
+    "compile": "apply torch.compile to the model inside the step",
+    "distribute_dataset": "use ClusterCoordinator.create_per_worker_dataset",
+    "distribute_dataset_from_function": "use ClusterCoordinator.create_per_worker_dataset",
+    "distribute_values_from_function": "use mirror.server.PerWorkerValues(values)",
+    "no_sync": "call optimizer.step() once for several backward passes of a step",
+    "check_replicas": "there is one copy of each variable, on its server",
+    "trace": "strategy.report() says how long pulls and pushes take",
+}
+
+
+@signposted_init
+class ParameterServerStrategy(NoCopy):
+    """Keeps variables on parameter servers; workers run steps that are scheduled on them.
+
+    ::
+
+        strategy = mirror.ParameterServerStrategy(num_servers=2, num_workers=4)
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        coordinator = mirror.ClusterCoordinator(strategy)
+        data = coordinator.create_per_worker_dataset(make_loader)
+        losses = [coordinator.schedule(step, args=(data,)) for _ in range(1000)]
+        coordinator.join()
+
+    In a step, the model is the worker's copy, pulled before it is read; ``optimizer.step()`` sends
+    gradients to the servers, which have the optimizer's state. In this process the model, when it
+    is read, is what the servers have; what is written to it reaches them. docs/servers.md.
+
+    Args:
+        num_servers, num_workers: how many processes of each; or see ``cluster``.
+        cluster: a ``mirror.cluster.ClusterSpec``, a dict, or a resolver, with the jobs "ps",
+            "worker" and perhaps "chief": where ``mirror.server.Server`` processes, one for each
+            task, are waiting. All have the same key in MIRROR_ENGINE_KEY.
+        engine: what processes are: ``"process"``, of this machine; ``"ray"``, actors; ``"auto"``
+            chooses; or an engine.
+        sync: whether an update is the mean of several gradients of the same values, weighted by
+            examples; otherwise each gradient is applied when it arrives.
+        replicas_to_aggregate: of how many; ``None``: of one for each worker. With fewer, the
+            slowest workers' gradients are dropped; with more, workers give several.
+        max_staleness: without ``sync``, drops gradients that come later than so many updates.
+        partitioner: cuts variables into pieces along their first axis: ``mirror.server``'s
+            ``FixedShards``, ``MinSize``, ``MaxSize``, or a function as these.
+        placement: ``"round_robin"``, ``"largest_first"``, or a function of name, shape, dtype
+            and the number of servers that returns a server's index.
+
+    Raises:
+        ValueError: a number that is not positive; options that go with the other of sync and
+            not; jobs of another name, none of ps or worker, or no addresses.
+        StrategyError: the resolver says that this process is a server or a worker.
+    """
+
+    _instead = "a step that is scheduled may use it"
+
+    def __init__(
+        self,
+        num_servers: int | None = None,
+        num_workers: int | None = None,
+        *,
+        cluster: Any = None,
+        engine: str | Engine = "auto",
+        sync: bool = False,
+        replicas_to_aggregate: int | None = None,
+        max_staleness: int | None = None,
+        partitioner: Partitioner | None = None,
+        placement: str | PlacementFunction = "round_robin",
+    ) -> None:
+        check_engine(engine)
+        self._tasks = None
+        if cluster is not None:
+            self._tasks = tasks = tasks_of(cluster, engine, (num_servers, num_workers))
+            num_servers, num_workers = len(tasks.servers), len(tasks.workers)
+        self._num_servers = at_least("num_servers", 1 if num_servers is None else num_servers)
+        self._num_workers = at_least("num_workers", 1 if num_workers is None else num_workers)
+        if not isinstance(sync, bool):
+            raise ValueError(f"sync must be a bool, got {short_repr(sync)}")
+        if replicas_to_aggregate is not None:
+            at_least("replicas_to_aggregate", replicas_to_aggregate)
+            if not sync:
+                raise ValueError(
+                    f"replicas_to_aggregate={replicas_to_aggregate} is of synchronous updates; "
+                    "pass sync=True, or leave it out: each gradient is applied when it arrives"
+                )
+        if max_staleness is not None:
+            if sync:
+                raise ValueError(
+                    "max_staleness is of asynchronous updates; with sync=True every gradient of "
+                    "older values is dropped"
+                )
+            at_least("max_staleness", max_staleness, least=0)
+        if partitioner is not None and not callable(partitioner):
+            raise ValueError(
+                "partitioner must be mirror.server's FixedShards(n), MinSize(...) or MaxSize(...),"
+                f" or a function of shape and dtype; got {short_repr(partitioner)}"
+            )
+        check_placement(placement)
+        self._engine = engine
+        self._to_aggregate = (replicas_to_aggregate or self._num_workers) if sync else None
+        self._max_staleness = max_staleness
+        self._partitioner, self._placement = partitioner, placement
+        self._recorded = RecordedModules()
+        self._session: Session | None = None
+        self._is_closed = False
+        self.coordinator: Any = None
+
+    # What it is
+
+    @property
+    def num_servers(self) -> int:
+        """The number of parameter servers."""
+        return self._num_servers
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self._num_workers
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Of how many gradients an update is the mean: 1, but for ``sync=True``."""
+        return self._to_aggregate or 1
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of this process, where the model is read."""
+        return (torch.device("cpu"),)
+
+    @property
+    def backend(self) -> str:
+        """The name of the engine."""
+        return self._engine if isinstance(self._engine, str) else type(self._engine).__name__
+
+    def __repr__(self) -> str:
+        how = f"sync of {self._to_aggregate}" if self._to_aggregate else "async"
+        return (
+            f"ParameterServerStrategy(num_servers={self._num_servers}, "
+            f"num_workers={self._num_workers}, {how})"
+        )
+
+    # Variables
+
+    def scope(self) -> PlacingScope:
+        """Makes this strategy current; modules made inside have their variables on servers.
+
+        Raises:
+            StrategyError: on entry, inside another strategy's scope or ``run``, or after close.
+        """
+        return PlacingScope(self, self._recorded, self.check_usable)
+
+    def mirror(self, module: ModuleT) -> ModuleT:
+        """Takes a module made elsewhere (a pretrained one), and returns it.
+
+        Raises:
+            TypeError: it is not a module.
+        """
+        self.check_usable("mirror")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"mirror takes a torch.nn.Module, got a {type(module).__name__}")
+        self._recorded.add(module)
+        return module
+
+    # Running
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``fn`` in this process, and warns: steps are scheduled by a coordinator.
+
+        Inside a step that runs on a worker it calls ``fn`` there, which is what it is for.
+        """
+        self._warn("run")
+        check_call(fn, args, kwargs)
+        return fn(*args, **(kwargs or {}))
+
+    def reduce(self, op: Op, value: Any, axis: int | None = None) -> Any:
+        """Returns the value, reduced over ``axis``, and warns as ``run``."""
+        self._warn("reduce")
+        if axis is None or not isinstance(value, torch.Tensor):
+            return value
+        name = str(getattr(op, "value", op)).lower()
+        if name not in ("sum", "mean"):
+            raise ValueError(f"op must be 'sum' or 'mean', got {short_repr(op)}")
+        return value.mean(axis) if name == "mean" else value.sum(axis)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """Returns the value: what runs here, runs once."""
+        self._warn("gather")
+        return value
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns the value as the only one; of a PerReplica, its parts."""
+        return local_results(value) if isinstance(value, PerReplica) else (value,)
+
+    def report(self) -> ServersReport:
+        """Returns counts of steps, updates and bytes, times, and how stale gradients were.
+
+        Raises:
+            ServerLostError: a server is gone.
+        """
+        from mirror.server.servers_report import ServersReport
+
+        self.check_usable("report")
+        return ServersReport() if self._session is None else self._session.report()
+
+    # Servers and workers
+
+    def begin_session(self, queue_size: int) -> Session:
+        """Starts servers and workers: what the first ``ClusterCoordinator`` does."""
+        from mirror.server.cluster_tasks import Settings
+        from mirror.server.roles.session import Session
+
+        self.check_usable("ClusterCoordinator")
+        settings = Settings(
+            self._num_servers,
+            self._num_workers,
+            self._engine if self._tasks is None else engine_of(self._tasks),
+            self._to_aggregate,
+            self._max_staleness,
+            self._partitioner,
+            self._placement,
+        )
+        own = weakref.ref(self)
+        session = Session(settings, self._recorded, lambda thing: thing is own(), queue_size)
+        weakref.finalize(self, session.close)
+        self._session = session
+        return session
+
+    def close(self) -> None:
+        """Ends servers and workers; idempotent. The model keeps the last values.
+
+        Steps that have not ended are not run, and their values lost: ``join`` first.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            if self._session is not None:
+                self._session.close()
+
+    def check_usable(self, what: str) -> None:
+        """Raises StrategyError after ``close``, and inside ``run`` of another strategy."""
+        if self._is_closed:
+            raise StrategyError(f"{what}: this strategy is closed; make another one")
+        if current.replica is not None:
+            raise StrategyError(
+                f"{what} of {self!r} was called inside run of another strategy; call it outside"
+            )
+
+    def _warn(self, what: str) -> None:
+        self.check_usable(what)
+        warnings.warn(
+            f"strategy.{what} was called outside of a step that ClusterCoordinator has scheduled, "
+            f"so it runs in this process, not on a worker; {_SCHEDULE}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def __enter__(self) -> ParameterServerStrategy:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        kind = type(self).__name__
+        if name in _REMEDIES:
+            raise StrategyError(f"a {kind} has no {name}, which is of replicas; {_REMEDIES[name]}")
+        raise missing(self, name)

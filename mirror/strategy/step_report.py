@@ -1,0 +1,285 @@
+"""Report: where the time of a step went, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from mirror.base.timeline import (
+    BACKWARD,
+    COMPILED,
+    COMPILING,
+    CROSS,
+    EXPOSED,
+    FORWARD,
+    INPUT,
+    OPTIMIZER,
+    OVERLAPPED,
+    PROGRAMS,
+    REDUCTION,
+    SHARED_PROGRAMS,
+    Timeline,
+)
+from mirror.viewer.html_table import TablePart, table_of
+from mirror.viewer.trace_lanes import COLOURS, OTHER
+
+# From what share of the step on something is said to limit it.
+_MUCH = 0.25
+
+_ADVICE = {
+    "input": (
+        "The step waits for input: give the DataLoader more workers, raise InputOptions(prefetch=)"
+        ", or do less work per example."
+    ),
+    "reduction": (
+        "The step waits for the reduction of gradients: use larger batches, accumulate under "
+        "strategy.no_sync(), or send them as CommunicationOptions(wire_dtype=torch.bfloat16)."
+    ),
+    "optimizer": (
+        "The optimizer takes much of the step: make it with foreach=True or fused=True, or use "
+        "larger batches."
+    ),
+    "host": (
+        "Much of the step is spent outside forward, backward and optimizer: in your own code "
+        "between them (logging, metrics, .item()), or in turns of the replicas, which larger "
+        "batches make matter less."
+    ),
+    "compiled host": (
+        "Much of a compiled step is the host's work around its programs, which is the same for "
+        "every batch: use larger batches."
+    ),
+    "programs": (
+        "The compiled programs take the step, as they should: a faster dtype makes it faster."
+    ),
+    "computation": (
+        "Forward and backward take the step, as they should: what makes them faster on one device "
+        "(a faster dtype, torch.compile, channels_last) makes the whole faster."
+    ),
+    "nothing": "No step has been taken yet: a step ends with optimizer.step().",
+}
+
+
+@dataclass(frozen=True)
+class CompiledTimes:
+    """What compiled steps spend: medians over those of the last steps, in seconds.
+
+    Attributes:
+        num_steps: how many of the last steps were compiled ones.
+        own_programs: every replica's own: forward and backward.
+        shared_programs: those run once on each device: the optimizer.
+        reductions: of gradients, and of what else the replicas have in common.
+        host: the rest of a call, which is Python's: comparing what the trace took for granted,
+            finding tensors, joining results.
+        num_calls: of compiled programs, since the strategy was made.
+        num_traces: how often a step was traced and compiled.
+        compile_seconds: what that took altogether.
+    """
+
+    num_steps: int
+    own_programs: float
+    shared_programs: float
+    reductions: float
+    host: float
+    num_calls: int
+    num_traces: int
+    compile_seconds: float
+
+    def __str__(self) -> str:
+        parts = {
+            "programs of replicas": self.own_programs,
+            "programs of devices": self.shared_programs,
+            "reductions": self.reductions,
+            "host": self.host,
+        }
+        times = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in parts.items())
+        return (
+            f"a compiled step, median of {self.num_steps}: {times}\n"
+            f"{self.num_calls} compiled calls; traced and compiled {self.num_traces} times, in "
+            f"{self.compile_seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Medians over the last steps, in seconds; printed, and in a notebook, it is a table.
+
+    A step ends with the end of a ``run`` in which an optimizer stepped, with an optimizer step
+    outside ``run``, or with a compiled step. Times are the host's: on GPUs they are the time it
+    takes to launch the work, and to wait where the program waits.
+
+    Attributes:
+        num_steps: over how many steps the medians are.
+        num_replicas: of the strategy, in this process.
+        step: a whole step, from the end of the one before.
+        waiting_for_input: for the next batch of a distributed dataset.
+        forward: the replicas' functions, without what follows.
+        backward: backward passes, without reductions.
+        waiting_for_reduction: reductions that nothing hid, and waiting for those beside a backward
+            pass.
+        optimizer: optimizer steps.
+        programs: compiled steps, without their reductions: see ``compiled``.
+        other: everything else: code between runs, and turns.
+        hidden_share: the share of the reductions' time that backward passes hid, 0 to 1; ``None``
+            where nothing was reduced.
+        host_seconds: per replica, what it kept the host for: its forward, backward and optimizer.
+        advice: what limits the step, and what to try.
+        compiled: what compiled steps spend; ``None`` where there is none.
+        worker: of several workers, whose report it is, ``"worker 1 of 2"``.
+    """
+
+    num_steps: int
+    num_replicas: int
+    step: float
+    waiting_for_input: float
+    forward: float
+    backward: float
+    waiting_for_reduction: float
+    optimizer: float
+    programs: float
+    other: float
+    hidden_share: float | None
+    host_seconds: tuple[float, ...]
+    advice: str
+    compiled: CompiledTimes | None
+    worker: str | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns the attributes as plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        def row(name: str, seconds: float) -> str:
+            share = f"{seconds / self.step:6.0%}" if self.step else ""
+            return f"{name:24}{seconds * 1e3:12.3f} ms{share}"
+
+        parts = [row(name, seconds) for name, seconds, _ in self._parts()]
+        return "\n".join([self._title(), row("whole step", self.step), *parts, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        parts = [TablePart(*part) for part in self._parts()]
+        return table_of(self._title(), self.step, parts, self._notes())
+
+    def _title(self) -> str:
+        whose = f" of {self.worker}" if self.worker else ""
+        return f"a step, median of {self.num_steps}, on {self.num_replicas} replicas{whose}"
+
+    def _parts(self) -> Iterator[tuple[str, float, str]]:
+        """Yields what a step consists of: a name, seconds, and a colour."""
+        yield "waiting for input", self.waiting_for_input, COLOURS[INPUT]
+        yield "forward", self.forward, COLOURS[FORWARD]
+        yield "backward", self.backward, COLOURS[BACKWARD]
+        yield "waiting for reduction", self.waiting_for_reduction, COLOURS[REDUCTION]
+        yield "optimizer", self.optimizer, COLOURS[OPTIMIZER]
+        if self.compiled is not None:
+            yield "compiled steps", self.programs, COLOURS[PROGRAMS]
+        yield "other", self.other, OTHER
+
+    def _notes(self) -> list[str]:
+        notes = [] if self.compiled is None else str(self.compiled).splitlines()
+        if self.hidden_share is not None:
+            notes.append(f"{self.hidden_share:.0%} of the reductions' time was hidden")
+        host = ", ".join(f"{seconds * 1e3:.3f}" for seconds in self.host_seconds)
+        return [*notes, f"host time per replica: {host} ms", self.advice]
+
+
+def report_of(timeline: Timeline, *, takes_turns: bool) -> Report:
+    """Returns the report of a strategy's timeline.
+
+    Args:
+        takes_turns: whether one replica moves at a time, so that their times add up; replicas that
+            run at once count with their mean.
+    """
+    num_replicas = timeline.num_replicas
+    share = 1.0 if takes_turns else 1.0 / num_replicas
+    rows = [_row(step, lanes, num_replicas, share) for step, lanes in timeline.steps]
+    if not rows:
+        rows = [_row(0.0, timeline.so_far()[1], num_replicas, share)]
+    middle = {key: median(row[key] for row in rows) for key in rows[0]}
+    reduced = sum(row["reduced"] for row in rows)
+    hidden = sum(row["hidden"] for row in rows)
+    return Report(
+        num_steps=len(timeline.steps),
+        num_replicas=num_replicas,
+        step=middle["step"],
+        waiting_for_input=middle["input"],
+        forward=middle["forward"],
+        backward=middle["backward"],
+        waiting_for_reduction=middle["reduction"],
+        optimizer=middle["optimizer"],
+        programs=middle["programs"],
+        other=middle["other"],
+        hidden_share=hidden / reduced if reduced else None,
+        host_seconds=tuple(middle[f"host {r}"] for r in range(num_replicas)),
+        advice=_ADVICE[_limit(middle) if timeline.steps else "nothing"],
+        compiled=_compiled(timeline),
+    )
+
+
+def _compiled(timeline: Timeline) -> CompiledTimes | None:
+    counted = timeline.compiled
+    crosses = [lanes[CROSS] for _, lanes in timeline.steps]
+    found = [lane for lane in crosses if lane[PROGRAMS] + lane[SHARED_PROGRAMS]]
+    if not found:
+        return None
+
+    def spent(kind: str) -> float:
+        return median(lane[kind] for lane in found)
+
+    return CompiledTimes(
+        num_steps=len(found),
+        own_programs=spent(PROGRAMS),
+        shared_programs=spent(SHARED_PROGRAMS),
+        reductions=spent(REDUCTION),
+        host=spent(COMPILED),
+        num_calls=counted.calls,
+        num_traces=counted.traces,
+        compile_seconds=counted.seconds,
+    )
+
+
+def _row(
+    step: float, lanes: list[dict[str, float]], num_replicas: int, share: float
+) -> dict[str, float]:
+    replicas, cross, beside = lanes[:num_replicas], lanes[CROSS], lanes[OVERLAPPED]
+
+    def spent(kind: str) -> float:
+        return cross[kind] + share * sum(lane[kind] for lane in replicas)
+
+    exposed = spent(EXPOSED)
+    times = {
+        "input": spent(INPUT),
+        "forward": spent(FORWARD),
+        "backward": spent(BACKWARD),
+        "reduction": spent(REDUCTION) + exposed,
+        "optimizer": spent(OPTIMIZER),
+        "programs": sum(map(spent, (PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING))),
+    }
+    hidden = max(0.0, beside[REDUCTION] - exposed)
+    host = {
+        f"host {r}": sum(lane[kind] for kind in (FORWARD, BACKWARD, OPTIMIZER))
+        for r, lane in enumerate(replicas)
+    }
+    return {
+        **times,
+        **host,
+        "compiled host": spent(COMPILED),
+        "step": step,
+        "other": max(0.0, step - sum(times.values())),
+        "hidden": hidden,
+        "reduced": beside[REDUCTION] + spent(REDUCTION),
+    }
+
+
+def _limit(middle: Mapping[str, float]) -> str:
+    limits = {
+        "input": middle["input"],
+        "reduction": middle["reduction"],
+        "optimizer": middle["optimizer"],
+        "host": middle["other"],
+        "compiled host": middle["compiled host"],
+    }
+    name = max(limits, key=lambda key: limits[key])
+    if limits[name] > _MUCH * middle["step"]:
+        return name
+    return "programs" if middle["programs"] else "computation"

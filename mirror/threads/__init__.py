@@ -1,0 +1,1 @@
+"""Threads that take turns and meet at merge points; this layer knows no replica."""

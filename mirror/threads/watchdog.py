@@ -1,0 +1,153 @@
+"""Watchdog: calls that take too long are broken off, by one thread for the whole process.
+
+Who calls notes what, and until when; that is all it costs. The thread begins with the first call
+and ends when there have been none for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from mirror.base.at_fork import reinit_after_fork
+from mirror.errors import CollectiveTimeoutError
+from mirror.threads.user_frames import active_calls_of, stacks
+
+# How long a call that is broken off may take to end before that is an error of its own.
+GRACE_SECONDS = 5.0
+# How long the thread outlives the last call.
+IDLE_SECONDS = 1.0
+
+_logger = logging.getLogger("mirror")
+
+
+class WatchedCall:
+    """One call, from when it is made until it has returned.
+
+    Args:
+        break_off: ends it, and the others with the same; called by another thread.
+        what: says what it is, for the error.
+
+    Attributes:
+        late: what is said of it once it has been broken off.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], Any],
+        seconds: float,
+        break_off: Callable[[], object],
+        what: Callable[[], str],
+    ) -> None:
+        self._work, self.seconds, self.break_off, self.what = work, seconds, break_off, what
+        self.deadline = monotonic() + seconds
+        self.late: str | None = None
+        self.is_given_up = False
+        self._thread = threading.current_thread()
+
+    def make(self) -> Any:
+        """Makes the call.
+
+        Raises:
+            CollectiveTimeoutError: it was broken off, whatever it has returned or raised.
+        """
+        try:
+            _watchdog.begin(self)
+            result = self._work()
+        except Exception as error:
+            if self.late is not None:
+                raise CollectiveTimeoutError(self.late) from error
+            raise
+        finally:
+            _watchdog.end(self)
+        if self.late is not None:
+            raise CollectiveTimeoutError(self.late)
+        return result
+
+    def is_going_on(self) -> bool:
+        """Whether its thread is still in it: an interrupt may have kept it from being ended."""
+        return self in active_calls_of(self._thread, WatchedCall.make)
+
+
+class _Watchdog:
+    def __init__(self) -> None:
+        self.after_fork()
+        reinit_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Begins anew, as in a forked process, where the thread is not."""
+        self._calls: dict[WatchedCall, None] = {}  # changed by single steps of the dict
+        self._lock = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._wakes_at = 0.0
+        self._num_begun = 0
+
+    def begin(self, call: WatchedCall) -> None:
+        self._calls[call] = None
+        self._num_begun += 1
+        if self._thread is None or call.deadline < self._wakes_at:
+            with self._lock:
+                self._lock.notify_all()
+                if self._thread is None:
+                    name = "mirror watchdog"
+                    thread = threading.Thread(target=self._watch, name=name, daemon=True)
+                    thread.start()  # before it is noted: an interrupt may come in between
+                    self._thread = thread
+
+    def end(self, call: WatchedCall) -> None:
+        self._calls.pop(call, None)
+
+    def _watch(self) -> None:
+        num_seen = -1
+        while True:
+            self._poll()
+            with self._lock:
+                if num_seen == self._num_begun:
+                    self._thread = None
+                    if not self._calls:  # now who begins one sees that there is no thread
+                        return
+                    self._thread = threading.current_thread()
+                num_seen = self._num_begun
+                self._wakes_at = monotonic() + IDLE_SECONDS
+                deadlines = (call.deadline for call in tuple(self._calls))
+                self._wakes_at = min(self._wakes_at, *deadlines, math.inf)
+                self._lock.wait(max(0.0, self._wakes_at - monotonic()))
+
+    def _poll(self) -> None:
+        # Of its own, so that the frame that waits keeps no call alive.
+        for call in tuple(self._calls):
+            if call.deadline <= monotonic():
+                self._expire(call)
+
+    def _expire(self, call: WatchedCall) -> None:
+        if not call.is_going_on():
+            self.end(call)
+        elif call.late is None:
+            said = (
+                f"{call.what()} did not end within timeout_seconds={call.seconds}, and was broken "
+                "off; raise the timeout in CommunicationOptions, or find what it waits for:\n"
+                f"{stacks()}"
+            )
+            for other in tuple(self._calls):
+                if other.break_off == call.break_off:
+                    other.late, other.deadline = said, monotonic() + GRACE_SECONDS
+            try:
+                call.break_off()
+            except Exception:
+                _logger.exception("mirror: breaking off %s failed", call.what())
+        else:
+            self.end(call)
+            _logger.error(
+                "mirror: %s was broken off, and still goes on %s s later; nothing but the end of "
+                "the process ends it. Where the threads are:\n%s",
+                call.what(),
+                GRACE_SECONDS,
+                stacks(),
+            )
+
+
+_watchdog = _Watchdog()

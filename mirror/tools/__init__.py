@@ -1,0 +1,1 @@
+"""Tools above the package: the doctor, the planner, the demo."""

@@ -1,0 +1,1 @@
+"""Examines the devices, the backends and torch, and reports what it finds."""

@@ -1,0 +1,1 @@
+"""Predicts a measured step on 1 to 1,024 devices."""

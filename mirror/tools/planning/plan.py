@@ -1,0 +1,119 @@
+"""mirror.plan: from a step measured here to 1,024 devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from mirror.errors import short_repr
+
+if TYPE_CHECKING:
+    from mirror.strategy.strategy_base import Strategy
+    from mirror.tools.planning.plan_result import Plan
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def plan(
+    measured: Strategy | Callable[[], object] | None = None,
+    *,
+    model: nn.Module | None = None,
+    parameters: float | Sequence[float] | None = None,
+    tensors: int | None = None,
+    step_seconds: float | None = None,
+    batch_size: int = 1,
+    host_seconds: float | None = None,
+    forward_share: float | None = None,
+    update_seconds: float | None = None,
+    link: str | Sequence[float] = "nvlink4",
+    network: str | Sequence[float] = "8x400g",
+    devices_per_machine: int = 8,
+    max_devices: int = 1024,
+    scaling: str = "weak",
+    algorithm: str = "auto",
+    bucket_bytes: float = BUCKET_BYTES,
+    wire_dtype: torch.dtype | None = None,
+) -> Plan:
+    """Predicts a step's time, throughput and efficiency on 1 to ``max_devices`` devices.
+
+    ::
+
+        print(mirror.plan(strategy, model=model, batch_size=64))  # from the steps it has taken
+        print(mirror.plan(step_seconds=0.35, parameters=25.6e6, tensors=161, batch_size=128))
+
+    The model is that of docs/planning.md, which has its limits, and its errors against published
+    figures. It knows no stragglers and no slow input, so think of it as an upper bound.
+
+    Args:
+        measured: where the step is measured: a strategy that has taken steps, or a function that
+            takes one on one device and is called up to 33 times. Without it, ``step_seconds``.
+        model: whose gradients are reduced. Without it, ``parameters``.
+        parameters: how many elements: of each tensor, in order of registration, or of all.
+        tensors: how many tensors, if only their sum is known; 100 unless told.
+        step_seconds: of one device alone, on its whole batch.
+        batch_size: examples in that step.
+        host_seconds: how long the host takes to launch it. Unless given, or measured on a GPU, it
+            is 60 us for each tensor, at most the whole step.
+        forward_share: the share of the forward pass in forward and backward; 1/3 unless seen.
+        update_seconds: how much of the step the optimizer takes; 0 unless seen.
+        link: between the devices of a machine: "nvlink1" to "nvlink5", "pcie3" to "pcie5", or
+            (gigabytes per second, microseconds per hop).
+        network: between machines: adapters x Gbit/s as in "8x400g", or two numbers likewise.
+        devices_per_machine: what one process can drive.
+        max_devices: the largest number of devices.
+        scaling: "weak": every device has ``batch_size`` examples; "strong": all together have, and
+            forward and backward take as much less time.
+        algorithm: of the reductions: "ring", "tree", "hierarchical", or "auto", the quicker one of
+            the first two.
+        bucket_bytes: what is reduced at once at most.
+        wire_dtype: what gradients are sent as; the parameters' own unless told.
+
+    Raises:
+        PlanError: a ``ValueError`` that says which argument, and what came.
+    """
+    # Here, so that importing mirror does not import them.
+    from mirror.tools.planning.advice import advice
+    from mirror.tools.planning.all_reduce_cost import ALGORITHMS, Cluster
+    from mirror.tools.planning.bandwidths import link_between_devices, link_between_machines
+    from mirror.tools.planning.measured_step import measure
+    from mirror.tools.planning.plan_error import PlanError, one_of, positive, whole
+    from mirror.tools.planning.plan_result import Plan
+    from mirror.tools.planning.prediction import SCALINGS, Predictor
+    from mirror.tools.planning.workload import make_workload, sizes_of_model, sizes_of_numbers
+
+    if model is not None and (parameters is not None or tensors is not None):
+        raise PlanError("model has its parameters: leave out parameters= and tensors=")
+    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+        raise PlanError(f"wire_dtype must be a torch.dtype, got {short_repr(wire_dtype)}")
+    if model is not None:
+        sizes = sizes_of_model(model, wire_dtype)
+    elif parameters is not None:
+        sizes = sizes_of_numbers(parameters, tensors, wire_dtype)
+    else:
+        raise PlanError("pass model=, or parameters=: how many elements are reduced")
+    cluster = Cluster(
+        link=link_between_devices(link),
+        network=link_between_machines(network),
+        devices_per_machine=whole("devices_per_machine", devices_per_machine),
+        algorithm=one_of("algorithm", algorithm, ALGORITHMS),
+    )
+    one_of("scaling", scaling, SCALINGS)
+    bucket = positive("bucket_bytes", bucket_bytes)
+    most = whole("max_devices", max_devices)
+    seen = measure(measured, model, step_seconds)
+    workload = make_workload(
+        step_seconds=seen.step_seconds,
+        batch_size=batch_size,
+        sizes_bytes=sizes,
+        forward_share=seen.forward_share if forward_share is None else forward_share,
+        update_seconds=seen.update_seconds if update_seconds is None else update_seconds,
+        host_seconds=seen.host_seconds if host_seconds is None else host_seconds,
+    )
+    if scaling == "strong" and workload.batch_size == 1 and most > 1:
+        raise PlanError("scaling='strong' shares one batch between the devices: pass batch_size=")
+    rows = tuple(Predictor(workload, cluster, scaling, bucket).rows(most))
+    sentences = advice(rows, cluster.devices_per_machine)
+    return Plan(rows, workload, cluster, scaling, sentences)

@@ -1,1 +1,0 @@
-"""Programs of jax: a user's step, traced and compiled for all replicas."""

@@ -1,1 +1,0 @@
-"""What users of TPUs hold: the strategy and its scope."""

@@ -1,1 +1,0 @@
-"""How a checkpoint is written: nested states, files, and the order of system calls."""

@@ -1,1 +1,0 @@
-"""Planning: what a measured step would be on 1 to 1,024 devices."""

@@ -1,0 +1,1 @@
+"""Traces and reports as pictures and tables."""

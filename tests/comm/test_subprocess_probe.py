@@ -1,0 +1,244 @@
+"""mirror/comm/subprocess_probe.py: what a process that tries a backend may do, and what is made of it."""
+
+import logging
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+import mirror
+from mirror import comm
+from mirror.comm import registry, self_test, subprocess_probe
+from mirror.comm.host.naive_backend import NaiveCommunicator
+from mirror.comm.kernels.direct_backend import DirectCommunicator
+from mirror.comm.probe_cache import FOLDER_VARIABLE
+from mirror.comm.subprocess_probe import ProbeUnavailable, run_probe, unsafe_reason
+from mirror.errors import BackendError
+from mirror.tools.doctor.diagnosis import diagnose
+from tests.gpu.fake_cupy import gpus_with_cupy
+
+TWO = tuple(torch.device("cuda", i) for i in range(2))
+# What stands in for the child begins with this, and ends when its lines do.
+SAY = "import json, os, sys, time; say = lambda **w: print(sys.argv[1], json.dumps(w), flush=True)"
+RIGHT = "print('NCCL INFO'); say(state='started'); say(found=None); time.sleep(99)"
+NO = "say(state='started'); say(found='replica 1 got 3 instead of 4')"
+HANGS = "say(state='started'); say(state='made'); say(state='prepared'); time.sleep(99)"
+DIES = "say(state='started'); os.kill(os.getpid(), 11)"
+RUBBISH = "say(state='started'); print('\\x00}{ ' + sys.argv[1] + ' {', sys.argv[1]); print(1/0)"
+NEVER_BEGINS = "sys.stderr.write('first\\nno module named torch\\n'); sys.exit(3)"
+
+
+@pytest.fixture
+def child(monkeypatch, tmp_path):
+    """Gives ``child(program)``: from now on that is what runs; returns the list of processes."""
+    started = []
+    real = subprocess.Popen
+
+    def start(*args, **kwargs):
+        started.append(real(*args, **kwargs))
+        return started[-1]
+
+    def runs(program):
+        monkeypatch.setattr(subprocess_probe, "PROBE", ("-S", "-c", f"{SAY}; {program}"))
+        return started
+
+    monkeypatch.setattr(subprocess_probe.subprocess, "Popen", start)
+    monkeypatch.setattr(
+        subprocess_probe, "_SECONDS", {**subprocess_probe._SECONDS, "prepared": 0.1}
+    )
+    monkeypatch.setattr(subprocess_probe, "_found", {})
+    monkeypatch.setattr(subprocess_probe, "_facts", lambda kind, devices: {"kind": str(kind)})
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    yield runs
+    for process in started:
+        assert process.returncode is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+
+
+FAILURES = {
+    "says no": (NO, "replica 1 got 3 instead of 4"),
+    "hangs": (HANGS, "a process that tried it hung, and was killed: after it was prepared, "
+              "nothing came for 0.1 s"),
+    "dies of a signal": (DIES, "a process that tried it died of SIGSEGV"),
+    "prints rubbish": (RUBBISH, "a process that tried it ended with code 1 and without a verdict: "
+                       "ZeroDivisionError: division by zero"),
+}  # fmt: skip
+
+
+def test_one_that_finds_nothing_lets_this_process_go_on(child):
+    assert child(RIGHT) == []
+    assert run_probe(DirectCommunicator, TWO) is None
+
+
+@pytest.mark.parametrize(("program", "reason"), FAILURES.values(), ids=list(FAILURES))
+def test_one_that_fails_in_any_way_is_a_reason(child, program, reason):
+    child(program)
+    assert run_probe(DirectCommunicator, TWO) == reason
+
+
+def test_one_that_hangs_before_it_begins_is_a_reason(child, monkeypatch):
+    child("time.sleep(99)")
+    monkeypatch.setitem(subprocess_probe._SECONDS, "being started", 0.1)
+    assert "hung, and was killed: after it was being started" in run_probe(DirectCommunicator, TWO)
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (NEVER_BEGINS, "the process ended with code 3 and without a verdict: no module named"),
+        ("print('rubbish')", "the process ended with code 0 and without a verdict"),
+        ("say(untried='all devices are busy')", "all devices are busy"),
+    ],
+)
+def test_one_that_does_not_begin_has_tried_nothing(child, program, why):
+    child(program)
+    with pytest.raises(ProbeUnavailable, match=why):
+        run_probe(DirectCommunicator, TWO)
+
+
+def frozen(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+
+
+def nameless(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+
+
+def forbidden(monkeypatch):
+    monkeypatch.setattr(sys, "executable", __file__)  # nobody may execute it
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        (frozen, "no Python that can be started"),
+        (nameless, "no Python that can be started"),
+        (forbidden, "does not start: .*Permission denied"),
+    ],
+)
+def test_where_no_process_can_be_started_a_warning_says_so_once(
+    child, monkeypatch, caplog, place, why
+):
+    child(RIGHT)
+    place(monkeypatch)
+    for _ in range(2):
+        assert unsafe_reason(DirectCommunicator, TWO) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    with pytest.raises(ProbeUnavailable, match=why):
+        run_probe(DirectCommunicator, TWO)
+
+
+def test_a_class_that_others_cannot_import_is_not_tried_by_them(child):
+    class Own(DirectCommunicator):
+        pass
+
+    with pytest.raises(ProbeUnavailable, match=r"no other process can import .*Own of tests"):
+        run_probe(Own, TWO)
+
+
+def test_ctrl_c_ends_the_process(child, monkeypatch):
+    started = child(HANGS)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess_probe, "_lines", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(DirectCommunicator, TWO)
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"), [(RIGHT, None), (NO, "replica 1 got 3 instead of 4")]
+)
+def test_only_the_first_strategy_of_a_machine_pays(child, monkeypatch, program, expected):
+    started = child(program)
+
+    def in_another_process(**options):
+        monkeypatch.setattr(subprocess_probe, "_found", {})
+        return unsafe_reason(DirectCommunicator, TWO, **options)
+
+    for _ in range(2):
+        assert unsafe_reason(DirectCommunicator, TWO) == expected
+    assert len(started) == 1
+    later = in_another_process()
+    assert later is None if expected is None else later.startswith(f"{expected} (found less than")
+    assert len(started) == 1
+    assert in_another_process(anew=True) == expected
+    assert len(started) == 2
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    assert in_another_process() == expected
+    assert len(started) == 3
+
+
+def test_nothing_of_it_happens_for_one_device_the_cpu_and_backends_without_risk(monkeypatch):
+    for name in ("ask", "recall", "_facts"):
+        monkeypatch.setattr(subprocess_probe, name, lambda *_: pytest.fail("it costs something"))
+    cpu = torch.device("cpu")
+    for devices in ([cpu], [cpu] * 4, TWO[:1], TWO[:1] * 8):
+        for name in comm.registry.names():
+            assert unsafe_reason(comm.registry.check_name(name), devices) is None
+    assert unsafe_reason(NaiveCommunicator, TWO) is None
+    assert (
+        unsafe_reason(registry.check_name("nccl"), TWO) is None
+    )  # it has an end to every wait of its own
+    with mirror.MirroredStrategy(["cpu"] * 2, "direct") as strategy:
+        strategy.run(lambda: None)
+
+
+@pytest.fixture
+def machine(child, monkeypatch):
+    """Two simulated GPUs with CuPy, on which kernels are tried by what stands in for a child."""
+    monkeypatch.setattr(self_test, "_found", {})
+    with gpus_with_cupy(2) as gpus, mock.patch.object(self_test, "unsafe_reason", unsafe_reason):
+        yield gpus
+
+
+@pytest.mark.parametrize(("program", "reason"), FAILURES.values(), ids=list(FAILURES))
+def test_auto_does_without_what_failed_and_says_why(machine, child, caplog, program, reason):
+    started = child(program)
+    names = ["cuda:0", "cuda:1"]
+    with (
+        caplog.at_level(logging.INFO, "mirror"),
+        mirror.MirroredStrategy(names) as strategy,
+    ):
+        assert strategy.backend == "naive"
+    assert f"not direct: its self-test on these devices failed: {reason}" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert len(started) == 2  # direct and ring
+    assert machine.cupy.launches == []  # nothing of it in this process
+    with pytest.raises(BackendError, match="'direct' cannot serve cuda:0, cuda:1: its self-test"):
+        comm.create("direct", names)
+    assert "direct" not in comm.available(names)
+    assert len(started) == 3  # hierarchical
+
+
+def test_what_passed_elsewhere_is_tried_here_and_used(machine, child):
+    started = child(RIGHT)
+    names = ["cuda:0", "cuda:1"]
+    for _ in range(2):
+        with mirror.MirroredStrategy(names) as strategy:
+            assert strategy.backend == "direct"
+    assert len(started) == 1
+    assert started[0].args[-4:][1:] == [
+        "mirror.comm.kernels.direct_backend:DirectCommunicator",
+        *names,
+    ]
+    assert machine.cupy.launches
+
+
+def test_the_doctor_always_tries_anew(machine, child, monkeypatch):
+    started = child(RIGHT)
+    for number in (3, 6):
+        monkeypatch.setattr(self_test, "_found", {})
+        found = {report.name: report for report in diagnose(TWO).backends}
+        assert found["direct"].failure is found["ring"].failure is None
+        assert len(started) == number
+    child(NO)
+    found = {report.name: report for report in diagnose(TWO).backends}
+    assert found["direct"].failure == "replica 1 got 3 instead of 4"

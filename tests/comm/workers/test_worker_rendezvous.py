@@ -1,0 +1,48 @@
+"""Attempts: who is started again finds nothing that those before have left."""
+
+import threading
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from mirror.comm.workers.worker_rendezvous import store_for_run
+
+
+def meet(store, size):
+    found = {}
+
+    def come(rank):
+        fresh = store_for_run(store, rank, size, 20.0)
+        fresh.set(f"own/{rank}", b"%d" % rank)
+        found[rank] = fresh
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_of_an_attempt_meet_and_find_nothing_of_another():
+    store = HashStore()
+    first = meet(store, 3)
+    assert [first[0].get(f"own/{rank}") for rank in range(3)] == [b"0", b"1", b"2"]
+    second = meet(store, 3)
+    second[0].set("mine", b"1")
+    assert second[2].get("mine") == b"1"
+    assert not first[1].check(["mine"])
+
+
+def test_an_answer_to_one_who_is_gone_is_not_taken():
+    store = HashStore()
+    meet(store, 2)
+    with pytest.raises(RuntimeError):
+        store_for_run(store, 1, 2, 0.2)  # worker 0 has not come again
+
+
+def test_worker_0_does_not_wait_for_ever():
+    store = HashStore()
+    meet(store, 2)
+    with pytest.raises(RuntimeError, match="worker 1 is missing"):
+        store_for_run(store, 0, 2, 0.2)

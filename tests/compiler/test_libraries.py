@@ -1,0 +1,70 @@
+"""Models of transformers, as their users write them, compiled beside the plain loop."""
+
+import pytest
+import torch
+
+from tests.compiler.training import Beside
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = 40
+USUAL = {
+    "vocab_size": TOKENS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# By model: the class, its config's class, and options. The loss is the model's own.
+LANGUAGE = {
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": TOKENS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        | {"bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", USUAL),
+    # Makes its loss where it is used.
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", USUAL | NO_DROPOUT),
+    # Adds in place to what lies in another order.
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": TOKENS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
+        | {"num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+    "mamba": (
+        "MambaForCausalLM",
+        "MambaConfig",
+        {"vocab_size": TOKENS, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+    ),
+}
+
+
+def language_step(model, optimizer):
+    def step(ids):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_a_language_model_is_that_of_the_plain_loop(name):
+    model, config, options = LANGUAGE[name]
+
+    def make():
+        return getattr(transformers, model)(getattr(transformers, config)(**options)).train()
+
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randint(0, TOKENS, (n, 8), generator=generator),) for n in (6, 6, 4)]
+    beside = Beside(2, make, make_step=language_step)
+    beside.train(data, rtol=1e-4, atol=1e-5)
+    beside.strategy.close()

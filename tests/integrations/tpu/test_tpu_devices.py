@@ -1,0 +1,81 @@
+"""Devices of jax by name; what does not exist is refused and named."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mirror.errors import DeviceError
+from mirror.integrations.tpu.tpu_devices import as_torch, devices_of
+
+
+class Device:
+    def __init__(self, platform, index):
+        self.platform, self.id = platform, index
+
+    def __str__(self):
+        return f"{self.platform}:{self.id}"
+
+
+class Config:
+    jax_num_cpu_devices = 1
+
+    def update(self, name, value):
+        raise RuntimeError("too late")
+
+
+def jax_with(tpus=0, cpus=1):
+    there = {
+        "tpu": [Device("tpu", i) for i in range(tpus)],
+        "cpu": [Device("cpu", i) for i in range(cpus)],
+    }
+
+    def local_devices(backend):
+        if not there[backend]:
+            raise RuntimeError(f"unknown backend {backend}")
+        return there[backend]
+
+    return SimpleNamespace(local_devices=local_devices, Device=Device, config=Config())
+
+
+def test_none_are_all_tpus():
+    assert [*map(str, devices_of(jax_with(tpus=2), None))] == ["tpu:0", "tpu:1"]
+    assert [*map(str, devices_of(jax_with(tpus=2), ["TPU:1"]))] == ["tpu:1"]
+
+
+def test_without_a_tpu_it_says_how_to_simulate():
+    with pytest.raises(DeviceError, match=r'sees no TPU .*TPUStrategy\(\["cpu"\] \* 4\)'):
+        devices_of(jax_with(), None)
+
+
+def test_simulated_devices_are_as_many_as_named():
+    jax = jax_with(cpus=4)
+    assert [*map(str, devices_of(jax, ["cpu"] * 3))] == ["cpu:0", "cpu:1", "cpu:2"]
+    with pytest.raises(DeviceError, match=r"5 simulated .* has 4; .*device_count=5"):
+        devices_of(jax, ["cpu"] * 5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rule"),
+    [
+        ("tpu", "a sequence of names"),
+        (["cuda:0"], "'tpu:0', ... or 'cpu'; got 'cuda:0'"),
+        (["tpu:0", "cpu"], "all 'tpu' or all 'cpu'"),
+        (["tpu:2"], "'tpu:2' does not exist; jax sees 2"),
+        (["tpu:0", "tpu:0"], "each device of jax is one replica's"),
+        ([3], "or jax.Device; got 3"),
+    ],
+)
+def test_what_is_none_is_refused(devices, rule):
+    with pytest.raises(DeviceError, match=rule):
+        devices_of(jax_with(tpus=2), devices)
+
+
+def test_devices_of_jax_are_taken():
+    jax = jax_with(tpus=2)
+    own = jax.local_devices("tpu")
+    assert devices_of(jax, own) == tuple(own)
+    assert [as_torch(own[1]), as_torch(Device("cpu", 3))] == [
+        torch.device("xla", 1),
+        torch.device("cpu"),
+    ]

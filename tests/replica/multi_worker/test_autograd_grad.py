@@ -1,0 +1,105 @@
+"""``torch.autograd.grad`` outside run over several workers: that of one device, or refused."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from mirror.errors import StrategyError
+from tests.replica.multi_worker.programs import rank, strategy_of
+
+X = torch.arange(40.0).reshape(10, 4).sin()
+CASES = [
+    "mean", "sum", "several inputs", "unused", "unused by one", "materialized", "grad_outputs",
+    "batched", "with the input", "hook", "penalty of inputs",
+]  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.other, self.last = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def grads_of(case, x, scope, worker):
+    """Returns the gradients that a case asks for; ``worker`` is ``None`` on one device."""
+    torch.manual_seed(0)
+    with scope:
+        model = Net()
+    inputs, options = [model.first.weight], {}
+    x = x.clone().requires_grad_(case in ("with the input", "penalty of inputs"))
+    y = model(x)
+    if case in ("several inputs", "materialized", "unused"):
+        inputs = [*model.last.parameters(), model.first.weight]
+    if case == "unused":
+        inputs, options = [model.other.weight, *inputs], {"allow_unused": True}
+    if case == "materialized":
+        inputs = [model.other.weight, *inputs]
+        options = {"allow_unused": True, "materialize_grads": True}
+    if case == "batched":
+        options = {"grad_outputs": torch.tensor([1.0, 2.0, 0.5]), "is_grads_batched": True}
+    if case == "grad_outputs":
+        options = {"grad_outputs": torch.tensor(3.0)}
+    if case == "hook":
+        model.first.weight.register_hook(lambda grad: 2 * grad)
+    loss = y.square().sum() if case == "sum" else y.square().mean()
+    if case == "unused by one":  # of the examples of the first worker alone
+        inputs, options = [model.other.weight], {"allow_unused": True}
+        other = model.other(x)  # which all call
+        loss = loss if worker == 1 else loss + other.mean() * len(x)
+        if worker is None:
+            loss = model.other(x[:6]).mean() * 6 * 0.6
+    if case == "with the input":
+        inputs = [model.first.weight, x]
+    if case == "penalty of inputs":
+        (slope,) = torch.autograd.grad(loss * len(x), x, create_graph=True)
+        loss = slope.square().sum(1).mean()
+    return torch.autograd.grad(loss, inputs, **options)
+
+
+def on_worker(case, num_local):
+    reduction = "sum" if case == "sum" else "mean"
+    with strategy_of(num_local, gradient_reduction=reduction) as strategy:
+        own = X.split([6, 4])[rank()]
+        return [
+            None if g is None else g.tolist()
+            for g in grads_of(case, own, strategy.scope(), rank())
+        ]
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_that_of_one_device(crew, case, num_local):
+    expected = grads_of(case, X, nullcontext(), None)
+    found = crew(2).run(on_worker, case, num_local)
+    if case == "with the input":  # each worker has its own, of its own loss
+        parts = [torch.tensor(grads.pop()) for grads in found]
+        own = torch.cat([parts[0] * 0.6, parts[1] * 0.4])
+        torch.testing.assert_close(own, expected[1])
+        expected = expected[:1]
+    for grads in found:
+        assert len(grads) == len(expected)
+        for grad, other in zip(grads, expected, strict=True):
+            assert (grad is None) == (other is None)
+            if other is not None:
+                torch.testing.assert_close(torch.tensor(grad), other)
+
+
+def with_a_graph():
+    with strategy_of() as strategy:
+        with strategy.scope():
+            model = Net()
+        loss = model(X).mean()
+        with pytest.raises(StrategyError, match="gives each of several workers the gradient of"):
+            torch.autograd.grad(loss, model.first.weight, create_graph=True)
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(loss, model.other.weight)
+        return rank()
+
+
+def test_gradients_of_parameters_with_a_graph_are_refused(crew):
+    assert crew(2).run(with_a_graph) == [0, 1]

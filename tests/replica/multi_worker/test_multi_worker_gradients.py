@@ -1,0 +1,290 @@
+"""Several workers' gradients are those of one device with all their examples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mirror
+from tests.replica.multi_worker.beside_one_device import assert_as_one_device, cross_entropy, net
+
+
+def trains(place):
+    with place.scope():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for batch in place.batches:
+        optimizer.zero_grad()
+        place.backward(cross_entropy(model), *batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    place.keep(model, grads=False)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_training_is_that_of_one_device(crew, counts, way):
+    assert_as_one_device(crew, trains, counts, way)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2)])
+def test_gradients_may_travel_in_half_precision(crew, counts):
+    coarse = mirror.CommunicationOptions(bytes_per_pack=200, wire_dtype=torch.bfloat16)
+    options = {"communication_options": coarse, "tolerance": 1e-2}
+    assert_as_one_device(crew, trains, counts, 3, **options)
+
+
+class Heads(nn.Module):
+    """Has parts that a pass may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x, which):
+        h = self.body(x).tanh()
+        return sum(self.heads[i](h) for i in which)
+
+
+def leaves_out(place):
+    with place.scope():
+        model = Heads()
+    for step, batch in enumerate(place.batches):
+        model.zero_grad()
+        which = [(0,), (0, 1), (1,), (0, 1, 2), (2,)][step % 5]
+        place.backward(lambda x, y, w=which: F.cross_entropy(model(x, w), y), *batch)
+        place.keep(model)
+
+
+class BySign(Heads):
+    """Which head an example goes through, its own data decide: workers use unlike ones."""
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        up = x[:, 0] > 0
+        found = h[:, :3] * 0.0
+        for head, some in zip(self.heads, (up, ~up), strict=False):
+            if some.any():
+                found[some] = head(h[some])
+        return found
+
+
+def uses_by_sign(place):
+    with place.scope():
+        model = BySign()
+    for batch in place.batches:
+        model.zero_grad()
+        place.backward(cross_entropy(model), *batch)
+        place.keep(model)
+
+
+def freezes(place):
+    with place.scope():
+        model = net()
+    for step, batch in enumerate(place.batches * 2):
+        model.zero_grad()
+        model[0].requires_grad_(step < 3 or step > 10)
+        model[4].requires_grad_(step % 2 == 0)
+        place.backward(cross_entropy(model), *batch)
+        place.keep(model)
+
+
+def grows(place):
+    """A module comes, and one goes, while training goes on."""
+    with place.scope():
+        model, other = net(), net(5)
+    for step, batch in enumerate(place.batches):
+        model.zero_grad()
+        if step == 2:
+            del other
+        if step == 4:
+            torch.manual_seed(3)
+            with place.scope():
+                last = nn.Linear(3, 3)
+            model.append(last)
+        place.backward(cross_entropy(model), *batch)
+        place.keep(model)
+
+
+def accumulates(place):
+    """Passes with and without no_sync before a look, of unlike sizes."""
+    with place.scope():
+        model = net()
+    batches = iter(place.batches)
+    for num_kept in (1, 2, 0):
+        model.zero_grad()
+        with place.no_sync():
+            for _ in range(num_kept):
+                place.backward(cross_entropy(model), *next(batches))
+        for _ in range(2 if num_kept < 2 else 0):
+            place.backward(cross_entropy(model), *next(batches))
+        place.keep(model)
+
+
+def passes_twice(place):
+    """Two passes over one forward: gradients arrive again where some are on their way."""
+    with place.scope():
+        model = Heads()
+
+    def loss_of(x, y):
+        first, second = model(x, (0, 1)), model(x, (1,))
+        F.cross_entropy(first, y).backward(retain_graph=True)
+        return F.cross_entropy(first + second, y) * 2
+
+    for batch in place.batches:
+        model.zero_grad()
+        place.backward(loss_of, *batch)
+        place.keep(model)
+
+
+def drops(place):
+    """Gradients are set, or dropped, before anybody looks."""
+    with place.scope():
+        model = net()
+    for step, batch in enumerate(place.batches):
+        place.backward(cross_entropy(model), *batch)
+        first, *rest = model.parameters()
+        if step % 3 == 0:
+            rest[-1].grad = None
+            first.grad = torch.ones_like(first)
+        if step % 3 == 1:
+            place.backward(cross_entropy(model), *batch)
+            rest[0].grad = None
+        place.keep(model)
+
+
+def hooks(place):
+    with place.scope():
+        model = net()
+    seen = []
+    model[2].weight.register_hook(lambda grad: grad * 2)
+    model[0].bias.register_hook(lambda grad: seen.append(grad.clone()))
+    for batch in place.batches:
+        model.zero_grad()
+        place.backward(cross_entropy(model), *batch)
+        place.keep(model)
+    place.kept += seen
+
+
+def looks_up(place):
+    """Sparse gradients, and such that are sparse in some passes."""
+    with place.scope():
+        words = nn.Embedding(9, 4, sparse=True)
+        often = nn.Embedding(9, 4, sparse=True)
+        head = nn.Linear(4, 3)
+
+    def loss_of(step):
+        def loss(x, y):
+            index = (x[:, 0] * 3).long().clamp(-4, 4) + 4
+            h = words(index) + x
+            if step % 2:
+                h = h + often(index)
+            if step % 3 == 2:
+                h = h + often.weight.sum(0)
+            return F.cross_entropy(head(h), y)
+
+        return loss
+
+    for step, batch in enumerate(place.batches):
+        for module in (words, often, head):
+            module.zero_grad()
+        place.backward(loss_of(step), *batch)
+        place.keep(words, head)
+        grad = often.weight.grad
+        place.kept.append(None if grad is None else grad.to_dense())
+
+
+class Odd(nn.Module):
+    """Has parameters of several dtypes and layouts."""
+
+    def __init__(self):
+        super().__init__()
+        self.wave = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.fine = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.none = nn.Parameter(torch.randn(0, 3))
+
+    def forward(self, x):
+        y = (x.to(torch.complex64) @ self.wave).abs() + (x.double() @ self.fine).float()
+        y = y + torch.cat([x, x[:, :1]], 1) @ self.turned + self.none.sum(0)
+        return y + self.conv(x.reshape(-1, 2, 2, 1).expand(-1, 2, 2, 2)).flatten(1)[:, :3]
+
+
+def mixes_dtypes(place):
+    with place.scope():
+        model = Odd()
+    for batch in place.batches:
+        model.zero_grad()
+        place.backward(cross_entropy(model), *batch)
+        place.keep(model)
+
+
+def is_adversarial(place):
+    """Two networks and optimizers; one is frozen for half a step."""
+    with place.scope():
+        maker, judge = nn.Linear(4, 4), net()
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (maker, judge)]
+    for batch in place.batches:
+        optimizers[1].zero_grad()
+        place.backward(lambda x, y: F.cross_entropy(judge(maker(x).detach()), y), *batch)
+        optimizers[1].step()
+        judge.requires_grad_(False)
+        optimizers[0].zero_grad()
+        place.backward(lambda x, y: F.cross_entropy(judge(maker(x)), (y + 1) % 3), *batch)
+        optimizers[0].step()
+        judge.requires_grad_(True)
+        place.keep(maker, judge)
+    place.keep(maker, judge, grads=False)
+
+
+def asks_for_losses(place):
+    """An optimizer that takes a closure, and decides by its loss."""
+    with place.scope():
+        model = net()
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), max_iter=4, line_search_fn="strong_wolfe"
+        )
+    for batch in place.batches[:2]:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            return place.backward(cross_entropy(model), *batch)
+
+        optimizer.step(closure)
+        place.keep(model, grads=False)
+
+
+PROGRAMS = [
+    leaves_out,
+    uses_by_sign,
+    freezes,
+    grows,
+    accumulates,
+    passes_twice,
+    drops,
+    hooks,
+    looks_up,
+    mixes_dtypes,
+    is_adversarial,
+]
+
+
+@pytest.mark.parametrize("way", [1, 2])
+def test_workers_decide_by_the_loss_of_all(crew, way):
+    assert_as_one_device(crew, asks_for_losses, way=way, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_are_those_of_one_device(crew, program):
+    assert_as_one_device(crew, program, way=3)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_are_those_of_one_device_in_all_ways(crew, program, way, counts):
+    assert_as_one_device(crew, program, counts, way)

@@ -1,0 +1,104 @@
+"""Buckets bring gradients of any layout into one buffer, and back."""
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+from mirror.replica.multi_worker.worker_bucket import WorkerBucket
+from mirror.replica.params.replicated_params import param_of
+
+
+@pytest.fixture
+def bucket_of():
+    with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
+
+        def make(tensors, wire=None):
+            module = strategy.mirror(nn.ParameterList([nn.Parameter(t) for t in tensors]))
+            variables = [param_of(p) for p in module.parameters()]
+            return WorkerBucket(variables, wire, strategy.devices, on_host=True), module
+
+        yield make
+
+
+def layouts():
+    turned = torch.randn(4, 3).t()
+    image = torch.randn(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    return [torch.randn(3), torch.randn(()), turned, image, torch.randn(0, 2)]
+
+
+def test_gradients_come_back_as_they_were_in_the_layout_of_their_variables(bucket_of):
+    bucket, module = bucket_of(layouts())
+    grads = [torch.randn(p.shape) for p in module.parameters()]
+    tail = [1.0, 2.0]
+    buffer = bucket.packed(grads, 1.0, tail)
+    assert buffer[bucket.num_elements :].tolist() == tail
+    for grad, found, p in zip(grads, bucket.unpacked(buffer), module.parameters(), strict=True):
+        assert torch.equal(found, grad)
+        assert found.stride() == p.stride()
+        assert not found._is_view()
+
+
+def test_the_scale_is_of_gradients_and_not_of_the_tail(bucket_of):
+    bucket, _ = bucket_of([torch.zeros(3)])
+    buffer = bucket.packed([torch.ones(3)], 0.5, [1.0])
+    assert bucket.unpacked(buffer)[0].tolist() == [0.5] * 3
+    assert buffer[-1] == 1.0
+
+
+def test_a_gradient_begins_where_kernels_want_it(bucket_of):
+    bucket, _ = bucket_of([torch.zeros(3), torch.zeros(5), torch.zeros(1)])
+    buffer = bucket.packed([torch.ones(3), torch.ones(5), torch.ones(1)], 1.0, [])
+    assert [grad.storage_offset() * 4 % 16 for grad in bucket.unpacked(buffer)] == [0, 0, 0]
+
+
+def test_complex_gradients_travel_as_real_numbers(bucket_of):
+    bucket, _ = bucket_of([torch.randn(2, 3, dtype=torch.complex64)])
+    grad = torch.randn(2, 3, dtype=torch.complex64).conj()
+    (found,) = bucket.unpacked(bucket.packed(bucket.real([grad]), 1.0, [0.0]))
+    assert bucket.dtype == torch.float32
+    assert torch.equal(found, grad)
+
+
+def test_what_travels_may_be_coarser(bucket_of):
+    bucket, _ = bucket_of([torch.zeros(3)], wire=torch.bfloat16)
+    buffer = bucket.packed([torch.ones(3)], 0.5, [1.0])
+    assert buffer.dtype == torch.bfloat16
+    assert not bucket.ends_exactly
+
+
+def test_a_variable_that_is_gone_keeps_its_place(bucket_of):
+    bucket, module = bucket_of([torch.zeros(3), torch.zeros(2)])
+    bucket.forget(param_of(module[0]))
+    assert bucket.variables[0] is None
+    assert [copy.grad is None for copy in bucket.copies[1][:1]] == [True]
+    assert bucket.zeros(0, torch.device("cpu")).shape == (3,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 0.5, 0.3])
+def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, scale):
+    shapes = [(3, 5), (7,), (), (0, 2), (4, 1, 2)]
+    bucket, _ = bucket_of([torch.zeros(shape, dtype=dtype) for shape in shapes])
+    columns = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(2)]
+    columns[1][0] = torch.randn(5, 3, dtype=dtype).t()  # as a hook may have left it
+    before = [[grad.clone() for grad in column] for column in columns]
+    tail = bucket.tails.own(3, 2.0)
+    for n in (1, 2):
+        sums = [sum(row) for row in zip(*columns[:n], strict=True)]
+        slowly = bucket.packed([scale * one for one in sums], 1.0, [])
+        found = bucket.summed(columns[:n], scale, tail)
+        assert torch.equal(found[: bucket.num_elements], slowly)
+        assert found[bucket.num_elements :].numpy().tobytes() == tail
+        for grad, one in zip(bucket.unpacked(found), sums, strict=True):
+            assert torch.equal(grad, scale * one)
+    for column, kept in zip(columns, before, strict=True):
+        assert all(map(torch.equal, column, kept))
+
+
+def test_what_the_host_library_cannot_pack_has_no_usual_tails(bucket_of):
+    assert bucket_of([torch.zeros(3)])[0].tails is not None
+    assert bucket_of([torch.zeros(3)], wire=torch.bfloat16)[0].tails is None
+    assert bucket_of([torch.zeros(3, dtype=torch.bfloat16)])[0].tails is None
+    assert bucket_of([torch.zeros(3, dtype=torch.complex64)])[0].tails is None
+    assert bucket_of([torch.zeros(2, 3).t()])[0].tails is None

@@ -1,0 +1,292 @@
+"""GradScaler: N replicas leave the scale and the parameters that one device leaves."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from mirror.amp import GradScaler
+from mirror.threads import stall_detector
+from tests.oracle import assert_same, finishes
+from tests.pairs import each_once
+from tests.replica.optimizers.scaled import CONTEXTS, OPTIONS, data, loss_of, pair, plain_step
+
+REPLICAS = [1, 2, 3, 4]
+OPTIMIZERS = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.1),
+    "fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+}
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(5, 2, sparse=True)
+
+    def forward(self, x):
+        return self.embedding((x.abs() * 10).long() % 5)
+
+
+def train(context, strategy, scaler, model, optimizers, clip=False):
+    """Trains in one of the contexts; returns the state of the scaler after each step."""
+    states = []
+    batches = data()
+    distributed = strategy.distribute_dataset(batches) if context == "run" else batches
+    for batch in distributed:
+        if context == "run":
+            strategy.run(plain_step, args=(scaler, model, optimizers, batch, clip))
+        else:
+            plain_step(scaler, model, optimizers, batch, clip)
+        strategy.check_replicas()
+        states.append(scaler.state_dict())
+    return states
+
+
+def expected(make_scaler, plain, optimizers, clip=False):
+    scaler, states = make_scaler(), []
+    for batch in data():
+        plain_step(scaler, plain, optimizers, batch, clip)
+        states.append(scaler.state_dict())
+    return states
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@each_once(context=CONTEXTS, n=REPLICAS)
+def test_training_with_planted_infs_is_that_of_one_device(
+    make_strategy, context, n, optimizer, clip
+):
+    strategy = make_strategy(n)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = pair(strategy, plain)
+    optimizers = optimizer(model.parameters()), optimizer(plain.parameters())
+    torch.manual_seed(1)
+    wanted = expected(lambda: torch.amp.GradScaler("cpu", **OPTIONS), plain, optimizers[1:], clip)
+    torch.manual_seed(1)
+    scaler = GradScaler("cpu", **OPTIONS)
+    assert train(context, strategy, scaler, model, optimizers[:1], clip) == wanted
+    assert [state["scale"] for state in wanted] == [8, 4, 4, 8, 4, 4, 8]
+    assert_same(model.state_dict(), plain.state_dict())
+    assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+
+
+@pytest.mark.parametrize("n", REPLICAS)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_several_optimizers_skip_each_for_itself(make_strategy, context, n):
+    """As in torch: the one whose gradients are finite steps; the scale backs off once."""
+    strategy = make_strategy(n)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    plain = Two()
+    model = pair(strategy, plain)
+    optimizers = {
+        m: [torch.optim.SGD(part.parameters(), lr=0.1) for part in (m.left, m.right)]
+        for m in (model, plain)
+    }
+
+    def step(scaler, m, batch):
+        x, factors = batch
+        for optimizer in optimizers[m]:
+            optimizer.zero_grad()
+        left, right = m.left(x).square().mean(1), m.right(x).square().mean(1)
+        scaler.scale((left * factors).mean()).backward()
+        scaler.scale(right.mean()).backward()
+        for optimizer in optimizers[m]:
+            scaler.step(optimizer)
+        scaler.update()
+
+    batches = data()
+    scalers = GradScaler("cpu", **OPTIONS), torch.amp.GradScaler("cpu", **OPTIONS)
+    distributed = strategy.distribute_dataset(batches)
+    for batch, part in zip(batches, distributed, strict=True):
+        step(scalers[1], plain, batch)
+        if context == "run":
+            strategy.run(step, args=(scalers[0], model, part))
+        else:
+            step(scalers[0], model, batch)
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        assert_same(model.state_dict(), plain.state_dict())
+        strategy.check_replicas()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_sparse_gradients_are_unscaled(make_strategy, context):
+    strategy = make_strategy(3)
+    plain = Sparse()
+    model = pair(strategy, plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    torch.manual_seed(1)
+    wanted = expected(lambda: torch.amp.GradScaler("cpu", **OPTIONS), plain, optimizers[1:])
+    torch.manual_seed(1)
+    scaler = GradScaler("cpu", **OPTIONS)
+    assert train(context, strategy, scaler, model, optimizers[:1]) == wanted
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_steps_may_be_split_between_the_contexts(make_strategy, n):
+    """Gradients unscaled inside run are known to be outside it, and the other way round."""
+    strategy = make_strategy(n)
+    plain = nn.Linear(3, 2)
+    model = pair(strategy, plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    scalers = GradScaler("cpu", **OPTIONS), torch.amp.GradScaler("cpu", **OPTIONS)
+
+    def backward(batch):
+        optimizers[0].zero_grad()
+        scalers[0].scale(loss_of(model, batch)).backward()
+        scalers[0].unscale_(optimizers[0])
+
+    def step():
+        scalers[0].step(optimizers[0])
+
+    batches = data()
+    for i, (batch, part) in enumerate(
+        zip(batches, strategy.distribute_dataset(batches), strict=True)
+    ):
+        plain_step(scalers[1], plain, optimizers[1:], batch)
+        if i % 2:
+            strategy.run(backward, args=(part,))
+            step()
+        else:
+            backward(batch)
+            strategy.run(step)
+        scalers[0].update()
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        assert_same(model.state_dict(), plain.state_dict())
+        strategy.check_replicas()
+
+
+def test_accumulation_is_that_of_one_device(make_strategy):
+    strategy = make_strategy(3)
+    plain = nn.Linear(3, 2)
+    model = pair(strategy, plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    scalers = GradScaler("cpu", **OPTIONS), torch.amp.GradScaler("cpu", **OPTIONS)
+
+    def backward(scaler, m, batch):
+        scaler.scale(loss_of(m, batch)).backward()
+
+    def finish(scaler, m, optimizer, batch):
+        backward(scaler, m, batch)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    for first, second in zip(data(), data(), strict=True):
+        backward(scalers[1], plain, first)
+        finish(scalers[1], plain, optimizers[1], second)
+        parts = list(strategy.distribute_dataset([first, second]))
+        with strategy.no_sync():
+            strategy.run(backward, args=(scalers[0], model, parts[0]))
+        strategy.run(finish, args=(scalers[0], model, optimizers[0], parts[1]))
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_one_scaler_per_replica_works_too(make_strategy):
+    strategy = make_strategy(2)
+    model = strategy.mirror(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scalers = strategy.distribute_values_from_function(lambda _: GradScaler("cpu", **OPTIONS))
+    for batch in strategy.distribute_dataset([(torch.randn(4, 3), torch.ones(4))] * 2):
+        strategy.run(plain_step, args=(scalers, model, [optimizer], batch))
+    assert [scaler.get_scale() for scaler in scalers.values] == [16.0, 16.0]
+
+
+def test_a_new_scale_is_set_once_for_all(make_strategy):
+    strategy = make_strategy(2)
+    scaler = GradScaler("cpu")
+    scaled = strategy.run(lambda: scaler.scale([torch.ones(1), torch.ones(2)]))
+    assert [part.values[0][0].item() for part in scaled] == [65536.0, 65536.0]
+    strategy.run(lambda: scaler.update(4.0))
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_disabled_it_only_steps(make_strategy, context):
+    strategy = make_strategy(3)
+    plain = nn.Linear(3, 2)
+    model = pair(strategy, plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    batches = [(torch.randn(7, 3), torch.ones(7))]
+    plain_step(torch.amp.GradScaler("cpu", enabled=False), plain, optimizers[1:], batches[0])
+    scaler = GradScaler("cpu", enabled=False)
+    if context == "run":
+        (batch,) = strategy.distribute_dataset(batches)
+        strategy.run(plain_step, args=(scaler, model, optimizers[:1], batch))
+    else:
+        plain_step(scaler, model, optimizers[:1], batches[0])
+    assert_same(model.state_dict(), plain.state_dict())
+    assert (scaler.state_dict(), scaler.get_scale()) == ({}, 1.0)
+
+
+def test_without_a_strategy_it_is_torchs():
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    scalers = GradScaler("cpu", **OPTIONS), torch.amp.GradScaler("cpu", **OPTIONS)
+    batches = data()
+    for model, scaler in zip(models, scalers, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            plain_step(scaler, model, [optimizer], batch)
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert_same(models[0].state_dict(), models[1].state_dict(), tolerance=0.0)
+
+
+def test_its_state_loads_into_torchs_and_back():
+    ours, theirs = GradScaler("cpu", **OPTIONS), torch.amp.GradScaler("cpu", init_scale=2.0)
+    assert isinstance(ours, torch.amp.GradScaler)
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.state_dict() == ours.state_dict()
+    again = GradScaler("cpu")
+    again.load_state_dict(theirs.state_dict())
+    assert again.state_dict() == ours.state_dict()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_it_is_copied_and_pickled_after_a_run(make_strategy, n):
+    strategy = make_strategy(n)
+    model = strategy.mirror(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", **OPTIONS)
+    (batch,) = strategy.distribute_dataset([(torch.randn(4, 3), torch.ones(4))])
+    strategy.run(plain_step, args=(scaler, model, [optimizer], batch))
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert type(twin) is GradScaler
+        assert twin.state_dict() == scaler.state_dict()
+        strategy.run(plain_step, args=(twin, model, [optimizer], batch))
+        assert twin.get_scale() == 2 * scaler.get_scale()
+
+
+def test_replicas_of_gpus_need_not_be_seen_to_wait_for_what_is_inf(make_strategy, monkeypatch):
+    # Whether to step is read from the device: N replicas waited for it one after the other.
+    strategy = make_strategy(3)
+    strategy._group.runner.locksteps.schedule = (
+        "staggered"  # that of GPUs, where nobody is looked at
+    )
+    monkeypatch.setattr(stall_detector, "FIRST_SECONDS", 1e6)
+    monkeypatch.setattr(stall_detector, "LAST_SECONDS", 1e6)
+    model = pair(strategy, nn.Linear(3, 2))
+    together = threading.Barrier(3, timeout=20)
+
+    class Waiting(GradScaler):
+        def _maybe_opt_step(self, *args, **kwargs):
+            together.wait()
+            return super()._maybe_opt_step(*args, **kwargs)
+
+    def use():
+        scaler, optimizer = Waiting("cpu", **OPTIONS), torch.optim.SGD(model.parameters(), lr=0.1)
+        (batch,) = strategy.distribute_dataset(data()[:1])
+        strategy.run(plain_step, args=(scaler, model, [optimizer], batch))
+
+    _, error, _ = finishes(use, hang_after=60)
+    assert error is None

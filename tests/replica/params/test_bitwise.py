@@ -1,0 +1,103 @@
+"""Replicas are compared bit for bit, whatever the layout of what they hold."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+from mirror.replica.params.bitwise import same_bits, same_values
+
+DENSE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 0.0, 4.0]])
+OTHER = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 0.0, 5.0]])
+ELSEWHERE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 4.0, 0.0]])
+
+
+def uncoalesced(tensor):
+    half = (tensor / 2).to_sparse()
+    return half + half
+
+
+KINDS = {
+    "dense": lambda tensor: tensor.clone(),
+    "transposed": lambda tensor: tensor.clone().t(),
+    "integers": lambda tensor: tensor.int(),
+    "bools": lambda tensor: tensor % 5 > 3.5,
+    "complex": lambda tensor: tensor + 1j,
+    "conjugate": lambda tensor: (tensor + 1j * tensor).conj(),
+    "negative": lambda tensor: (tensor + 1j * tensor).conj().imag,
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "uncoalesced": uncoalesced,
+    "hybrid": lambda tensor: tensor.to_sparse(1),
+    "csr": lambda tensor: tensor.to_sparse_csr(),
+    "csc": lambda tensor: tensor.to_sparse_csc(),
+    "bsr": lambda tensor: tensor.to_sparse_bsr((1, 2)),
+    "bsc": lambda tensor: tensor.to_sparse_bsc((1, 2)),
+    "mkldnn": lambda tensor: tensor.to_mkldnn(),
+    "half": lambda tensor: tensor.half(),
+    "parameter": lambda tensor: nn.Parameter(tensor.clone()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_any_layout_are_compared(kind):
+    make = KINDS[kind]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse .* tensor support is in beta")
+        assert same_bits(make(DENSE), make(DENSE))
+        for different in (OTHER, ELSEWHERE):
+            assert not same_bits(make(DENSE), make(different))
+        assert same_values({"a": [make(DENSE)]}, {"a": [make(DENSE)]})
+        assert not same_values({"a": [make(DENSE)]}, {"a": [make(OTHER)]})
+
+
+def test_the_order_of_sparse_entries_does_not_count():
+    assert same_bits(uncoalesced(DENSE), DENSE.to_sparse())
+    assert not same_bits(DENSE, DENSE.to_sparse())
+
+
+def sparse_training(strategy):
+    """Two steps by which every replica gets momentum that is sparse."""
+    model = strategy.mirror(nn.Embedding(9, 3, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_step_post_hook(lambda *args: None)  # so that replicas step themselves
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step, args=(torch.arange(6),))
+    return model, optimizer
+
+
+def test_sparse_optimizer_state_is_compared(make_strategy):
+    strategy = make_strategy(3)
+    model, optimizer = sparse_training(strategy)
+    assert optimizer.state[model.weight]["momentum_buffer"].is_sparse
+    strategy.check_replicas()
+
+    def differ():
+        replica_id = mirror.get_replica_context().replica_id_in_sync_group
+        optimizer.state[model.weight]["momentum_buffer"].mul_(1 + (replica_id == 2))
+
+    strategy.run(differ)
+    with pytest.raises(mirror.ReplicaMismatchError, match=r"momentum_buffer.*replica 2 of 3"):
+        strategy.check_replicas()
+
+
+def test_tensors_in_a_list_of_the_state_are_compared(make_strategy):
+    strategy = make_strategy(2)
+    model, optimizer = sparse_training(strategy)
+    strategy.run(lambda: optimizer.state[model.weight].update(kept=[torch.zeros(2)]))
+    strategy.check_replicas()
+
+    def differ():
+        replica_id = mirror.get_replica_context().replica_id_in_sync_group
+        optimizer.state[model.weight]["kept"][0].fill_(replica_id)
+
+    strategy.run(differ)
+    with pytest.raises(mirror.ReplicaMismatchError, match="kept"):
+        strategy.check_replicas()

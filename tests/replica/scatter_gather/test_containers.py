@@ -1,0 +1,168 @@
+"""Split calls take dataclasses of every kind, and what holds them, apart and join them."""
+
+import contextlib
+import copy
+import dataclasses
+import datetime
+import decimal
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+from mirror.replica.scatter_gather.containers import is_shared
+from tests.oracle import assert_same
+from tests.replica.scatter_gather.holders import (
+    HOLDERS,
+    KINDS,
+    Copied,
+    Decoder,
+    Extending,
+    Frozen,
+    LateFields,
+    Plain,
+    WithThings,
+)
+
+# (kind, holder): each kind by itself and deep inside, each holder with two kinds.
+_PAIRS = {
+    *((kind, "itself") for kind in KINDS),
+    *((kind, "dataclass") for kind in KINDS),
+    *((kind, holder) for holder in HOLDERS for kind in (Plain, Copied)),
+}
+PAIRS = sorted(_PAIRS, key=str)
+SIZES = [4, 6, 3, 1]  # divided, with a ragged part, and smaller than the number of replicas
+
+
+def held(cache):
+    """Returns what a cache holds, but for positions: what is not batched comes per replica."""
+    names = ("hiddens", "length", "first", "beside", "never", "made")
+    found = {name: getattr(cache, name) for name in names if hasattr(cache, name)}
+    parts = [(*part.cached, part.scores, part.kind) for part in cache.parts or ()]
+    return {**found, "parts": parts}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "holder"), PAIRS)
+def test_a_returned_cache_goes_into_the_next_call(kind, holder, n, inside, make_strategy):
+    strategy = make_strategy(n)
+    plain = Decoder(kind, holder)
+    with strategy.scope() if inside else contextlib.nullcontext():
+        model = strategy.mirror(copy.deepcopy(plain))
+        for size in SIZES:
+            expected_held = actual_held = None
+            for length in (3, 1, 2):
+                x = torch.randn(size, length, 3)
+                expected, expected_held = plain(x, expected_held)
+                actual, actual_held = model(x, actual_held)
+                assert_same(actual, expected)
+                one, other = plain.take(actual_held), plain.take(expected_held)
+                assert type(one) is kind
+                assert_same(held(one), held(other))
+            expected.sum().backward()
+            actual.sum().backward()
+        assert_same(model.keys.weight.grad, plain.keys.weight.grad)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "holder"), PAIRS)
+def test_what_forward_does_to_a_cache_is_joined_into_it(kind, holder, n, make_strategy):
+    plain = Extending(kind, holder)
+    model = make_strategy(n).mirror(copy.deepcopy(plain))
+    for size in SIZES:
+        mine, whole = kind(), kind()
+        expected_held, actual_held = plain.hold(whole), plain.hold(mine)
+        for length in (5, 7):  # as many as examples would be a count of them
+            x = torch.randn(size, length, 3)
+            assert_same(model(x, actual_held), plain(x, expected_held))
+            assert_same(held(mine), held(whole))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_batch_that_holds_more_than_values_is_split(n, make_strategy):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, batch):
+            assert batch.lock is lock
+            assert batch.embedding is embedding
+            return self.linear(batch.hiddens[0]) + batch.positions.sum()
+
+    lock, embedding = threading.Lock(), nn.Linear(1, 1)
+    for size in (7, 4):
+        batch = WithThings([torch.randn(size, 3)], None, torch.ones(1, 3))
+        batch.lock, batch.embedding = lock, embedding
+        plain = Net()
+        model = make_strategy(n).mirror(copy.deepcopy(plain))
+        assert_same(model(batch), plain(batch))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(threading.Lock(), threading.Event(), io.StringIO("text"), ValueError("text")),
+        *(datetime.datetime(2020, 1, 1), decimal.Decimal(1), bytearray(b"bytes"), {}.keys()),
+        *(memoryview(b"bytes"), object()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_copied_goes_to_every_replica_itself(value, make_strategy):
+    class Net(nn.Linear):
+        def forward(self, x, given):
+            assert given["inside"][0] is value or type(value) in (object, threading.Event)
+            return super().forward(x)
+
+    model = make_strategy(2).mirror(Net(3, 3))
+    assert model(torch.ones(4, 3), {"inside": [value]}).shape == (4, 3)
+
+
+def test_what_is_set_beside_the_fields_of_an_output_is_joined(make_strategy):
+    class Net(nn.Linear):
+        def forward(self, x):
+            return LateFields([super().forward(x)])
+
+    plain = Net(3, 3)
+    model = make_strategy(2).mirror(copy.deepcopy(plain))
+    x = torch.randn(5, 3)
+    actual, expected = model(x), plain(x)
+    assert_same((actual.first, actual.beside), (expected.first, expected.beside))
+    assert not hasattr(actual, "never")
+    assert_same(actual.doubled, expected.doubled)
+    results = make_strategy(2).run(lambda: LateFields([torch.ones(1)]))
+    assert isinstance(results.beside, mirror.PerReplica)
+
+
+def test_a_dataclass_that_is_a_module_is_handed_on_itself(make_strategy):
+    @dataclasses.dataclass(eq=False)
+    class Scale(nn.Module):
+        factor: float
+
+        def __new__(cls, *args):
+            module = super().__new__(cls)
+            nn.Module.__init__(module)
+            return module
+
+    class Net(nn.Linear):
+        def forward(self, x, module):
+            return super().forward(x) * module.factor
+
+    scale, strategy = Scale(2.0), make_strategy(2)
+    assert is_shared(scale)
+    plain = Net(3, 3)
+    model = strategy.mirror(copy.deepcopy(plain))
+    x = torch.randn(5, 3)
+    assert_same(model(x, scale), plain(x, scale))
+    assert all(strategy.local_results(strategy.run(lambda m: m is scale, args=(scale,))))
+
+
+def test_a_frozen_dataclass_keeps_its_class_and_its_hash(make_strategy):
+    strategy = make_strategy(2)
+    result = strategy.run(lambda: Frozen([torch.ones(1)], None, None, 3))
+    assert type(result) is Frozen
+    assert strategy.local_results(result)[1].length == 3

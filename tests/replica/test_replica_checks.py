@@ -1,0 +1,179 @@
+"""mirror/replica/replica_checks.py: replicas that have drifted apart are named, by bits or by sums."""
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+from mirror.errors import ReplicaMismatchError
+from mirror.replica.params import bitwise
+from mirror.replica.params.bitwise import sum_of_bits
+from mirror.replica.params.param_paths import path_of
+from tests.gpu.fake import FakeGpus
+from tests.oracle import train
+
+BATCH = (torch.ones(6, 4), torch.ones(6, 2))
+GPUS = ["cuda:0", "cuda:1", "cuda:2"]
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    out = model(x)
+    return nn.functional.mse_loss(out, y.to(out.device))
+
+
+def make(strategy, frozen=()):
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return model, optimizer
+
+
+def variable_named(strategy, name):
+    (variable,) = [v for v in strategy._group.variables if path_of(v.owner(), "") == name]
+    return variable
+
+
+def spoil(tensor):
+    """Flips one bit of the last element."""
+    with torch.no_grad():
+        tensor.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+
+
+def spoil_parameter(strategy, optimizer):
+    spoil(variable_named(strategy, "1.weight").targets[2])
+    return "parameter '1.weight' differs on replica 2"
+
+
+def spoil_state(strategy, optimizer):
+    states = optimizer._mirror.states
+    spoil(states._by_replica[2][variable_named(strategy, "0.bias").targets[2]]["exp_avg"])
+    return "optimizer state 'exp_avg' of parameter '0.bias' differs on replica 2"
+
+
+def drifts_in_the_second_of_three_steps(strategy, way, drift, frozen=()):
+    model, optimizer = make(strategy, frozen)
+    training = train_unchecked(way, strategy, model, optimizer)
+    next(training)
+    what = drift(strategy, optimizer)
+    with pytest.raises(ReplicaMismatchError, match=f"^{what}"):
+        strategy.check_replicas()
+    next(training)
+    _, of_which = what.split("parameter")  # whose state has drifted soon drifts
+    with pytest.raises(ReplicaMismatchError, match=of_which) as raised:
+        next(training)
+    assert raised.value.__notes__ == ["found after step 3; looked at before: never"]
+
+
+def train_unchecked(way, strategy, model, optimizer):
+    """Yields after each step; whoever reads on takes the next one."""
+    strategy = Unchecked(strategy)
+    while True:
+        train(way, strategy, model, optimizer, [BATCH], loss_fn)
+        yield
+
+
+class Unchecked:
+    """A strategy whose ``check_replicas`` does nothing, as the loops of the tests call it."""
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+
+    def __getattr__(self, name):
+        return getattr(self._strategy, name)
+
+    def check_replicas(self):
+        pass
+
+
+@pytest.mark.parametrize("drift", [spoil_parameter, spoil_state])
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_gpus_that_drift_apart_are_found_by_sums_of_bits(way, drift):
+    guards = mirror.Guards(replicas_every=3)
+    with FakeGpus(3), mirror.MirroredStrategy(GPUS, "naive", guards=guards) as strategy:
+        drifts_in_the_second_of_three_steps(strategy, way, drift)
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_simulated_devices_that_drift_apart_are_found(way):
+    guards = mirror.Guards(replicas_every=3)
+    with mirror.MirroredStrategy(["cpu"] * 3, guards=guards) as strategy:
+        # The others get what the first replica's step has changed.
+        drifts_in_the_second_of_three_steps(strategy, way, spoil_parameter, {"1.weight"})
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize("guards", [None, mirror.Guards(replicas_every=1)], ids=str)
+def test_replicas_that_are_equal_are_left_alone(guards, way, make_strategy):
+    strategy = make_strategy(3, guards=guards)
+    model, optimizer = make(strategy)
+    train(way, strategy, model, optimizer, [BATCH] * 3, loss_fn)
+    assert strategy.check_replicas() == 4
+
+
+def test_sums_of_gpus_are_fetched_once_a_device(monkeypatch):
+    with FakeGpus(3), mirror.MirroredStrategy(GPUS, "naive") as strategy:
+        model, optimizer = make(strategy)
+        train(3, strategy, model, optimizer, [BATCH], loss_fn)
+        seen, tolist = [], torch.Tensor.tolist
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda t: seen.append(t.device) or tolist(t))
+            strategy._group.comparison.check_sums()
+    # Adam counts its steps on the CPU.
+    assert sorted(map(str, seen)) == ["cpu", *GPUS]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_is_another_one_for_every_bit_of_every_element(dtype):
+    x = torch.arange(6).reshape(2, 3).t().to(dtype)
+    before = sum_of_bits(x)
+    assert before.dtype == torch.int64
+    assert before.dim() == 0
+    size = x.element_size()
+    for i in range(x.numel() * size * 8):
+        if dtype is torch.bool and i % 8:
+            continue  # others are no bits of a bool
+        y = x.clone(memory_format=torch.contiguous_format)
+        y.view(-1).view(torch.uint8)[i // 8] ^= 1 << i % 8
+        assert sum_of_bits(y) != before
+    assert sum_of_bits(x.contiguous()) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [2, 16, 1000])
+def test_roundings_up_and_down_do_not_cancel_out(dtype, numel):
+    """As kernels that add in another order leave them."""
+    generator = torch.Generator().manual_seed(numel)
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for x in (torch.ones(numel), torch.randn(numel, generator=generator)):
+        mine = x.to(dtype).view(kind)
+        for _ in range(20):
+            steps = torch.randint(2, (numel // 2,), generator=generator) * 2 - 1
+            other = mine + torch.cat([steps, -steps]).to(kind)  # as many up as down
+            assert sum_of_bits(other.view(dtype)) != sum_of_bits(mine.view(dtype))
+
+
+def test_a_large_tensor_is_summed_in_parts(monkeypatch):
+    x = torch.randn(5, 7)
+    whole = sum_of_bits(x)
+    monkeypatch.setattr(bitwise, "_SUMMED_AT_ONCE", 4)
+    assert sum_of_bits(x) == whole
+
+
+def test_a_sum_of_nothing_and_of_a_number():
+    assert sum_of_bits(torch.empty(0, 3)) == 0
+    assert sum_of_bits(torch.tensor(1, dtype=torch.int32)) == 3
+
+
+def test_a_number_of_steps_below_zero_is_refused():
+    for bad in (-1, 1.5, None, "1"):
+        with pytest.raises(ValueError, match="replicas_every is a number of steps"):
+            mirror.Guards(replicas_every=bad)
+    with pytest.raises(TypeError, match=r"mirror.Guards or None, got \{'replicas_every': 3\}"):
+        mirror.MirroredStrategy(["cpu"], guards={"replicas_every": 3})

@@ -1,0 +1,249 @@
+"""An error of the user's own arrives as itself, from whichever replica, and ends the run."""
+
+import re
+import threading
+import traceback
+
+import pytest
+import torch
+
+import mirror
+from mirror.base.timeline import OVERLAPPED, REDUCTION
+from tests.oracle import finishes
+from tests.run.failing import Boom, N, error_of, replica, text_of, works
+
+
+@pytest.mark.parametrize("kind", [Boom, KeyboardInterrupt, SystemExit, StopIteration, MemoryError])
+def test_an_exception_arrives_as_itself_with_its_replica_and_traceback(kind, strategy):
+    raised = kind("by replica 2")
+
+    def fails_in_user_code(r):
+        if r == 2:
+            raise raised
+
+    def fn():
+        context, r = replica()
+        fails_in_user_code(r)
+        context.all_reduce("sum", torch.ones(3))
+
+    error = error_of(strategy, fn)
+    assert error is raised
+    assert "in replica 2 of 4 (cpu)" in text_of(error)
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert "fails_in_user_code" in names
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_note_tells_the_number_of_replicas(n, make_strategy):
+    strategy = make_strategy(n)
+    last = n - 1
+
+    def fn():
+        if replica()[1] == last:
+            raise Boom
+
+    assert f"in replica {last} of {n} (cpu)" in text_of(error_of(strategy, fn))
+
+
+@pytest.mark.parametrize("where", ["before", "between", "after"])
+@pytest.mark.parametrize("who", range(N))
+def test_any_replica_may_raise_anywhere_among_collectives(who, where, strategy):
+    def fn():
+        context, r = replica()
+        for place in ("before", "between", "after"):
+            if r == who and place == where:
+                raise Boom(r)
+            if place != "after":
+                context.all_reduce("sum", torch.ones(3))
+
+    error = error_of(strategy, fn)
+    assert type(error) is Boom
+    assert f"in replica {who} of 4 (cpu)" in text_of(error)
+
+
+def test_one_of_several_exceptions_arrives_with_its_own_replica(strategy):
+    def fn():
+        context, r = replica()
+        if r in (1, 3):
+            raise Boom(r)
+        context.all_reduce("sum", torch.ones(3))
+
+    error = error_of(strategy, fn)
+    assert type(error) is Boom
+    assert f"in replica {error.args[0]} of 4 (cpu)" in text_of(error)
+    assert len(error.__notes__) == 1
+
+
+def test_an_exception_goes_before_the_divergence_that_it_causes(strategy):
+    """Replica 0 waits, 1 returns early, 2 raises."""
+
+    def fn():
+        context, r = replica()
+        if r == 1:
+            return
+        if r == 2:
+            raise Boom
+        context.all_reduce("sum", torch.ones(3))
+
+    assert type(error_of(strategy, fn)) is Boom
+
+
+def test_waiting_replicas_run_their_finally_blocks(strategy):
+    left = []
+
+    def fn():
+        context, r = replica()
+        try:
+            if r == N - 1:
+                raise Boom
+            context.all_reduce("sum", torch.ones(3))
+        finally:
+            left.append(r)
+
+    assert type(error_of(strategy, fn)) is Boom
+    assert sorted(left) == list(range(N))
+
+
+def test_a_replica_that_swallows_the_divergence_does_not_hide_it(strategy):
+    def fn():
+        context, r = replica()
+        if r == 2:
+            return
+        try:
+            context.all_reduce("sum", torch.ones(3))
+        except Exception:
+            return
+
+    assert type(error_of(strategy, fn)) is mirror.DivergenceError
+
+
+def test_a_replica_that_tries_again_does_not_hang(strategy):
+    def fn():
+        context, r = replica()
+        if r == 2:
+            raise Boom
+        for _ in range(3):
+            try:
+                context.all_reduce("sum", torch.ones(3))
+            except Exception:
+                continue
+
+    assert type(error_of(strategy, fn)) is Boom
+
+
+def test_a_collective_in_a_finally_block_does_not_hang(strategy):
+    def fn():
+        context, r = replica()
+        try:
+            if r == 1:
+                raise Boom
+            context.all_reduce("sum", torch.ones(3))
+        finally:
+            context.all_reduce("sum", torch.ones(1))
+
+    error = error_of(strategy, fn)
+    assert "Boom" in "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("kind", [Boom, KeyboardInterrupt])
+def test_an_exception_in_the_function_of_merge_call_arrives_as_itself(kind, strategy):
+    raised = kind("merged")
+
+    def merged(strategy, value):
+        raise raised
+
+    def fn():
+        context, r = replica()
+        context.merge_call(merged, args=(r,))
+
+    error = error_of(strategy, fn)
+    assert error is raised
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert "merged" in names
+
+
+def test_run_in_merge_call_works(strategy):
+    """run, merge_call, run, as TensorFlow allows it."""
+
+    def inner(value):
+        return value * 10
+
+    def merged(strategy, value):
+        assert mirror.in_cross_replica_context()
+        return strategy.run(inner, args=(value,))
+
+    def fn():
+        context, r = replica()
+        return context.merge_call(merged, args=(torch.tensor(r),)) + 1
+
+    results, error, _ = finishes(lambda: strategy.run(fn))
+    assert error is None
+    assert [t.item() for t in strategy.local_results(results)] == [1, 11, 21, 31]
+    works(strategy)
+
+
+def test_an_exception_in_run_in_merge_call_arrives_as_itself(strategy):
+    def inner():
+        if replica()[1] == 1:
+            raise Boom
+
+    def fn():
+        replica()[0].merge_call(lambda strategy: strategy.run(inner))
+
+    error = error_of(strategy, fn)
+    assert type(error) is Boom
+    assert "in replica 1 of 4 (cpu)" in text_of(error)
+
+
+def test_run_in_a_replica_context_is_an_error(strategy):
+    error = error_of(strategy, lambda: strategy.run(lambda: 1))
+    assert type(error) is mirror.StrategyError
+    assert "run" in str(error)
+
+
+def test_a_slow_replica_ends_in_a_timeout_if_one_is_set(make_strategy):
+    release = threading.Event()
+    options = mirror.CommunicationOptions(timeout_seconds=0.2)
+    strategy = make_strategy(3, communication_options=options)
+
+    def fn():
+        context, r = replica()
+        if r == 1:
+            release.wait(100)
+        return context.all_reduce("sum", torch.ones(3))
+
+    _, error, _ = finishes(lambda: strategy.run(fn))  # before that one comes
+    release.set()
+    assert type(error) is mirror.CollectiveTimeoutError
+    assert re.search(r"replicas?\b.*\b1\b", str(error))
+    stacks = str(error).split('thread "')
+    (mine,) = [stack for stack in stacks if stack.startswith("mirror replica 1 of 3 (cpu)")]
+    assert "release.wait(100)" in mine
+    assert sum(stack.startswith("mirror replica ") for stack in stacks) >= 2
+
+
+def test_the_threads_end_with_the_strategy(make_strategy):
+    strategy, threads = make_strategy(2), set()
+
+    def fn():
+        threads.add(threading.current_thread())
+        mirror.get_replica_context().all_reduce("sum", torch.ones(1))
+
+    strategy.run(fn)
+    strategy.close()
+    threads.discard(threading.current_thread())
+    assert threads
+    assert [thread for thread in threads if thread.is_alive()] == []
+
+
+def test_a_run_that_fails_leaves_no_span_open(make_strategy):
+    strategy = make_strategy(2)
+    timeline = strategy._group.replicas.timeline
+
+    def fails():
+        timeline.begin(OVERLAPPED, REDUCTION)
+        raise Boom
+
+    assert isinstance(error_of(strategy, fails), Boom)
+    timeline.end(OVERLAPPED, REDUCTION)  # is not open any more
+    assert timeline.so_far()[1][OVERLAPPED][REDUCTION] == 0

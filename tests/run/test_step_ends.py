@@ -1,0 +1,103 @@
+"""mirror/run/step_ends.py: timeline, guards and listeners hear of the same ends."""
+
+import pytest
+import torch
+from torch import nn
+
+import mirror
+from mirror.replica.optimizers.step_hooks import watch_optimizer_steps
+from mirror.run.every_n_steps import EveryNSteps
+from mirror.run.step_ends import step_ends
+from tests.oracle import train
+
+BATCH = (torch.ones(4, 2), torch.ones(4, 1))
+
+
+class Ends:
+    """What each of those who hear has heard."""
+
+    def __init__(self, strategy):
+        self.strategy, self.listened = strategy, 0
+        self.guard = EveryNSteps(1000, strategy._group.runner, lambda: None)
+
+    def listen(self):
+        # Nothing is half done: runs may begin.
+        self.strategy.run(lambda: None)
+        self.listened += 1
+
+    @property
+    def heard(self):
+        return [len(self.strategy._group.replicas.timeline.steps), self.guard.num_steps_done,
+                self.listened]  # fmt: skip
+
+
+@pytest.fixture
+def ends(make_strategy, monkeypatch):
+    ends = Ends(make_strategy(2))
+    monkeypatch.setattr(step_ends, "listeners", [ends.listen])
+    return ends
+
+
+def loss_fn(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def trained(strategy, num_optimizers=1):
+    model = strategy.mirror(nn.Linear(2, 1))
+    return model, *(torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(num_optimizers))
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_all_hear_of_every_step_once(ends, way):
+    train(way, ends.strategy, *trained(ends.strategy), [BATCH] * 3, loss_fn)
+    assert ends.heard == [3, 3, 3]
+
+
+def test_two_optimizers_in_a_run_end_one_step_and_outside_two(ends):
+    model, *optimizers = trained(ends.strategy, 2)
+
+    def step():
+        loss_fn(model, BATCH).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    ends.strategy.run(step)
+    assert ends.heard == [1, 1, 1]
+    step()
+    assert ends.heard == [3, 3, 3]
+
+
+def test_a_step_in_a_merge_or_a_run_inside_ends_with_the_whole_run(ends):
+    model, optimizer = trained(ends.strategy)
+    loss_fn(model, BATCH).backward()
+
+    def inside(strategy):
+        strategy.run(optimizer.step)
+        assert ends.heard == [0, 0, 0]
+
+    ends.strategy.run(lambda: mirror.get_replica_context().merge_call(inside))
+    assert ends.heard == [1, 1, 1]
+
+
+def test_a_run_that_fails_ends_none(ends):
+    model, optimizer = trained(ends.strategy)
+
+    def step():
+        loss_fn(model, BATCH).backward()
+        optimizer.step()
+        raise RuntimeError("it failed")
+
+    with pytest.raises(RuntimeError, match="it failed"):
+        ends.strategy.run(step)
+    ends.strategy.run(lambda: None)
+    assert ends.heard == [0, 0, 0]
+
+
+def test_listeners_hear_of_steps_without_a_strategy_too(monkeypatch):
+    heard = []
+    monkeypatch.setattr(step_ends, "listeners", [lambda: heard.append(1)])
+    watch_optimizer_steps(are_mirrored=False)
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight], lr=0.1).step()
+    assert heard == [1]

@@ -1,0 +1,15 @@
+"""Three replicas under either schedule."""
+
+import pytest
+
+from tests.threads.meeting import N
+
+
+@pytest.fixture(params=["lockstep", "staggered"])
+def strategy(request, make_strategy):
+    return make_strategy(N, schedule=request.param)
+
+
+@pytest.fixture(autouse=True)
+def in_all_tests_threads_switch_often(threads_switch_often):
+    """Finds races of a few instructions."""

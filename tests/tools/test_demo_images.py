@@ -1,0 +1,149 @@
+"""Reading labelled images: whole files, and every way they can be damaged."""
+
+import gzip
+import struct
+import sys
+
+import pytest
+import torch
+
+from mirror.errors import MirrorError
+from mirror.tools import demo_images
+from mirror.tools.demo_images import ImagesError, load_digits, load_idx, load_images
+
+NAMES = {
+    "train-images-idx3-ubyte.gz": (5, 2, 3),
+    "train-labels-idx1-ubyte.gz": (5,),
+    "t10k-images-idx3-ubyte.gz": (2, 2, 3),
+    "t10k-labels-idx1-ubyte.gz": (2,),
+}
+FIRST = "train-images-idx3-ubyte.gz"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Image i is full of 51*i, its label is i."""
+    for name, shape in NAMES.items():
+        pixels = shape[1:] == (2, 3)
+        elements = bytes(51 * i if pixels else i for i in range(shape[0]))
+        _write(
+            tmp_path / name, shape, b"".join(bytes([e]) * (6 if pixels else 1) for e in elements)
+        )
+    return tmp_path
+
+
+def _write(path, shape, elements, *, kind=8):
+    head = struct.pack(f">BBBB{len(shape)}I", 0, 0, kind, len(shape), *shape)
+    path.write_bytes(gzip.compress(head + elements))
+
+
+def test_idx_files_become_scaled_images_and_their_labels(directory):
+    loaded = load_idx(directory, name="five")
+    assert loaded.name == "five"
+    assert loaded.train_x.shape == (5, 1, 2, 3)
+    assert loaded.train_x.dtype == torch.float32
+    torch.testing.assert_close(loaded.train_x[:, 0, 1, 2], torch.arange(5) * 0.4 - 1)
+    assert loaded.train_y.tolist() == [0, 1, 2, 3, 4]
+    assert loaded.train_y.dtype == torch.int64
+    assert loaded.test_x.shape == (2, 1, 2, 3)
+    assert loaded.test_y.tolist() == [0, 1]
+
+
+def test_the_directory_asked_for_goes_first(directory):
+    assert load_images(directory).name == f"images in {directory}"
+
+
+def test_fashion_mnist_is_taken_where_debian_puts_it(directory, monkeypatch):
+    monkeypatch.setattr(demo_images, "FASHION_MNIST", directory)
+    assert load_images().name == "Fashion-MNIST"
+
+
+def test_without_files_the_digits_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_images, "FASHION_MNIST", tmp_path / "none")
+    assert load_images().name == "scikit-learn's digits"
+
+
+def test_the_digits_are_1797_and_the_same_every_time():
+    first, second = load_digits(), load_digits()
+    assert first.train_x.shape == (1437, 1, 8, 8)
+    assert first.test_x.shape == (360, 1, 8, 8)
+    assert (first.train_x.min(), first.train_x.max()) == (-1, 1)
+    assert torch.equal(first.train_x, second.train_x)
+    assert set(first.test_y.tolist()) == set(range(10))
+
+
+def test_without_scikit_learn_drawn_digits_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_images, "FASHION_MNIST", tmp_path / "none")
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert load_images().name == "drawn digits"
+    with pytest.raises(ImagesError, match=r"pip install scikit-learn .* --data DIR"):
+        load_digits()
+
+
+def test_the_error_is_one_of_mirror():
+    assert issubclass(ImagesError, MirrorError)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_file_is_named(directory, name):
+    (directory / name).unlink()
+    with pytest.raises(ImagesError, match=rf"{name} does not exist; pass a directory with the"):
+        load_images(directory)
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ImagesError, match=r"nowhere/train-images-idx3-ubyte.gz does not exist"):
+        load_images(tmp_path / "nowhere")
+
+
+def test_a_file_that_is_taken_for_a_directory_is_named(tmp_path):
+    file = tmp_path / "train-images-idx3-ubyte.gz"
+    file.write_bytes(b"")
+    with pytest.raises(ImagesError, match=r"does not exist; pass a directory with the"):
+        load_images(file)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: b"these are no bytes of gzip",
+        lambda content: content[:-9],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:12] + bytes([content[12] ^ 255]) + content[13:],
+        lambda content: content[:-8] + bytes(4) + content[-4:],
+    ],
+    ids=["empty", "not-gzip", "no-end", "half", "flipped-byte", "wrong-checksum"],
+)
+def test_a_damaged_file_is_named(directory, name, damage):
+    path = directory / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ImagesError, match=f"{name} .*; fetch it anew"):
+        load_images(directory)
+
+
+@pytest.mark.parametrize(
+    ("shape", "elements", "kind", "message"),
+    [
+        ((5, 2, 3), bytes(29), 8, "must hold 30 bytes, as its head says; it holds 29"),
+        ((5, 2, 3), bytes(31), 8, "must hold 30 bytes, as its head says; it holds 31"),
+        ((2**32 - 1,) * 3, bytes(30), 8, r"must hold \d+ bytes"),
+        ((5, 6), bytes(30), 8, "with 3 dimensions; it starts with 00 00 08 02"),
+        ((5, 2, 3), bytes(120), 13, "with 3 dimensions; it starts with 00 00 0d 03"),
+        ((4, 2, 3), bytes(24), 8, "has 4 images of 2x3, train-labels.* 5 labels"),
+        ((0, 2, 3), b"", 8, "has 0 images of 2x3"),
+        ((5, 0, 3), b"", 8, "has 5 images of 0x3"),
+        ((5, 3, 2), bytes(30), 8, "have 3x2 and 2x3"),
+    ],
+)
+def test_a_file_of_the_wrong_content_is_refused(directory, shape, elements, kind, message):
+    _write(directory / FIRST, shape, elements, kind=kind)
+    with pytest.raises(ImagesError, match=message):
+        load_images(directory)
+
+
+def test_a_label_out_of_range_is_refused(directory):
+    _write(directory / "t10k-labels-idx1-ubyte.gz", (2,), bytes([0, 10]))
+    with pytest.raises(ImagesError, match=r"labels must be 0 to 9; .*t10k-labels.* has 10"):
+        load_images(directory)
