@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.py \
-    tests/test_circles.py tests/project/test_public_api.py
+    tests/project/test_public_api.py
 # A process for each core, with one intra-op thread: small tensors gain nothing from more.
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet

@@ -24,7 +24,7 @@ def created(name: str, devices: tuple[torch.device, ...], **options: object) -> 
     Raises:
         Skipped: the backend does not serve the devices, for a reason other than a failed test.
     """
-    kind = registry.known(name)
+    kind = registry.check_name(name)
     reason = None if kind is None else kind.unavailable_reason(devices)
     if reason is not None:
         raise Skipped(reason)

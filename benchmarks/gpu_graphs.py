@@ -18,7 +18,7 @@ from timing import interleaved
 from torch import nn
 
 import mirror
-from mirror.compiler.runtime.cuda_graphs import Captures
+from mirror.compiler.runtime.cuda_graphs import CapturedPieces
 
 Check = Callable[[], str]
 Devices = tuple[torch.device, ...]
@@ -90,20 +90,20 @@ class _Training:
 def is_captured(devices: Devices) -> str:
     """A compiled step is captured without a warning, and leaves what the plain loop leaves."""
     told, counts = _Told(), [0]
-    capture = Captures._capture
+    capture = CapturedPieces._capture
 
     def counted(*args: object) -> object:
         counts[0] += 1
         return capture(*args)  # type: ignore[arg-type]
 
     logging.getLogger("mirror.compiler").addHandler(told)
-    Captures._capture = counted  # type: ignore[method-assign, assignment]
+    CapturedPieces._capture = counted  # type: ignore[method-assign, assignment]
     try:
         plain, compiled = _Training(devices, None), _Training(devices, "auto")
         for one in (plain, compiled):
             one.train(10)
     finally:
-        Captures._capture = capture  # type: ignore[method-assign]
+        CapturedPieces._capture = capture  # type: ignore[method-assign]
         logging.getLogger("mirror.compiler").removeHandler(told)
     if told.texts:
         raise AssertionError("; ".join(told.texts))

@@ -57,15 +57,15 @@ def wait_checks(device: torch.device, everything: Devices) -> Iterator[tuple[str
 
 def goes_first(name: str, devices: Devices) -> str:
     """A process of its own tries a backend, and finds nothing."""
-    kind = registry.known(name)
+    kind = registry.check_name(name)
     assert kind is not None, name
     unavailable = kind.unavailable_reason(devices)
     if unavailable is not None:
         raise Skipped(unavailable)
     start = perf_counter()
     try:
-        reason = subprocess_probe.ask(kind, devices)
-    except subprocess_probe.Untried as untried:
+        reason = subprocess_probe.run_probe(kind, devices)
+    except subprocess_probe.ProbeUnavailable as untried:
         raise AssertionError(f"no process could try it: {untried}") from None
     assert reason is None, reason
     return f"{perf_counter() - start:.1f} s"
@@ -73,14 +73,14 @@ def goes_first(name: str, devices: Devices) -> str:
 
 def is_killed(devices: Devices) -> str:
     """A process whose kernel never ends is killed at its deadline, and the GPU serves on."""
-    kind = registry.known("direct")
+    kind = registry.check_name("direct")
     assert kind is not None
     start = perf_counter()
     with (
         mock.patch.object(subprocess_probe, "PROBE", ("-c", _HANGS)),
         mock.patch.dict(subprocess_probe._SECONDS, prepared=HANG_SECONDS),
     ):
-        reason = subprocess_probe.ask(kind, devices)
+        reason = subprocess_probe.run_probe(kind, devices)
     seconds = perf_counter() - start
     assert reason is not None, "it was not found out"
     assert "hung, and was killed" in reason, reason
@@ -92,7 +92,7 @@ def is_killed(devices: Devices) -> str:
 
 def is_remembered(devices: Devices) -> str:
     """What a process has found is not tried again by the next one."""
-    kind = registry.known("direct")
+    kind = registry.check_name("direct")
     assert kind is not None
     unavailable = kind.unavailable_reason(devices)
     if unavailable is not None:
@@ -104,7 +104,7 @@ def is_remembered(devices: Devices) -> str:
     ):
         for _ in range(2):
             with mock.patch.object(subprocess_probe, "_found", {}):  # as in a process of its own
-                took.append(seconds_of(partial(subprocess_probe.disproof, kind, devices)))
+                took.append(seconds_of(partial(subprocess_probe.unsafe_reason, kind, devices)))
     assert took[1] < took[0] / 10, f"the first took {took[0]:.2f} s, the second {took[1]:.2f}"
     return f"{took[0]:.1f} s, then {1e3 * took[1]:.1f} ms"
 

@@ -48,7 +48,8 @@ def resolve(
         wanted = ()
     elif isinstance(devices, torch.nn.Module):
         raise DeviceError(
-            f"devices are where the replicas are; got {short_repr(devices)}, a model; leave devices "
+            f"devices are where the replicas are; got {short_repr(devices)}, a model; "
+            "leave devices "
             "out for all GPUs, and pass the model to strategy.mirror(model)"
         )
     elif _is_index(devices):

@@ -19,7 +19,7 @@ from mirror.base.torch_private import (
     TORCH_RANGE,
     range_warnings,
 )
-from mirror.run.current_replica import current
+from mirror.execution.current_replica import current
 
 ROOT = Path(__file__).parents[1]
 

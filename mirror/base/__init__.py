@@ -1,1 +1,1 @@
-"""What every layer may import: private names of torch, Dynamo's hold, forks, files, hints, timelines."""
+"""What every layer may import: private names of torch, Dynamo, forks, files, hints."""

@@ -3,8 +3,8 @@
 Whoever comes from TensorFlow, DistributedDataParallel, Fabric, Accelerate, Horovod, DeepSpeed or
 JAX writes names that mirror does not have. They are an AttributeError or a TypeError, as any
 unknown name is (so ``hasattr`` says no), with a text that says what to write here.
-``migration_hints.txt`` holds them all, and is read when the first name is missing: what is there costs
-nothing. A class has the signposts of the classes above it, too, and its own go first.
+``migration_hints.txt`` holds them all, and is read when the first name is missing: what is there
+costs nothing. A class has the signposts of the classes above it, too, and its own go first.
 """
 
 from __future__ import annotations

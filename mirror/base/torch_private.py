@@ -2,8 +2,8 @@
 
 torch_names.txt has them all: what each gives, and what is lost without it. Other files take them
 from here; those of the compiler are used in compiler.py, those of tracing in
-compiler/torch_internals.py, which imports what mirror does not. Where torch lacks a name, something
-public stands in, or its use raises StrategyError; importing mirror works.
+compiler/torch_internals.py, which imports what mirror does not. Where torch lacks a name,
+something public stands in, or its use raises StrategyError; importing mirror works.
 
 Free to use everywhere is what is private in name alone: ``torch._foreach_*``, ``Tensor._version``,
 the dicts ``_parameters``, ``_buffers`` and ``_modules`` of modules, the base class ``_BatchNorm``,

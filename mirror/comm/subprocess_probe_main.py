@@ -1,6 +1,7 @@
-"""Probe: the program of a process that tries a backend for another one. See mirror/comm/subprocess_probe.py.
+"""The program of a process that tries a backend for subprocess_probe.py.
 
-Its arguments: a token, a class like mirror.comm.kernels.direct_backend:DirectCommunicator, and devices.
+Its arguments: a token, a class like mirror.comm.kernels.direct_backend:DirectCommunicator, and
+devices.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class InputOptions:
         drop_remainder: drops a last batch that has fewer examples than the first one, or, with
             ``distribute_dataset_from_function``, that does not reach all replicas.
         weights: how a batch is split over unlike devices: one number >= 0 per replica, see
-            ``mirror.data.split_batch.split_sizes``; ``"auto"`` to follow the replicas' measured speed,
-            see ``mirror.data.load_balance.Balance``; ``None`` for equal parts.
+            ``mirror.data.split_batch.split_sizes``; ``"auto"`` to follow the replicas' measured
+            speed, see ``mirror.data.load_balance.Balance``; ``None`` for equal parts.
         weight_of: gives a replica's weight in the gradient mean from its part of the batch, as it
             is on the host: ``lambda batch: batch["attention_mask"].sum()`` counts tokens. ``None``
             counts examples.
@@ -50,7 +50,8 @@ class InputOptions:
     def __post_init__(self) -> None:
         if not is_int(self.prefetch) or self.prefetch < 0:
             raise ValueError(
-                f"prefetch must be a number of batches, an int >= 0, got {short_repr(self.prefetch)}"
+                "prefetch must be a number of batches, an int >= 0, got "
+                f"{short_repr(self.prefetch)}"
             )
         if not isinstance(self.drop_remainder, bool):
             raise ValueError(
@@ -129,7 +130,8 @@ def or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
         return kind()
     if not isinstance(options, kind):
         raise TypeError(
-            f"options must be a mirror.{kind.__name__} or None, got {short_repr(options)}; options "
+            f"options must be a mirror.{kind.__name__} or None, got "
+            f"{short_repr(options)}; options "
             f"in a dict are passed as mirror.{kind.__name__}(**options)"
         )
     return options

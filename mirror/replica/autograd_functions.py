@@ -22,9 +22,15 @@ from torch.autograd.function import BackwardCFunction
 
 from mirror.base.dynamo import skip_frame
 from mirror.base.torch_private import forward_class, tracing_state, wrap_once
+from mirror.execution.current_replica import (
+    current,
+    push_context,
+    renaming,
+    replica_of,
+    save_context,
+)
+from mirror.execution.run_state import recomputing
 from mirror.replica.params.mirrored_tensor import MirroredTensor, resolve
-from mirror.run.current_replica import current, push_context, renaming, replica_of, save_context
-from mirror.run.run_state import recomputing
 
 _KEY = "_mirror_replica"
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mirror.errors import ReplicaMismatchError
+from mirror.execution.runner import Runner
 from mirror.replica.params.bitwise import same_bits, same_values, sum_of_bits
 from mirror.replica.params.param_paths import path_of
-from mirror.run.runner import Runner
 from mirror.values import leaves_of
 
 

@@ -31,7 +31,8 @@ def message_of(states: Mapping[int, State]) -> tuple[list[Any], list[Bytes]]:
                 said.append([piece, name, None, value])
             else:
                 raise StrategyError(
-                    f"an optimizer's state {name!r} is {short_repr(value)}; parameter servers keep "
+                    f"an optimizer's state {name!r} is {short_repr(value)}; parameter "
+                    "servers keep "
                     "tensors, numbers, strings and None"
                 )
     return said, [pack(tensors)]

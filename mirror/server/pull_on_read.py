@@ -1,4 +1,4 @@
-"""PullOnReadDict: the parameters or buffers of a module, brought up to date before they are read."""
+"""The parameters or buffers of a module, brought up to date before they are read."""
 
 from __future__ import annotations
 

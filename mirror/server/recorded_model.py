@@ -143,6 +143,7 @@ def check_model(model: Model) -> None:
     for variable, tensor in zip(model.variables, model.tensors, strict=True):
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise StrategyError(
-                f"parameter servers hold dense tensors; {variable.name} is {short_repr(tensor)} of "
+                f"parameter servers hold dense tensors; {variable.name} is "
+                f"{short_repr(tensor)} of "
                 f"type {type(tensor).__name__} and layout {tensor.layout}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from mirror.devices import resolve
-from mirror.run.current_replica import current
+from mirror.execution.current_replica import current
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.replica_context import ReplicaContext
 

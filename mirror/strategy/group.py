@@ -12,6 +12,12 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.host_memory import give_back_freed_memory, keep_freed_memory
 from mirror.devices import is_simulated
+from mirror.execution.checkpoint_rng import watch_saved_draws
+from mirror.execution.current_replica import current
+from mirror.execution.every_n_steps import EveryNSteps
+from mirror.execution.lifecycle import AllLifecycleHooks, LifecycleHooks
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import order
 from mirror.replica.collectives.packed_reducer import Reducer
 from mirror.replica.gradients.backward_interceptor import watch_backward
@@ -34,12 +40,6 @@ from mirror.replica.params.central_param import CentralParams
 from mirror.replica.params.pending_modules import PendingModules
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
 from mirror.replica.replica_checks import ReplicaChecks
-from mirror.run.checkpoint_rng import watch_saved_draws
-from mirror.run.current_replica import current
-from mirror.run.every_n_steps import EveryNSteps
-from mirror.run.lifecycle import AllLifecycleHooks, LifecycleHooks
-from mirror.run.replicas import Replicas
-from mirror.run.runner import Runner
 from mirror.strategy.strategy_options import CommunicationOptions, Guards
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()

@@ -13,8 +13,8 @@ from torch import nn
 from mirror.base.migration_hints import missing, signposted_init
 from mirror.base.no_copy import NoCopy
 from mirror.errors import StrategyError, short_repr
+from mirror.execution.current_replica import current
 from mirror.replica.collectives.reduce_ops import Op
-from mirror.run.current_replica import current
 from mirror.server.partitioners import Partitioner
 from mirror.server.recorded_model import RecordedModules
 from mirror.server.variable_placement import PlacementFunction, check_placement

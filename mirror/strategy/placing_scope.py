@@ -7,7 +7,7 @@ from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
 from typing import Any
 
-from mirror.run.current_replica import Context, current, push_context, save_context
+from mirror.execution.current_replica import Context, current, push_context, save_context
 from mirror.server.recorded_model import RecordedModules
 from mirror.strategy.scope import refuse_inside_another
 

@@ -7,10 +7,10 @@ from contextlib import ContextDecorator
 from types import TracebackType
 
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import Context, current, push_context, save_context
 from mirror.replica.keras.keras_call import watch_keras
 from mirror.replica.modules.call_interceptor import ModuleRecorder
 from mirror.replica.modules.recording import begin_recording, end_recording, recording
-from mirror.run.current_replica import Context, current, push_context, save_context
 from mirror.strategy.group import Group
 
 

@@ -20,10 +20,10 @@ from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions, ValueContext
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
+from mirror.execution.lockstep_stack import close_threads
+from mirror.execution.replicas import Replica
 from mirror.replica.collectives.reduce_ops import Op
-from mirror.run.current_replica import current
-from mirror.run.lockstep_stack import close_threads
-from mirror.run.replicas import Replica
 from mirror.strategy.compiled_steps import compiled_step
 from mirror.strategy.group import Group
 from mirror.strategy.reduce_values import gather_values, reduce_values

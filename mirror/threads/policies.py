@@ -4,8 +4,8 @@ Manners: how replicas move in a step, and what each schedule may choose from.
 
 [Note: Measured manners]
 What is faster depends on the program and on the machine, so on simulated devices two schedules
-choose by the clock, see ``Autotuner``, among manners that differ in nothing else that a program may
-rely on:
+choose by the clock, see ``Autotuner``, among manners that differ in nothing else that a program
+may rely on:
 
     schedule     manners                                                     what is promised
     auto         take turns                                                  lockstep's bits, and
@@ -19,9 +19,9 @@ Why "auto" has the user's functions, and the forwards of modules, take turns alw
 would draw from the CPU's one generator, print, and append to lists in the order in which they
 come, and no look at a step tells whether the next one does. What is left to be done at once is a
 backward pass outside ``run`` that comes apart at seams, [Note: Seams] in
-``replica/gradients/graph_boundary.py``: nodes in C++, which draw nothing, without any hook. Its bits are
-those of turns only with as many intra-op threads each: sums are divided by their number. So it is
-tried where the CPUs are enough for that.
+``replica/gradients/graph_boundary.py``: nodes in C++, which draw nothing, without any hook. Its
+bits are those of turns only with as many intra-op threads each: sums are divided by their number.
+So it is tried where the CPUs are enough for that.
 
 "staggered" promises less, and shares the threads of the caller among those that move at once.
 """

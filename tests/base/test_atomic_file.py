@@ -1,4 +1,4 @@
-"""mirror/base/atomic_file.py: a file is replaced whole or not at all, and nothing else is touched."""
+"""atomic_file.py: a file is replaced whole or not at all, and nothing else is touched."""
 
 import os
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""mirror/base/migration_hints.py: who comes from another library is told mirror's way; every entry of it."""
+"""migration_hints.py: who comes from another library is told mirror's way; every entry of it."""
 
 import ast
 import copy

@@ -1,4 +1,4 @@
-"""mirror/comm/collective_lock.py: many threads and streams on one communicator; and a lock taken away."""
+"""collective_lock.py: many threads and streams on one communicator; and a lock taken away."""
 
 import os
 import threading

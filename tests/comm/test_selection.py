@@ -1,4 +1,4 @@
-"""mirror/comm/selection.py: what "auto" means on machines that are made up, and that it is told."""
+"""selection.py: what "auto" means on machines that are made up, and that it is told."""
 
 import logging
 from contextlib import contextmanager

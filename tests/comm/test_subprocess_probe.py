@@ -1,4 +1,4 @@
-"""mirror/comm/subprocess_probe.py: what a process that tries a backend may do, and what is made of it."""
+"""subprocess_probe.py: what a process that tries a backend may do, and what is made of it."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""mirror/comm/subprocess_probe_main.py: the real process, on simulated devices; and what it says when it fails."""
+"""The real process, on simulated devices; and what it says when it fails."""
 
 import io
 import json

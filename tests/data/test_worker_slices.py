@@ -1,4 +1,4 @@
-"""mirror/data/worker_slices.py: workers fetch the examples of their window, and see what all would."""
+"""worker_slices.py: workers fetch the examples of their window, and see what all would."""
 
 import random
 

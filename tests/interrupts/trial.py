@@ -6,7 +6,7 @@ from time import monotonic, sleep
 
 import torch
 
-from mirror.run.current_replica import current
+from mirror.execution.current_replica import current
 
 SECONDS = 4.0  # that an interrupted step may take, on a busy machine too; nobody waits 5 s in vain
 AFFINITY, THREADS = os.sched_getaffinity(0), torch.get_num_threads()

@@ -84,7 +84,7 @@ def test_a_kernel_is_simulated(path):
 
 def test_every_optimizer_of_torch_is_tried():
     # By hypothesis, and with the options that torch tests its own with.
-    tests = text_of("tests/fuzz") + text_of("tests/replica/optimizer")
+    tests = text_of("tests/fuzz") + text_of("tests/replica/optimizers")
     kinds = {
         name
         for name, kind in vars(torch.optim).items()

@@ -1,4 +1,4 @@
-"""mirror/replica/replica_checks.py: replicas that have drifted apart are named, by bits or by sums."""
+"""replica_checks.py: replicas that have drifted apart are named, by bits or by sums."""
 
 import pytest
 import torch

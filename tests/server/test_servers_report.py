@@ -1,4 +1,4 @@
-"""mirror/server/servers_report.py: what servers and workers have done, printed and in a notebook."""
+"""servers_report.py: what servers and workers have done, printed and in a notebook."""
 
 import xml.etree.ElementTree as ET
 

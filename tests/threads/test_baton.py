@@ -51,9 +51,9 @@ def waits(gate, meanwhile, timeout=20):
 
 def test_a_gate_is_closed_behind_who_went_through():
     gate = Baton()
-    gate.open(near=False)
+    gate.post(near=False)
     with pytest.raises(RuntimeError):
-        gate.open(near=False)
+        gate.post(near=False)
     assert gate.wait()
     assert not gate.wait(0.001)
 
@@ -63,7 +63,7 @@ def test_a_wait_that_nobody_ends_near_makes_no_system_call(cpus):
     gate, (affinity, calls) = Baton(), cpus
     for _ in range(3):
         gate.wait(0.0001)
-    _, done = waits(gate, lambda thread: gate.open(near=False))
+    _, done = waits(gate, lambda thread: gate.post(near=False))
     assert done
     assert (affinity, calls) == ({}, [])
 
@@ -74,7 +74,7 @@ def test_who_is_let_through_near_goes_on_there_and_then_anywhere_again(cpus, mon
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda *a: moved.append(a[1]) or put(*a), raising=False
     )
-    thread, done = waits(gate, lambda _: gate.open(near=True))
+    thread, done = waits(gate, lambda _: gate.post(near=True))
     assert done
     assert moved == [{2}, {0, 1, 2, 3}]
     assert affinity == {thread: {0, 1, 2, 3}}
@@ -84,13 +84,13 @@ def test_an_affinity_that_others_have_set_meanwhile_stays(cpus, monkeypatch):
     gate, (affinity, _) = Baton(), cpus
     put = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_setaffinity", lambda t, c: put(t, {0, 1}), raising=False)
-    thread, _ = waits(gate, lambda _: gate.open(near=True))
+    thread, _ = waits(gate, lambda _: gate.post(near=True))
     assert affinity == {thread: {0, 1}}
 
 
 def test_who_may_not_run_there_is_not_moved(cpus):
     gate, (affinity, calls) = Baton(), cpus
-    thread, _ = waits(gate, lambda thread: affinity.update({thread: {1}}) or gate.open(near=True))
+    thread, _ = waits(gate, lambda thread: affinity.update({thread: {1}}) or gate.post(near=True))
     assert affinity == {thread: {1}}
     assert "set" not in calls
 
@@ -116,7 +116,7 @@ def test_who_times_out_while_it_is_moved_keeps_its_affinity(cpus, monkeypatch):
 
     monkeypatch.setattr(os, "sched_getaffinity", slowly, raising=False)
     gate._lock = TimesOut()
-    thread, done = waits(gate, lambda _: gate.open(near=True))
+    thread, done = waits(gate, lambda _: gate.post(near=True))
     assert not done
     assert affinity == {thread: {0, 1, 2, 3}}
     assert gate._moved is None
@@ -130,12 +130,12 @@ def test_threads_that_meet_near_may_use_all_cpus_between():
         for _ in range(50):
             gates[1].wait()
             seen.append(os.sched_getaffinity(0))
-            gates[0].open(near=True)
+            gates[0].post(near=True)
 
     thread = threading.Thread(target=other)
     thread.start()
     for _ in range(50):
-        gates[1].open(near=True)
+        gates[1].post(near=True)
         gates[0].wait()
         seen.append(os.sched_getaffinity(0))
     thread.join(20)

@@ -10,7 +10,7 @@ from torch import nn
 
 import mirror
 from mirror.comm.host.naive_backend import NaiveCommunicator
-from mirror.run.current_replica import current
+from mirror.execution.current_replica import current
 from mirror.threads import policies, run_queue, turn_timer
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import assert_same, finishes, in_run

@@ -1,4 +1,4 @@
-"""mirror/viewer/html_page.py: a page that stands alone, holds every span, and moves in a browser."""
+"""html_page.py: a page that stands alone, holds every span, and moves in a browser."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""mirror/viewer/trace_lanes.py: spans in the rows of those around them, and what each took itself."""
+"""trace_lanes.py: spans in the rows of those around them, and what each took itself."""
 
 import itertools
 

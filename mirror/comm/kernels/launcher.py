@@ -27,8 +27,8 @@ NAMES = (
 class Launch(ctypes.Structure):
     """One kernel on one device: the struct of the same name in csrc/host/launch.cpp.
 
-    A kernel has one parameter, an ``KernelArguments``, which the driver copies when it launches. Its
-    grid is ``blocks`` x ``rows``: a row for each replica of the device.
+    A kernel has one parameter, an ``KernelArguments``, which the driver copies when it launches.
+    Its grid is ``blocks`` x ``rows``: a row for each replica of the device.
     """
 
     _fields_ = [

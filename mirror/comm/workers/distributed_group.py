@@ -245,7 +245,8 @@ class DistributedWorkerGroup(LocalWorkerGroup):
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise StrategyError(
-                f"this strategy came to its end with {summarize(self._failure)}; end this process, "
+                f"this strategy came to its end with {summarize(self._failure)}; end this "
+                "process, "
                 "and start all workers again"
             ) from self._failure
         if self._links.end is not None:

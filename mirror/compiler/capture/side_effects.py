@@ -48,10 +48,10 @@ from mirror.compiler.free_variables import FreeVariables
 from mirror.compiler.torch_internals import MODULE_HOOKS, is_fake
 from mirror.compiler.user_lines import is_torchs, line_here
 from mirror.errors import CompileError
+from mirror.execution.current_replica import current
+from mirror.execution.replicas import Replicas
 from mirror.replica.modules.module_dicts import ReplicaDict, WatchedDict
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
-from mirror.run.current_replica import current
-from mirror.run.replicas import Replicas
 
 _MISSING: Any = object()
 _PLAIN = (bool, int, float, str, bytes, complex, type(None))

@@ -19,7 +19,7 @@ from mirror.compiler.capture.tracer import CollectivePoint, Tracer
 from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind, StepInput
 from mirror.errors import CompileError
-from mirror.run.replicas import Replicas
+from mirror.execution.replicas import Replicas
 from mirror.values import leaves_of, map_structure, rebuild_structure
 
 

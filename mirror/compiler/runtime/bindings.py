@@ -12,7 +12,7 @@ from mirror.compiler.lowering.step_plan import StepPlan
 from mirror.compiler.lowering.step_trace import StepTrace
 from mirror.compiler.runtime.held_states import HeldStates
 from mirror.compiler.step_inputs import InputKind, StepInput
-from mirror.run.replicas import Replicas
+from mirror.execution.replicas import Replicas
 from mirror.values import ABSENT
 
 

@@ -1,4 +1,4 @@
-"""ParallelLaunch: programs of replicas on threads, all at once, where they are long enough to gain.
+"""Launches the replicas' programs on threads at once, where they are long enough to gain.
 
 [Note: At once]
 A compiled program lets go of Python's lock, so those of simulated devices can run side by side,
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mirror.base.at_fork import reinit_after_fork
 from mirror.compiler.lowering.programs import CallableProgram
-from mirror.run.replicas import Replicas
+from mirror.execution.replicas import Replicas
 
 # Multiplications: about half a millisecond of one core; a thread wakes up in 27 us.
 MUCH_WORK = 2e7

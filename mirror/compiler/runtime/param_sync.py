@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.compiler.state_tensors import StateTensor
+from mirror.execution.lifecycle import AllLifecycleHooks
+from mirror.execution.replica_rng import with_rng_of
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
+from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.params.replicated_params import ReplicatedParams, mark_synced
-from mirror.run.lifecycle import AllLifecycleHooks
-from mirror.run.replica_rng import with_rng_of
-from mirror.run.replicas import Replicas
-from mirror.run.runner import Runner
-from mirror.run.step_ends import step_ends
 
 T = TypeVar("T")
 

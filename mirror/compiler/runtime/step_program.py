@@ -22,9 +22,9 @@ from mirror.compiler.runtime.worker_consensus import HasCollectives, HasShares
 from mirror.compiler.state_tensors import StateTensor
 from mirror.compiler.step_inputs import InputKind
 from mirror.compiler.torch_internals import Sizes
+from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.collectives import all_reduce_payloads
 from mirror.replica.collectives.over_workers import AllWorkersResult
-from mirror.run.replicas import Replicas
 
 
 class StepProgram:

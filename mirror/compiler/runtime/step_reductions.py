@@ -11,10 +11,10 @@ from torch import Tensor
 from mirror.compiler.capture.tracer import CollectivePoint
 from mirror.compiler.state_tensors import StateTensor
 from mirror.errors import GradientError
+from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.packed_reducer import MovedTensors, Reducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.multi_worker.worker_non_finite import NonFinite
-from mirror.run.replicas import Replicas
 
 _WHAT = "gradients of a compiled step"
 

@@ -22,14 +22,14 @@ from mirror.base.torch_private import wrap_once
 from mirror.data.distributed_dataset import DistributedDataset
 from mirror.data.input_options import InputContext, InputOptions
 from mirror.errors import ReplicaMismatchError, StrategyError, short_repr
+from mirror.execution.current_replica import current, enclosing_replica
+from mirror.execution.step_ends import step_ends
 from mirror.integrations.tpu.torchax_library import load, load_jax
 from mirror.integrations.tpu.tpu_arguments import arguments_of
 from mirror.integrations.tpu.tpu_devices import as_torch, devices_of
 from mirror.integrations.tpu.tpu_programs import TpuPrograms
 from mirror.integrations.tpu.tpu_refusals import WHOLE_STEPS, check_model
 from mirror.replica.collectives.reduce_ops import Op
-from mirror.run.current_replica import current, enclosing_replica
-from mirror.run.step_ends import step_ends
 from mirror.server.recorded_model import Model, RecordedModules
 from mirror.strategy.mirrored import MirroredStrategy
 from mirror.strategy.placing_scope import PlacingScope

@@ -30,12 +30,12 @@ from torch.optim.optimizer import (
 )
 
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current, push_context, save_context
 from mirror.integrations.tpu.torch_function_watch import TorchFunctionWatch
 from mirror.integrations.tpu.torchax_library import Library
 from mirror.integrations.tpu.tpu_optimizers import check, options_of
 from mirror.integrations.tpu.tpu_refusals import refuse_backward, refusing_functions
 from mirror.integrations.tpu.traced_context import inside
-from mirror.run.current_replica import current, push_context, save_context
 from mirror.server.recorded_model import Model
 
 Phase = Enum("Phase", "LOOK DIFFERENTIATE FINISH")

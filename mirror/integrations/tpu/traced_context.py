@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from mirror.errors import StrategyError
-from mirror.run.replicas import Replica
+from mirror.execution.replicas import Replica
 
 _WAYS = {
     "all_reduce": "return the values from the step and call strategy.reduce",

@@ -37,11 +37,11 @@ from torch import Tensor
 from mirror.base.torch_private import current_graph_task_id, sequence_number, set_sequence_number
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import replica_of
+from mirror.execution.replicas import Replica
 from mirror.replica.autograd_functions import without_replica
 from mirror.replica.collectives.over_workers import AllWorkersResult, weighted_over
 from mirror.replica.collectives.reduce_ops import summed
-from mirror.run.current_replica import replica_of
-from mirror.run.replicas import Replica
 
 
 class SequenceNumbers:

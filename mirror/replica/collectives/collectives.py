@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mirror.base.timeline import CROSS, REDUCTION
+from mirror.execution.replicas import Replica, Replicas
 from mirror.replica.collectives.autograd_nodes import (
     CollectiveEnd,
     CollectiveState,
@@ -17,7 +18,6 @@ from mirror.replica.collectives.autograd_nodes import (
 from mirror.replica.collectives.over_workers import AllWorkersResult, gathered_over, reduced_over
 from mirror.replica.collectives.reduce_ops import check_reducible, reduce_op, summed
 from mirror.replica.params.mirrored_tensor import resolve
-from mirror.run.replicas import Replica, Replicas
 from mirror.threads.merge_point import MergePoint
 from mirror.values import describe_structure, is_number, leaves_of, rebuild_structure
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import not_differentiable
-from mirror.run.runner import Runner
 from mirror.values import (
     PerReplica,
     describe_structure,

@@ -12,7 +12,7 @@ from mirror.comm.host.host_backend import HostCommunicator
 from mirror.comm.host.host_library import missing_reason
 from mirror.comm.packing import move_into_flats
 from mirror.device.current_streams import ReplicaStreams
-from mirror.run.replicas import Replicas
+from mirror.execution.replicas import Replicas
 
 
 class MovedTensors(NamedTuple):

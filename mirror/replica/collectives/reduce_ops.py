@@ -68,7 +68,8 @@ def reduce_op(op: Any) -> str:
     found = None if name is None else (_NAMES if is_name else _MEMBERS).get(name.lower())
     if found is None:
         raise ValueError(
-            f"unknown reduction {short_repr(op if name is None else name)}; op comes first, and is "
+            f"unknown reduction {short_repr(op if name is None else name)}; op comes "
+            "first, and is "
             f"one of {', '.join(_NAMES)}"
         )
     return found

@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from mirror.data.split_batch import GivenWeights, counts_of
+from mirror.execution.replicas import RunView
 from mirror.replica.exactness.batch_dim_rules import meetings_below
 from mirror.replica.exactness.contrastive import products_below
 from mirror.replica.exactness.loss_graph import (
@@ -40,7 +41,6 @@ from mirror.replica.exactness.loss_graph import (
     views_below,
 )
 from mirror.replica.exactness.loss_reduction import Mixed, NotReducible, weights_of_terms
-from mirror.run.replicas import RunView
 from mirror.threads.user_frames import warn_user
 from mirror.values import PerReplica
 

@@ -28,7 +28,7 @@ _ELEMENTWISE = frozenset(
 )
 _LINEAR = _PASSED | _RESHAPED | frozenset("Div MaskedFill Mul Where".split())
 _PRODUCTS = frozenset("Mm Bmm T Transpose Permute".split())
-_OF_ALL = "Arrival"  # what a collective gives, the same on all replicas
+_OF_ALL = "GradSend"  # what a collective gives, the same on all replicas
 OF_PARAMETERS = _ELEMENTWISE | _PRODUCTS | _RESHAPED | {ACCUMULATES, _OF_ALL}  # made of them
 CHOICES = frozenset("Index MaskedSelect".split())
 _NONLINEAR = frozenset(

@@ -18,6 +18,8 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import BACKWARD, CROSS, Timeline, latest
 from mirror.base.torch_private import PASS, current_graph_task_id, wrap_once
+from mirror.execution.current_replica import current, renaming
+from mirror.execution.runner import runner_of
 from mirror.replica.gradients.grad_hooks import refuse_hooks_of
 from mirror.replica.gradients.grad_tracker import BackwardPass, GradTracker
 from mirror.replica.gradients.parallel_backward import backward_at_once
@@ -25,8 +27,6 @@ from mirror.replica.gradients.unmirrored import leaves_of, note_pass
 from mirror.replica.params.mirrored_parameter import MirroredParameter
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import all_leaves
-from mirror.run.current_replica import current, renaming
-from mirror.run.runner import runner_of
 
 _lock = threading.Lock()
 _watches: tuple[weakref.ref[GradTracker], ...] = ()  # what wants to know of backward passes

@@ -39,6 +39,9 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, EXPOSED, OVERLAPPED, REDUCTION
 from mirror.comm.packing import plan_packs
 from mirror.device.side_streams import SideStream
+from mirror.execution.current_replica import current
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.packed_reducer import Reducer
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
@@ -53,9 +56,6 @@ from mirror.replica.gradients.ready_grads import (
     weigh,
 )
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
-from mirror.run.current_replica import current
-from mirror.run.replicas import Replicas
-from mirror.run.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_access import GradAccess, copy_without_bucket
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
 from mirror.replica.params.subclasses import same_kind
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replicas import Replicas
-from mirror.run.runner import Runner
 
 
 @dataclass(slots=True)

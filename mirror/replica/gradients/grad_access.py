@@ -36,6 +36,10 @@ from torch.utils.hooks import RemovableHandle
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass, compile_context, queue_callback
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import replica_of
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replicas import Replica, Replicas, RunView
+from mirror.execution.runner import Runner
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.ready_grads import local_grad, plus, set_local_grad
 from mirror.replica.params.gradient_hooks import GradientHook
@@ -43,10 +47,6 @@ from mirror.replica.params.mirrored_tensor import share_storage
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import ReplicatedParams
 from mirror.replica.params.subclasses import same_kind
-from mirror.run.current_replica import replica_of
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replicas import Replica, Replicas, RunView
-from mirror.run.runner import Runner
 
 _LOOKS = 64  # at gradients on GPUs
 

@@ -36,6 +36,10 @@ from torch import Tensor
 
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.errors import StrategyError
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replicas import Replica, Replicas, RunView
+from mirror.execution.run_state import Run
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.packed_reducer import Reducer
 from mirror.replica.gradients.backward_interceptor import register_listener
 from mirror.replica.gradients.buckets import Buckets
@@ -59,10 +63,6 @@ from mirror.replica.gradients.ready_grads import (
     weigh,
 )
 from mirror.replica.params.replicated_param import ReplicatedParam
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replicas import Replica, Replicas, RunView
-from mirror.run.run_state import Run
-from mirror.run.runner import Runner
 from mirror.threads.merge_point import MergePoint
 
 

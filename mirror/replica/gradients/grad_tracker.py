@@ -22,9 +22,9 @@ from typing import Any
 
 from mirror.base.at_fork import reinit_after_fork
 from mirror.device.current_streams import ReplicaStreams
+from mirror.execution.replicas import Replicas
 from mirror.replica.gradients.ready_grads import ReadyGrads, local_grad
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
-from mirror.run.replicas import Replicas
 from mirror.values import are_identical
 
 

@@ -48,9 +48,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mirror.base.timeline import CROSS
 from mirror.base.torch_private import ACCUMULATES, HIDES_ANOTHER, has_post_accumulate_hooks
 from mirror.base.torch_private import hooks_of as hooks_of_tensor
+from mirror.execution.runner import Runner
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.run.runner import Runner
 from mirror.values import PerReplica, map_structure
 
 Node = Any

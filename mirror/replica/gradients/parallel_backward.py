@@ -23,10 +23,10 @@ from mirror.base.torch_private import (
     functions_interpreter,
     num_dispatch_modes,
 )
+from mirror.execution.current_replica import current, push_context, save_context
+from mirror.execution.replica_thread import ThreadState
+from mirror.execution.runner import Runner
 from mirror.replica.gradients.graph_boundary import Node, live_seams, split_at_boundaries
-from mirror.run.current_replica import current, push_context, save_context
-from mirror.run.replica_thread import ThreadState
-from mirror.run.runner import Runner
 from mirror.threads.policies import count_own_hooks
 
 HEARING_SECONDS = 0.05

@@ -27,16 +27,16 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replicas import Replicas, RunView, WeakReplicaMap
+from mirror.execution.run_state import Run
+from mirror.execution.runner import runner_of
 from mirror.replica.exactness.local_losses import LocalLosses
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.pending_modules import PendingModules
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.params.replicated_params import MirroredTensors
-from mirror.run.current_replica import current
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replicas import Replicas, RunView, WeakReplicaMap
-from mirror.run.run_state import Run
-from mirror.run.runner import runner_of
 from mirror.threads.user_frames import warn_user
 
 _PASSES = 3  # of a replica from one place in the code that are looked at

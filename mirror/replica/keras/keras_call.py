@@ -18,6 +18,10 @@ from torch import nn
 
 from mirror.base.torch_private import WHOLE_CALL, wrap_once
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
+from mirror.execution.replicas import Replica
+from mirror.execution.run_state import Run
+from mirror.execution.runner import Runner
 from mirror.replica.keras.keras_library import (
     CallersState,
     computing_on,
@@ -30,10 +34,6 @@ from mirror.replica.keras.keras_optimizers import watch_optimizers
 from mirror.replica.keras.layer_writes import LayerWrites, assign_joined
 from mirror.replica.modules.recording import recording
 from mirror.replica.modules.transparent_call import CallInterceptor
-from mirror.run.current_replica import current
-from mirror.run.replicas import Replica
-from mirror.run.run_state import Run
-from mirror.run.runner import Runner
 from mirror.threads.merge_point import MergePoint
 from mirror.values import leaves_of, map_structure
 

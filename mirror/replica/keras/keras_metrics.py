@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import wrap_once
+from mirror.execution.current_replica import current
 from mirror.replica.keras.keras_library import computing_on, is_stateless, library
 from mirror.replica.scatter_gather.merge_call_joined import Join, merge_call_joined
-from mirror.run.current_replica import current
 from mirror.values import leaves_of
 
 _METHODS = ("update_state", "result", "reset_state")

@@ -16,13 +16,13 @@ from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
+from mirror.execution.replicas import Replica
+from mirror.execution.run_state import Run
+from mirror.execution.runner import runner_of
+from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.backward_interceptor import lane_here
 from mirror.replica.keras.keras_library import computing_on, library
-from mirror.run.current_replica import current
-from mirror.run.replicas import Replica
-from mirror.run.run_state import Run
-from mirror.run.runner import runner_of
-from mirror.run.step_ends import step_ends
 from mirror.threads.merge_point import MergePoint
 
 

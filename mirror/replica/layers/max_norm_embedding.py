@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.dynamo import disable_dynamo
+from mirror.execution.replicas import Replica
 from mirror.replica.collectives.collectives import all_gather
-from mirror.run.replicas import Replica
 
 MOST_ROUNDS = 8
 

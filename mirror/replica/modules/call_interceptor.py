@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from mirror.base.dynamo import is_compiled
 from mirror.base.torch_private import SPLIT_CALL, wrap_once
-from mirror.run.replicas import Replicas
+from mirror.execution.replicas import Replicas
 
 
 class ModuleRecorder(Protocol):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import CONVERT, wrap_once
 from mirror.errors import StrategyError
+from mirror.execution.replicas import Replicas
 from mirror.replica.modules.call_interceptor import owner_of
 from mirror.replica.params.mirrored_tensor import MirroredTensor
-from mirror.run.replicas import Replicas
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -66,7 +66,8 @@ class _Staying:
         if not stays and converted.device not in devices:
             raise StrategyError(
                 f"layers are placed on the first replica's devices "
-                f"({', '.join(map(str, places.replicas[0]))}), before the model is used for the first "
+                f"({', '.join(map(str, places.replicas[0]))}), before the model is used "
+                "for the first "
                 f"time; a variable on {tensor.device} was to be moved to {converted.device}: move "
                 "it in __init__, or before strategy.mirror(model)"
             )

@@ -40,9 +40,9 @@ from torch import nn
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
 from mirror.replica.modules.call_interceptor import owner_of
 from mirror.replica.scatter_gather.merge_call_joined import Join, describe_call, merge_call_joined
-from mirror.run.current_replica import current
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _WRAPPED = "_mirror_wrapped"
@@ -151,6 +151,7 @@ class _Logged(Join):
     def refuse(self, parts: Sequence[Any]) -> Any:
         raise StrategyError(
             f"{type(self.metric).__name__}.log logs once what all replicas give it, and this "
-            f"cannot be joined: {describe_call(parts)}; give it a mean over examples, or log it in "
+            f"cannot be joined: {describe_call(parts)}; give it a mean over examples, or "
+            "log it in "
             "training_step"
         )

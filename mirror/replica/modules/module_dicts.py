@@ -15,12 +15,12 @@ from torch import nn
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
 from mirror.replica.modules.call_interceptor import ModuleRecorder
 from mirror.replica.params.mirrored_buffer import MirroredBuffer
 from mirror.replica.params.mirrored_parameter import MirroredParameter
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.run.current_replica import current
 
 
 class OverrideCheck(ModuleRecorder, Protocol):

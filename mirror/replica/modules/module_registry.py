@@ -30,6 +30,10 @@ from mirror.base.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_la
 from mirror.device.device_remap import without_remap
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replica_rng import same_seed
+from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.runner import Runner
 from mirror.replica.autograd_functions import watch_functions
 from mirror.replica.keras.keras_call import KerasCall
 from mirror.replica.keras.keras_library import is_layer
@@ -58,10 +62,6 @@ from mirror.replica.params.buffers import Buffers
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.pending_modules import PendingModules, is_uninitialized
 from mirror.replica.params.replicated_params import MirroredTensors, ReplicatedParams
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replica_rng import same_seed
-from mirror.run.replicas import Replica, Replicas
-from mirror.run.runner import Runner
 from mirror.threads.merge_point import MergePoint
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from mirror.base.torch_private import wrap_once
+from mirror.execution.current_replica import current
 from mirror.replica.modules.call_interceptor import interceptor_of
 from mirror.replica.modules.per_replica_values import MISSING
 from mirror.replica.modules.replica_attributes import is_own, own_values
 from mirror.replica.modules.transparent_call import CallInterceptor
-from mirror.run.current_replica import current
 
 
 def watch_copies() -> None:

@@ -37,15 +37,15 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError, StructureError
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replicas import Replica, RunView
+from mirror.execution.run_state import Run
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.gradients.graph_boundary import mark_boundary
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.scatter_gather.gather import join_outputs
 from mirror.replica.scatter_gather.scatter import SplitPlan
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replicas import Replica, RunView
-from mirror.run.run_state import Run
-from mirror.run.runner import Runner
 from mirror.values import ABSENT, PerReplica, leaves_of, map_structure
 
 MISSING: Any = object()

@@ -18,8 +18,8 @@ from mirror.base.torch_private import (
     current_graph_task_id,
     top_saved_tensors_hooks,
 )
+from mirror.execution.replicas import Replicas
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.run.replicas import Replicas
 
 
 def replica_of_backward(replicas: Replicas) -> int | None:

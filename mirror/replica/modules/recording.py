@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from mirror.execution.current_replica import current
 from mirror.replica.modules.call_interceptor import ModuleRecorder
-from mirror.run.current_replica import current
 
 
 class _Recording(threading.local):

@@ -38,13 +38,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_dynamo, forget_compiled
 from mirror.base.torch_private import SPLIT_CALL, WEIGHT_LISTS, wrap_once
+from mirror.execution.current_replica import current
+from mirror.execution.replicas import Replica
 from mirror.replica.modules.call_interceptor import interceptor_of, owner_of
 from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute
 from mirror.replica.modules.transparent_call import CallInterceptor
 from mirror.replica.modules.wrappers import IGNORED, tell_of_ignored
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.run.current_replica import current
-from mirror.run.replicas import Replica
 
 # What torch itself keeps on a module, ``training`` among it, says the same on every replica.
 _SHARED = frozenset(nn.Module().__dict__)

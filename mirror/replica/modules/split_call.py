@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 from mirror.base.dynamo import DynamoCallback, call_under_dynamo, limits_for, resume_dynamo
 from mirror.base.torch_private import WHOLE_CALL, Loss, functions_interpreter, is_tracing
 from mirror.data.split_batch import split_sizes
+from mirror.execution.current_replica import current
+from mirror.execution.runner import Runner
 from mirror.replica.modules.call_interceptor import ModuleRecorder
 from mirror.replica.modules.metric_calls import is_metric
 from mirror.replica.params.mirrored_tensor import MirroredTensor
@@ -22,8 +24,6 @@ from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
 from mirror.replica.scatter_gather.mutations import join_changes
 from mirror.replica.scatter_gather.recurrent_states import LAYERS, is_sequence_first
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
-from mirror.run.current_replica import current
-from mirror.run.runner import Runner
 from mirror.threads.user_frames import add_note
 from mirror.values import PerReplica
 
@@ -230,7 +230,8 @@ def _describe_sizes(
     """Returns how a call was split, for the error that it ended in."""
     return (
         f"this call of {type(module).__name__} was split over {len(split.active)} replicas by the "
-        f"first dimension, {split.num_examples}: {describe_split(split, args, kwargs)}. If something "
+        f"first dimension, {split.num_examples}: {describe_split(split, args, kwargs)}. "
+        "If something "
         "was split that holds no examples, give it another first dimension (x[None]) or make it "
         "in forward; to split by hand, call the module inside strategy.run"
     )

@@ -20,6 +20,15 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, skip_frame, suspend_dynamo
 from mirror.base.torch_private import SPLIT_CALL, WHOLE_CALL
+from mirror.execution.current_replica import (
+    current,
+    push_context,
+    refuse_within_another,
+    renaming,
+    save_context,
+)
+from mirror.execution.replicas import Replica
+from mirror.execution.run_state import recomputing
 from mirror.replica.layers.max_norm_embedding import renormalize_everywhere, renormalizes
 from mirror.replica.modules.call_interceptor import Interceptor
 from mirror.replica.modules.metric_calls import is_metric
@@ -28,15 +37,6 @@ from mirror.replica.modules.recompute import replica_of_backward, saves_are_hook
 from mirror.replica.modules.split_call import Each, MirroringModules, call_split
 from mirror.replica.scatter_gather.merge_call_joined import merge_call_joined
 from mirror.replica.scatter_gather.recurrent_states import LAYERS, call_with_sequences
-from mirror.run.current_replica import (
-    current,
-    push_context,
-    refuse_within_another,
-    renaming,
-    save_context,
-)
-from mirror.run.replicas import Replica
-from mirror.run.run_state import recomputing
 
 
 class ModuleKeeper(MirroringModules, Protocol):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mirror.device.current_streams import ReplicaStreams
 from mirror.errors import StrategyError
+from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.packed_reducer import Reducer
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.gradients.ready_grads import (
@@ -24,7 +25,6 @@ from mirror.replica.multi_worker.pass_weights import Deferred
 from mirror.replica.multi_worker.trailer import COUNTS, IS_THERE
 from mirror.replica.multi_worker.worker_bucket import WorkerBucket
 from mirror.replica.params.replicated_param import ReplicatedParam
-from mirror.run.replicas import Replicas
 
 
 class Contribution(NamedTuple):

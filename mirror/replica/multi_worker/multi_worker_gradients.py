@@ -21,6 +21,10 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.timeline import CROSS, REDUCTION
 from mirror.base.torch_private import set_grad_enabled
+from mirror.execution.current_replica import current, replica_of
+from mirror.execution.lifecycle import nothing
+from mirror.execution.replicas import Replicas, RunView
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.packed_reducer import Reducer
 from mirror.replica.gradients.grad_reducer import GradReducer
 from mirror.replica.gradients.non_finite import NonFiniteCheck
@@ -41,10 +45,6 @@ from mirror.replica.multi_worker.worker_non_finite import NonFinite
 from mirror.replica.multi_worker.worker_reduction import WorkerReduction
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.replicated_params import MirroredTensors, param_of
-from mirror.run.current_replica import current, replica_of
-from mirror.run.lifecycle import nothing
-from mirror.run.replicas import Replicas, RunView
-from mirror.run.runner import Runner
 
 
 class MultiWorkerGradients(GradReducer):

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Sequence
 
 from mirror.comm.workers.worker_group import LocalWorkerGroup
+from mirror.execution.runner import Runner
 from mirror.replica.multi_worker.pass_weights import PassWeights
-from mirror.run.runner import Runner
 from mirror.threads.user_frames import warn_user
 
 

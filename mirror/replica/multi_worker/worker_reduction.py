@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.packed_reducer import Reducer
 from mirror.replica.gradients.grad_hooks import run_hooks
 from mirror.replica.gradients.grad_tracker import GradTracker
@@ -27,8 +29,6 @@ from mirror.replica.multi_worker.trailer import IS_THERE, Trailer
 from mirror.replica.multi_worker.worker_bucket import WorkerBucket, sum_sparse
 from mirror.replica.multi_worker.worker_non_finite import NonFinite
 from mirror.replica.params.replicated_param import ReplicatedParam
-from mirror.run.replicas import Replicas
-from mirror.run.runner import Runner
 
 
 class WorkerReduction:

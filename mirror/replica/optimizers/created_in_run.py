@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
+from mirror.execution.replicas import Replica
 from mirror.replica.optimizers.merge_call_shared import (
     merge_call_shared,
     watched,
@@ -23,8 +25,6 @@ from mirror.replica.optimizers.merge_call_shared import (
 )
 from mirror.replica.optimizers.param_groups import replicas_reached
 from mirror.replica.params.replicated_param import ReplicaParameter
-from mirror.run.current_replica import current
-from mirror.run.replicas import Replica
 from mirror.threads.merge_point import MergePoint
 from mirror.values import map_structure
 

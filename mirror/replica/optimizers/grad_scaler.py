@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mirror.base.torch_private import OptState
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import current
 from mirror.replica.optimizers.param_groups import replicas_reached
-from mirror.run.current_replica import current
 from mirror.threads.merge_point import MergePoint
 
 _lock = threading.Lock()  # not held by a scaler: scalers are copied and pickled

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from mirror.execution.replicas import Replica
 from mirror.replica.optimizers.merge_call_shared import (
     merge_call_shared,
     watched,
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.param_groups import replicas_reached
-from mirror.run.replicas import Replica
 
 
 def watch_schedulers() -> None:

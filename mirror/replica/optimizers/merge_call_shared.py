@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
 from mirror.errors import StrategyError, short_repr
+from mirror.execution.current_replica import current
+from mirror.execution.lifecycle import nothing
+from mirror.execution.replicas import Replica, Replicas, RunView
+from mirror.execution.run_state import Run
+from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.gradients.graph_boundary import mark_boundary
 from mirror.replica.params.bitwise import same_bits
-from mirror.run.current_replica import current
-from mirror.run.lifecycle import nothing
-from mirror.run.replicas import Replica, Replicas, RunView
-from mirror.run.run_state import Run
-from mirror.run.runner import runner_of
 from mirror.threads.merge_point import MergePoint
 from mirror.values import map_structure
 

@@ -36,6 +36,8 @@ from torch.optim import Optimizer
 
 from mirror.base.dynamo import DynamoCallback
 from mirror.devices import using
+from mirror.execution.current_replica import replica_of
+from mirror.execution.replicas import Replica
 from mirror.replica.optimizers.created_in_run import Action, step_point
 from mirror.replica.optimizers.global_hooks import has_hooks
 from mirror.replica.optimizers.group_options import (
@@ -56,8 +58,6 @@ from mirror.replica.optimizers.step_dispatch import (
 )
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.replica_checks import SeeReplica, SumOfReplica
-from mirror.run.current_replica import replica_of
-from mirror.run.replicas import Replica
 from mirror.threads.user_frames import add_note
 
 _BEFORE = "before a step"

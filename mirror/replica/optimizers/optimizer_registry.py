@@ -12,6 +12,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replicas import Replicas, RunView, SwappedOptimizer, WeakReplicaMap
+from mirror.execution.run_state import Run
+from mirror.execution.runner import Runner
 from mirror.replica.gradients.central_access import CentralAccess
 from mirror.replica.gradients.grad_access import GradAccess
 from mirror.replica.optimizers.param_groups import ParamGroupsView
@@ -19,10 +23,6 @@ from mirror.replica.params.central_param import CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
 from mirror.replica.replica_checks import SeeReplica, SumOfReplica
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replicas import Replicas, RunView, SwappedOptimizer, WeakReplicaMap
-from mirror.run.run_state import Run
-from mirror.run.runner import Runner
 
 _known: WeakReplicaMap[OptimizerRegistry] = WeakReplicaMap()
 optimizers_of = _known.get

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirror.base.at_fork import reinit_after_fork
+from mirror.execution.current_replica import replica_of
+from mirror.execution.replicas import Replicas
 from mirror.replica.optimizers.param_groups import stepped_by
 from mirror.replica.params.param_paths import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.replica_checks import SeeReplica, SumOfReplica
-from mirror.run.current_replica import replica_of
-from mirror.run.replicas import Replicas
 from mirror.values import are_identical, map_structure
 
 # A replica's state, the key in it, and the key in the shared state if that is to see new entries.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
+from mirror.execution.replicas import Replicas
 from mirror.replica.params.mirrored_parameter import MirroredParameter
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
-from mirror.run.replicas import Replicas
 
 
 class ParamGroupsView:

@@ -23,11 +23,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 from mirror.base.at_fork import reinit_after_fork
+from mirror.execution.current_replica import current
+from mirror.execution.replicas import SwappedOptimizer
 from mirror.replica.optimizers.group_options import keep_options
 from mirror.replica.optimizers.optimizer_state import ReplicaStates
 from mirror.replica.optimizers.param_groups import ParamGroupsView
-from mirror.run.current_replica import current
-from mirror.run.replicas import SwappedOptimizer
 from mirror.threads.merge_point import RunCancelled
 
 HEARING_SECONDS = 0.05

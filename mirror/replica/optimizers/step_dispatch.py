@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from mirror.base.torch_private import put_hooks_around
 from mirror.devices import random_state
 from mirror.errors import StrategyError
+from mirror.execution.replicas import Replica
 from mirror.replica.optimizers.global_hooks import has_hooks
 from mirror.replica.optimizers.group_options import options_of, refuse_different
 from mirror.replica.optimizers.merge_call_shared import (
@@ -45,7 +46,6 @@ from mirror.replica.optimizers.merge_call_shared import (
     wrap_in_subclasses,
 )
 from mirror.replica.optimizers.param_groups import refuse_what_is_not_mirrored, replicas_reached
-from mirror.run.replicas import Replica
 
 _TORCHS = "torch.optim."
 _DECORATORS = 4  # that may stand between a step and the one that it calls

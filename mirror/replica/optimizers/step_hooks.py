@@ -20,6 +20,9 @@ from mirror.base.dynamo import (
 )
 from mirror.base.timeline import OPTIMIZER
 from mirror.base.torch_private import put_hooks_around, wrap_once
+from mirror.execution.current_replica import current, refuse_within_another, replica_of
+from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.backward_interceptor import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
 from mirror.replica.gradients.unmirrored import note_step
@@ -32,9 +35,6 @@ from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
 from mirror.replica.optimizers.param_groups import ParamGroupsView, StepOnce, replicas_in
 from mirror.replica.optimizers.step_dispatch import watch_steps
-from mirror.run.current_replica import current, refuse_within_another, replica_of
-from mirror.run.replicas import Replica, Replicas
-from mirror.run.step_ends import step_ends
 
 _watching = threading.Lock()
 

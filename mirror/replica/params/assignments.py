@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mirror.errors import StrategyError
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.run_state import Run
 from mirror.replica.params.bitwise import same_bits
 from mirror.replica.params.replicated_param import ReplicatedParam
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.run_state import Run
 
 Assigned = Mapping[ReplicatedParam, bool]  # and whether it was given values
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replicas import Replicas
 from mirror.replica.params.mirrored_buffer import MirroredBuffer, ReplicatedBuffer
 from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replicas import Replicas
 
 _logger = logging.getLogger("mirror")
 

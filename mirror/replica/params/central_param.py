@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from mirror.execution.current_replica import current
 from mirror.replica.params.mirrored_tensor import DATA, REQUIRES_GRAD, raw_set_data, share_storage
 from mirror.replica.params.replicated_param import (
     ReplicaParameter,
@@ -38,7 +39,6 @@ from mirror.replica.params.replicated_param import (
 )
 from mirror.replica.params.replicated_params import ReplicatedParams
 from mirror.replica.params.subclasses import derived_class, parameter_like, same_kind, value_on
-from mirror.run.current_replica import current
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import make_subclass
 from mirror.errors import StrategyError
+from mirror.execution.current_replica import replica_of
+from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.reduce_ops import summed, weighted_mean
 from mirror.replica.params.mirrored_tensor import (
     MirroredTensor,
@@ -38,8 +40,6 @@ from mirror.replica.params.mirrored_tensor import (
     share_storage,
 )
 from mirror.replica.params.replicated_param import StorageAliases
-from mirror.run.current_replica import replica_of
-from mirror.run.replicas import Replicas
 
 _version_of = attrgetter("_version")
 _LOOKS = 2

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirror.execution.current_replica import current
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.replica.params.subclasses import copied_once, set_to
-from mirror.run.current_replica import current
 
 
 class MirroredParameter(MirroredTensor, nn.Parameter):

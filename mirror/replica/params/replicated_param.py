@@ -35,6 +35,9 @@ from torch.utils.hooks import RemovableHandle
 
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import WithoutSubclass
+from mirror.execution.current_replica import current
+from mirror.execution.replicas import Replicas
+from mirror.execution.runner import runner_of
 from mirror.replica.params.gradient_hooks import (
     GradientHook,
     refuse_own_hook,
@@ -49,9 +52,6 @@ from mirror.replica.params.subclasses import (
     set_to,
     value_on,
 )
-from mirror.run.current_replica import current
-from mirror.run.replicas import Replicas
-from mirror.run.runner import runner_of
 
 _MOST = 8  # that are kept without looking which of them are gone
 

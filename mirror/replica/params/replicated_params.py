@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from mirror.base.torch_private import forget_hooks, has_post_accumulate_hooks, hooks_of
+from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.replicas import Replicas
 from mirror.replica.params.gradient_hooks import refuse_post_accumulate_hook
 from mirror.replica.params.mirrored_parameter import MirroredParameter
 from mirror.replica.params.replicated_param import GradientAccess, ReplicatedParam
 from mirror.replica.params.subclasses import derived_class, refuse_operations
-from mirror.run.lifecycle import LifecycleHooks
-from mirror.run.replicas import Replicas
 
 T = TypeVar("T")
 

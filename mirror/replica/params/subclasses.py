@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mirror.base.torch_private import make_subclass
 from mirror.errors import StrategyError
-from mirror.run.current_replica import current
+from mirror.execution.current_replica import current
 
 _Parameter = TypeVar("_Parameter", bound=nn.Parameter)
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StructureError
+from mirror.execution.runner import Runner
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.exactness.loss_reduction import (
     NotReducible,
@@ -52,7 +53,6 @@ from mirror.replica.scatter_gather.containers import (
 from mirror.replica.scatter_gather.inexact_outputs import warn_of_ignored, warn_once
 from mirror.replica.scatter_gather.recurrent_states import is_state
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
-from mirror.run.runner import Runner
 from mirror.values import ABSENT, PerReplica, is_number, map_structure, rebuild_node
 
 _MISSING: Any = object()

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
+from mirror.execution.replicas import Replica
+from mirror.execution.run_state import Run
+from mirror.execution.runner import runner_of
 from mirror.replica.collectives.reduce_ops import weighted_mean
-from mirror.run.replicas import Replica
-from mirror.run.run_state import Run
-from mirror.run.runner import runner_of
 from mirror.threads.merge_point import MergePoint
 from mirror.values import is_number, map_structure
 
@@ -163,7 +163,8 @@ class Join:
         """Raises StrategyError for what cannot be joined."""
         raise StrategyError(
             f"{type(self.metric).__name__} is updated once with what all replicas give it, and "
-            f"this cannot be joined: {describe_call(parts)}; give it the values of the examples, one "
+            f"this cannot be joined: {describe_call(parts)}; give it the values of the "
+            "examples, one "
             "row each, or update it outside strategy.run and the module, with joined values"
         )
 

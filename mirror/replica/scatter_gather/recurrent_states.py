@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from mirror.run.replicas import Replica
+from mirror.execution.replicas import Replica
 from mirror.threads.user_frames import warn_user
 
 LAYERS = (

@@ -39,6 +39,7 @@ from torch.nn.utils.rnn import PackedSequence
 from mirror.device.device_mesh import DeviceMesh
 from mirror.device.side_streams import CopyStreams
 from mirror.errors import BatchError, StrategyError
+from mirror.execution.current_replica import current
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.scatter_gather.containers import (
     IMMUTABLE,
@@ -52,7 +53,6 @@ from mirror.replica.scatter_gather.containers import (
     mapped,
     snapshot,
 )
-from mirror.run.current_replica import current
 from mirror.values import ABSENT, PerReplica, is_number
 
 # Larger tensors that are not batched are shared by replicas: a change of one is refused.

@@ -1,7 +1,7 @@
 """The process's random generators in a checkpoint, and generators that the user has made.
 
 Between runs the global generators are all there is of the replicas' streams: see [Note: Streams
-of replicas] in ``mirror/run/replica_rng.py``. The first replica goes on with the CPU's
+of replicas] in ``mirror/execution/replica_rng.py``. The first replica goes on with the CPU's
 generator; the stream of any other follows, in every run, from that one's state and the replica's
 number. So with the same number of replicas training goes on bit for bit; with another number the
 replicas that were there before draw what they would have drawn, and new ones from streams of their

@@ -166,7 +166,7 @@ def alternating(counts):
                 compiled(*batch)
         for x, y in batches([12] * 3):
             if len(counts) > 1:  # each worker calls the model with its own part
-                first, n = strategy._group.replicas.workers.first, sum(counts)
+                first, n = strategy._group.replicas.workers.replica_offset, sum(counts)
                 own = slice(first * 12 // n, (first + counts[int(first > 0)]) * 12 // n)
                 x, y = x[own], y[own]
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""mirror/data/tfrecord/protobuf_wire.py: numbers and fields of protocol buffers, right and malformed."""
+"""protobuf_wire.py: numbers and fields of protocol buffers, right and malformed."""
 
 import numpy as np
 import pytest

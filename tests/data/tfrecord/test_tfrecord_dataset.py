@@ -1,4 +1,4 @@
-"""mirror/data/tfrecord/tfrecord_dataset.py: by number, in order, in shards, and what is refused."""
+"""tfrecord_dataset.py: by number, in order, in shards, and what is refused."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""mirror/replica/gradients/grad_access.py: gradients are carried to variables as these are by then."""
+"""grad_access.py: gradients are carried to variables as these are by then."""
 
 import threading
 

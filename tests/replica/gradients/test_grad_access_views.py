@@ -1,4 +1,4 @@
-"""mirror/replica/gradients/grad_access.py: gradients in flat buffers are tensors like any others."""
+"""grad_access.py: gradients in flat buffers are tensors like any others."""
 
 import copy
 import gc

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mirror
-from mirror.run.runner import runner_of
+from mirror.execution.runner import runner_of
 from tests.ones import ONES, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same, in_run
 

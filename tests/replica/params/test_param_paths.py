@@ -1,4 +1,4 @@
-"""mirror/replica/params/param_paths.py: a parameter's path from the outermost module that has it."""
+"""param_paths.py: a parameter's path from the outermost module that has it."""
 
 import torch
 from torch import nn

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.scripts.affected.chart import Chart
-from tests.test_tree import TESTED_BY
 
 ALWAYS = (
-    "tests/test_circles.py",
     "tests/test_layers.py",
-    "tests/test_tree.py",
     "tests/project",
 )
 # What is no Python of mirror/ or tests/.
@@ -29,14 +26,13 @@ ELSEWHERE = {
 
 
 def namesakes(file: str, root: Path) -> list[str]:
-    """Returns the tests of a file of mirror/ by its name, as tests/test_tree.py knows them."""
+    """Returns the tests of a file of mirror/ by its name."""
     place = Path(file).relative_to("mirror")
     tests = root / "tests"
     found = [
         *(tests / place.parent).glob(f"test_{place.stem}.py"),
         *(tests / place.parent).glob(f"test_{place.stem}_*.py"),
         *(tests / place.with_suffix("")).glob("test_*.py"),
-        *tests.glob(TESTED_BY.get(place.as_posix(), "nowhere")),
     ]
     return sorted(str(path.relative_to(root)) for path in found)
 

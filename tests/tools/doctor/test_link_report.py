@@ -1,4 +1,4 @@
-"""mirror/tools/doctor/link_report.py: doctors of several workers measure what lies between them."""
+"""link_report.py: doctors of several workers measure what lies between them."""
 
 import json
 

@@ -13,7 +13,7 @@ from mirror.cli import main
 @pytest.fixture
 def saved(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    model[0].link = model[0].weight
+    model[0].tied = model[0].weight
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
@@ -57,7 +57,7 @@ def test_an_exported_file_loads_in_plain_torch(saved, tmp_path, capsys):
     states = torch.load(out)  # weights only, as it is the default
     assert states["epoch"] == 3
     fresh = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    fresh[0].link = fresh[0].weight
+    fresh[0].tied = fresh[0].weight
     fresh.load_state_dict(states["model"])
     assert torch.equal(fresh[0].weight, model[0].weight)
     other = torch.optim.Adam(fresh.parameters())

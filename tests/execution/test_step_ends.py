@@ -1,13 +1,13 @@
-"""mirror/run/step_ends.py: timeline, guards and listeners hear of the same ends."""
+"""mirror/execution/step_ends.py: timeline, guards and listeners hear of the same ends."""
 
 import pytest
 import torch
 from torch import nn
 
 import mirror
+from mirror.execution.every_n_steps import EveryNSteps
+from mirror.execution.step_ends import step_ends
 from mirror.replica.optimizers.step_hooks import watch_optimizer_steps
-from mirror.run.every_n_steps import EveryNSteps
-from mirror.run.step_ends import step_ends
 from tests.oracle import train
 
 BATCH = (torch.ones(4, 2), torch.ones(4, 1))

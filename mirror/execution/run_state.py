@@ -12,9 +12,9 @@ from mirror.data.split_batch import ExampleCounts, GivenWeights, counts_of
 from mirror.device.current_streams import ReplicaStreams
 from mirror.device.events import Stopwatch
 from mirror.errors import StrategyError
-from mirror.run.current_replica import check_current, current, push_context, save_context
-from mirror.run.replica_rng import ReplicaRng
-from mirror.run.replicas import Replica, Replicas, SteppedOptimizer
+from mirror.execution.current_replica import check_current, current, push_context, save_context
+from mirror.execution.replica_rng import ReplicaRng
+from mirror.execution.replicas import Replica, Replicas, SteppedOptimizer
 from mirror.threads.lockstep import Lockstep, NullLockstep
 from mirror.threads.merge_point import Action, MergePoint, Payloads
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mirror
+from tests.execution.failing import Boom, error_of, loss_of, replica, text_of, trained_pair, works
 from tests.oracle import assert_same
-from tests.run.failing import Boom, error_of, loss_of, replica, text_of, trained_pair, works
 
 
 def line_of(mark):

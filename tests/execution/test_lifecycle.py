@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mirror
-from mirror.run.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks
 
 WHOLE = ["returned", "finish", "ran (0, 1, 2)", "settle"]
 

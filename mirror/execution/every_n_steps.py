@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mirror.run.runner import Runner
+from mirror.execution.runner import Runner
 from mirror.threads.user_frames import add_note
 
 

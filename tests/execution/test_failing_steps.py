@@ -9,8 +9,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
+from tests.execution.failing import (
+    Boom,
+    N,
+    error_of,
+    loss_of,
+    replica,
+    text_of,
+    trained_pair,
+    works,
+)
 from tests.oracle import assert_same, finishes
-from tests.run.failing import Boom, N, error_of, loss_of, replica, text_of, trained_pair, works
 
 
 @pytest.mark.parametrize("who", [[0], [2], [N - 1], range(N)], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.run.failing import N
+from tests.execution.failing import N
 
 
 @pytest.fixture(params=["lockstep", "staggered"])

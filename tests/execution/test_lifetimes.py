@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mirror
-from mirror.run.run_state import Run
+from mirror.execution.run_state import Run
 from tests.profiled import profiled
 
 

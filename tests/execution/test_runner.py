@@ -9,8 +9,8 @@ import torch
 
 import mirror
 from mirror.base.timeline import OVERLAPPED, REDUCTION
+from tests.execution.failing import Boom, N, error_of, replica, text_of, works
 from tests.oracle import finishes
-from tests.run.failing import Boom, N, error_of, replica, text_of, works
 
 
 @pytest.mark.parametrize("kind", [Boom, KeyboardInterrupt, SystemExit, StopIteration, MemoryError])

@@ -30,7 +30,7 @@ from typing import Any
 
 from mirror.device.device_remap import DeviceRemap
 from mirror.errors import StrategyError
-from mirror.run.replicas import Replica, Replicas
+from mirror.execution.replicas import Replica, Replicas
 
 Context = tuple["Replica | None", Any, Any]  # a replica, a strategy, and what is below
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mirror.base.timeline import Timeline
-from mirror.run.current_replica import current, enclosing_replica
-from mirror.run.run_state import Run
+from mirror.execution.current_replica import current, enclosing_replica
+from mirror.execution.run_state import Run
 
 
 class StepEnds:

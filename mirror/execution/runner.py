@@ -14,14 +14,19 @@ from mirror.device.events import Stopwatch
 from mirror.device.side_streams import CopyStreams
 from mirror.devices import generators_of, separate_streams
 from mirror.errors import StrategyError
-from mirror.run.current_replica import current, is_active_in, refuse_within_another, replica_of
-from mirror.run.lifecycle import AllLifecycleHooks, GoesAlone, LifecycleHooks, nothing
-from mirror.run.lockstep_stack import LockstepStack
-from mirror.run.replica_rng import ReplicaRng, RngPool, with_rng_of
-from mirror.run.replica_thread import ThreadState, task_of
-from mirror.run.replicas import Replica, Replicas, WeakReplicaMap
-from mirror.run.run_state import Run
-from mirror.run.step_ends import step_ends
+from mirror.execution.current_replica import (
+    current,
+    is_active_in,
+    refuse_within_another,
+    replica_of,
+)
+from mirror.execution.lifecycle import AllLifecycleHooks, GoesAlone, LifecycleHooks, nothing
+from mirror.execution.lockstep_stack import LockstepStack
+from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
+from mirror.execution.replica_thread import ThreadState, task_of
+from mirror.execution.replicas import Replica, Replicas, WeakReplicaMap
+from mirror.execution.run_state import Run
+from mirror.execution.step_ends import step_ends
 from mirror.threads.policies import Schedule
 from mirror.threads.replica_threads import ExclusiveRun
 from mirror.threads.run_queue import Tasks

@@ -55,7 +55,7 @@ from typing import Protocol
 
 import torch
 
-from mirror.run.run_state import Run
+from mirror.execution.run_state import Run
 
 
 def nothing(*args: object) -> None:

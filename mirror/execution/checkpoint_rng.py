@@ -17,7 +17,7 @@ import torch
 from mirror.base.dynamo import disable_dynamo
 from mirror.base.torch_private import wrap_once
 from mirror.errors import StrategyError
-from mirror.run.current_replica import current
+from mirror.execution.current_replica import current
 from mirror.threads.lockstep import Lockstep, NullLockstep
 
 

@@ -1,10 +1,10 @@
-"""mirror/run/every_n_steps.py: after so many steps, between runs."""
+"""mirror/execution/every_n_steps.py: after so many steps, between runs."""
 
 import pytest
 import torch
 from torch import nn
 
-from mirror.run.every_n_steps import EveryNSteps
+from mirror.execution.every_n_steps import EveryNSteps
 from tests.oracle import train
 
 BATCH = (torch.ones(4, 2), torch.ones(4, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mirror.run.replicas import Replicas
+from mirror.execution.replicas import Replicas
 from mirror.threads.lockstep import Lockstep
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mirror
-from tests.run.dropping import Drops, equal, masks, masks_in_run
+from tests.execution.dropping import Drops, equal, masks, masks_in_run
 
 REPLICAS = [1, 2, 3, 4]
 

@@ -20,9 +20,9 @@ from mirror.base.torch_private import num_function_modes, set_grad_enabled, top_
 from mirror.device.current_streams import CallerStreams
 from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import backward_in_calling_thread, using
-from mirror.run.current_replica import current, push_context, renaming, save_context
-from mirror.run.replicas import Replicas
-from mirror.run.run_state import Run
+from mirror.execution.current_replica import current, push_context, renaming, save_context
+from mirror.execution.replicas import Replicas
+from mirror.execution.run_state import Run
 
 _CPU = torch.device("cpu")
 
