@@ -68,8 +68,10 @@ OPTIONAL = (
 LATE = ("mirror.tools.planning.prediction",)  # what is imported where it is used
 SHARE = 0.2  # of the time that importing torch takes; 0.05 of some 1.5 s on a quiet machine
 
+# Without collections: one would look at all that torch has imported, and fall anywhere.
 TIMED_IMPORT = """
-import time
+import gc, time
+gc.disable()
 start = time.thread_time()
 import torch
 middle = time.thread_time()
