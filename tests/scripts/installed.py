@@ -32,11 +32,6 @@ loss.backward()
 optimizer.step()
 print(strategy.check_replicas(), "equal parameters by", strategy.backend)
 """
-SCRIPT = """
-net = Net().to(device)
-optimizer = SGD(net.parameters())
-net(x).backward()
-"""
 ALL_REDUCE = "all-reduce --replicas 2 --sizes 4096 --rounds 2 --backends host naive ring"
 BENCHMARKS = ("overhead", "servers", "train")
 
@@ -53,8 +48,6 @@ def main(wheel):
         _see(folder, [program, "doctor", "--devices", "cpu,cpu"], "host", "ring")
         demo = _see(folder, [program, "demo", "--replicas", "2", "--epochs", "1"], "the same bits")
         assert re.search("drawn digits|Fashion-MNIST", demo), demo
-        (folder / "train.py").write_text(SCRIPT)
-        _see(folder, [program, "init", "train.py"], "+mirror.MirroredStrategy().mirror(net)")
         _see(folder, [program, "bench", *ALL_REDUCE.split()], "| host ", "| ring ")
         for benchmark in BENCHMARKS:
             _see(folder, [program, "bench", benchmark, "--help"], "usage:")
