@@ -16,11 +16,11 @@ PRELUDE = """
 import gc, os, sys, time
 import torch
 import torch.distributed as dist
-from mirror.comm.workers.distributed_group import Workers
+from mirror.comm.workers.distributed_group import DistributedWorkerGroup
 from mirror.threads.user_frames import line_of, user_line
 rank = int(os.environ["RANK"])
 def made(seconds=60.0):
-    return Workers(1, lambda: user_line(sys._getframe(1)), seconds, line_of)
+    return DistributedWorkerGroup(1, lambda: user_line(sys._getframe(1)), seconds, line_of)
 def ready():
     print("ready", flush=True)
 """

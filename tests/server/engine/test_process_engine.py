@@ -228,10 +228,10 @@ def test_actors_end_with_who_has_started_them(forks):
     program = f"""
 import os, signal, sys
 from mirror.server.engine.process_engine import ProcessEngine
-from mirror.server.engine.fork_server import Nursery, nursery
+from mirror.server.engine.fork_server import fork_server
 engine = ProcessEngine()
 pids = [engine.start(name, {ECHO!r}, {{}}).pid for name in "ab"]
-print(nursery().pid, *pids, flush=True)
+print(fork_server().pid, *pids, flush=True)
 """
     ends = {
         f"os.kill(os.getpid(), signal.{name})": -getattr(signal, name)
