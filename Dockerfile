@@ -4,6 +4,9 @@
 #     docker build --tag mirror .
 #     docker run --rm --gpus all --shm-size 1g mirror doctor
 #
+# The programs of deploy/ are in /program/examples. Those that need Ray want the library, too:
+# --build-arg EXTRAS=examples,ray.
+#
 # For CUDA 12: --build-arg CUDA=cu12 --build-arg PIP_EXTRA_INDEX_URL=URL, the index of torch for
 # CUDA 12 that https://pytorch.org/get-started/locally names.
 
@@ -21,15 +24,18 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM python:3.12-slim-bookworm
 ARG TORCH=2.13.0
 ARG CUDA=cu13
+# What the examples need, by the names in pyproject.toml.
+ARG EXTRAS=examples
 # pip reads it. A version for a CUDA version (2.13.0+cu126) comes before one that names none.
 ARG PIP_EXTRA_INDEX_URL
 RUN pip install --no-cache-dir "torch==${TORCH}"
 COPY --from=build /wheels /wheels
 # The version once more, so that no extra can pull another torch.
-RUN pip install --no-cache-dir "torch==${TORCH}" "$(echo /wheels/*.whl)[${CUDA}]"
+RUN pip install --no-cache-dir "torch==${TORCH}" "$(echo /wheels/*.whl)[${CUDA},${EXTRAS}]"
+COPY examples /program/examples
 RUN useradd --create-home --uid 1000 mirror
 USER 1000
-WORKDIR /home/mirror
+WORKDIR /program
 # What the NVIDIA Container Toolkit reads where --gpus is not given.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ENTRYPOINT ["mirror"]

@@ -297,7 +297,8 @@ def _bytes(count: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="all-reduce", description="All-reduce by every backend: nccl-tests' columns."
+        prog="mirror bench all-reduce",
+        description="All-reduce by every backend: nccl-tests' columns.",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...; all: every GPU once")
     parser.add_argument("--replicas", type=at_least(1), nargs="+", default=[2, 4, 8], metavar="N")

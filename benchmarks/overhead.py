@@ -223,7 +223,10 @@ def importing(rounds: int) -> list[Row]:
 
 def main() -> int:
     """Measures, prints a table, and returns the number of targets missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="mirror bench overhead",
+        description="What mirror costs where it does nothing useful, against its targets.",
+    )
     parser.add_argument("--rounds", type=ROUNDS, default=40)
     parser.add_argument("--json", type=new_file, help="file for the numbers")
     arguments = parser.parse_args()

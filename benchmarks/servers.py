@@ -50,7 +50,10 @@ class Values:
 
 def main() -> None:
     """Measures, and prints a table."""
-    parser = argparse.ArgumentParser(prog="mirror bench servers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="mirror bench servers",
+        description="Parameter servers: calls, pulls and pushes of an engine, and steps over it.",
+    )
     parser.add_argument("--engine", default="process", choices=["process", "ray"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=300)

@@ -219,7 +219,10 @@ def _seconds(resident: Residents, steps: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints a table; returns 1 when a limit was passed, else 0."""
-    parser = argparse.ArgumentParser(prog="train --workers")
+    parser = argparse.ArgumentParser(
+        prog="mirror bench train --workers",
+        description="Step times of mirror over several processes, beside DDP over gloo.",
+    )
     parser.add_argument("--workers", type=at_least(2), default=2, metavar="W")
     parser.add_argument("--simulated", type=at_least(2), default=2, metavar="N", help="replicas")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

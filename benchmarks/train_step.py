@@ -232,7 +232,8 @@ def _environment(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="train", description="Step times of mirror beside what one would use instead."
+        prog="mirror bench train",
+        description="Step times of mirror beside what one would use instead.",
     )
     usual = [name for name in CASES if name not in FOR_GPUS]
     parser.add_argument("--cases", nargs="+", choices=CASES, default=usual, metavar="CASE")

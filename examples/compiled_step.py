@@ -7,11 +7,16 @@ be printed is returned by the step as a tensor, and asked for after it.
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    needs = "this example needs scikit-learn: pip install 'mirror-strategy[examples]'"
+    raise SystemExit(f"{error}; {needs}") from None
 
 NUM_EPOCHS = 5
 

@@ -13,10 +13,15 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import mirror
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    needs = "this example needs scikit-learn: pip install 'mirror-strategy[examples]'"
+    raise SystemExit(f"{error}; {needs}") from None
 
 NUM_STEPS = 30
 

@@ -9,11 +9,16 @@ to deceive it. Each replica draws its own noise. At the end it prints digits tha
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    needs = "this example needs scikit-learn: pip install 'mirror-strategy[examples]'"
+    raise SystemExit(f"{error}; {needs}") from None
 
 NUM_EPOCHS = 50
 NOISE_SIZE = 32

@@ -10,11 +10,16 @@ be scaled lest they vanish. Where an inf comes up on any replica, all of them sk
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    needs = "this example needs scikit-learn: pip install 'mirror-strategy[examples]'"
+    raise SystemExit(f"{error}; {needs}") from None
 
 NUM_EPOCHS = 5
 NUM_TRAIN = 1536  # whole steps: 24 of 2 micro-batches of 32

@@ -6,11 +6,16 @@ backward pass and the optimizer's step are those of the whole batch.
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirror
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    needs = "this example needs scikit-learn: pip install 'mirror-strategy[examples]'"
+    raise SystemExit(f"{error}; {needs}") from None
 
 
 def main() -> None:

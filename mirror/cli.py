@@ -6,7 +6,9 @@ A command is a function that adds its parser, and one that runs it and imports w
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,15 +22,25 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
 
 _BENCHMARKS = {
-    "all-reduce": "all_reduce.py",
-    "overhead": "overhead.py",
-    "servers": "servers.py",
-    "train": "train_step.py",
+    "all-reduce": ("all_reduce.py", "bandwidth of all-reduce, of every backend that can run here"),
+    "overhead": ("overhead.py", "what mirror costs where it has nothing to do"),
+    "servers": ("servers.py", "calls, pulls, pushes and steps over parameter servers"),
+    "train": ("train_step.py", "step times beside plain PyTorch, DDP and DataParallel"),
 }
+"""The benchmarks: the file of each, and what it measures."""
 _OF_PLAN = (
     *"batch_size parameters tensors forward_share link network devices_per_machine".split(),
     *"max_devices scaling algorithm bucket_bytes wire_dtype".split(),
 )
+_OPTIONS = {
+    "step_seconds": "--step-ms",
+    "host_seconds": "--host-ms",
+    "update_seconds": "--update-ms",
+    "case": "--case",
+    "devices": "--devices",
+    **{name: f"--{name.replace('_', '-')}" for name in _OF_PLAN},
+}
+"""The options that set Python's keyword arguments, which messages of errors name."""
 _DEVICES_HELP = "one replica on each, for example cuda:0,cuda:1; repeat one to simulate: cpu,cpu"
 
 
@@ -38,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program's name; ``None`` takes those of the process.
     """
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:  # said by the command itself, whose usage names its options
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _run(args)
     finally:
@@ -63,8 +77,33 @@ def _run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except MirrorError as error:
-        print(f"mirror: {error}", file=sys.stderr)
+        print(f"mirror: {_name_options(str(error))}", file=sys.stderr)
         return 1
+
+
+def _name_options(message: str) -> str:
+    """Returns an error's message with options in place of Python's keyword arguments.
+
+    ::
+
+        batch_size must be above 0              --batch-size must be above 0
+        scaling='strong' needs batch_size=      --scaling strong needs --batch-size
+        pass devices=['cpu'] * 4                pass --devices cpu,cpu,cpu,cpu
+
+    A keyword that is an English word, too, is one where "=" follows, or " must" at the beginning.
+    """
+
+    def repeat(match: re.Match[str]) -> str:
+        return "--devices " + ",".join([match[1]] * int(match[2]))
+
+    message = re.sub(r"devices=\['([\w:]+)'\] \* (\d+)", repeat, message)
+    message = message.replace("leave devices out", "leave --devices out")
+    for name, option in _OPTIONS.items():
+        message = re.sub(rf"(?<![-\w]){name}='(\w+)'", rf"{option} \1", message)
+        message = re.sub(rf"(?<![-\w]){name}=|^{name}(?= must|:)", option, message)
+        if "_" in name:
+            message = re.sub(rf"(?<![-\w]){name}\b", option, message)
+    return message
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,7 +132,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
     parser.add_argument("--json", action="store_true", help="for machines")
-    parser.set_defaults(command=_doctor)
+    parser.set_defaults(command=_doctor, parser=parser)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -105,16 +144,27 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    rows = "\n".join(f"  {name:12}{what}" for name, (_, what) in _BENCHMARKS.items())
     parser = commands.add_parser(
-        "bench", help="measure on this machine", description="Runs one of the benchmarks."
+        "bench",
+        help="measure on this machine",
+        description="Runs one of the benchmarks, and prints what it measures:\n\n" + rows,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=sorted(_BENCHMARKS))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own")
-    parser.set_defaults(command=_bench)
+    parser.add_argument(
+        "benchmark", choices=sorted(_BENCHMARKS), metavar="benchmark", help="one of these names"
+    )
+    options = parser.add_argument(
+        "options",
+        nargs=argparse.REMAINDER,
+        help="its own; 'mirror bench train --help' shows those of train",
+    )
+    options.required = False  # some versions of argparse list it among what is missing
+    parser.set_defaults(command=_bench, parser=parser)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    name = _BENCHMARKS[args.what]
+    name, _ = _BENCHMARKS[args.benchmark]
     package = Path(__file__).resolve().parent
     places = (package / "benchmarks", package.parent / "benchmarks")  # of a wheel, of a checkout
     script = next((folder / name for folder in places if (folder / name).exists()), None)
@@ -122,7 +172,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise MirrorError(
             f"benchmarks/{name} is missing in this installation; install mirror anew"
         )
-    return subprocess.run([sys.executable, str(script), *args.arguments]).returncode
+    return subprocess.run([sys.executable, str(script), *args.options]).returncode
 
 
 def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -134,13 +184,13 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     )
     actions = parser.add_subparsers(metavar="action", required=True)
     show = actions.add_parser("show", help="the step, objects and tensors")
-    show.add_argument("path", type=Path)
+    show.add_argument("path", type=Path, help="of the checkpoint, or of a directory of several")
     show.add_argument("--verify", action="store_true", help="read it all, compare checksums")
-    show.set_defaults(command=_show)
+    show.set_defaults(command=_show, parser=show)
     export = actions.add_parser("export", help="write a new file for torch.load: states by name")
-    export.add_argument("path", type=Path)
-    export.add_argument("to", type=Path)
-    export.set_defaults(command=_export)
+    export.add_argument("path", type=Path, help="of the checkpoint, or of a directory of several")
+    export.add_argument("to", type=Path, help="the new file")
+    export.set_defaults(command=_export, parser=export)
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -155,13 +205,15 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "address", nargs="?", metavar="HOST:PORT", help="default: the task's that TF_CONFIG says"
     )
     parser.add_argument("--host", help="where to listen, if not there; 0.0.0.0: on all networks")
-    parser.set_defaults(command=_serve)
+    parser.set_defaults(command=_serve, parser=parser)
 
 
 def _serve(args: argparse.Namespace) -> int:
     from mirror.cluster import TFConfigResolver
     from mirror.server import Server
 
+    if args.address is None and "TF_CONFIG" not in os.environ:
+        args.parser.error("needs HOST:PORT, the address to serve at, or TF_CONFIG with a task")
     cluster = TFConfigResolver() if args.address is None else args.address
     with Server(cluster, host=args.host) as server:
         print(f"serving at {server.address}", flush=True)
@@ -202,7 +254,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--batch-size", type=_positive, default=64, metavar="N", help="of all replicas together"
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and data")
     parser.add_argument(
         "--data",
         type=Path,
@@ -210,7 +262,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="gzipped IDX files under MNIST's names; default: Fashion-MNIST of the Debian package "
         "dataset-fashion-mnist if it is installed, else scikit-learn's digits, else drawn ones",
     )
-    parser.set_defaults(command=_demo)
+    parser.set_defaults(command=_demo, parser=parser)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -239,13 +291,17 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     step = parser.add_argument_group("the step of one device alone")
     step.add_argument("--case", metavar="NAME", help="a published one, such as resnet50-v100")
-    step.add_argument("--step-ms", type=float, metavar="MS", help="how long it takes")
+    step.add_argument("--step-ms", type=_above_zero, metavar="MS", help="how long it takes")
     step.add_argument("--batch-size", type=_positive, metavar="N", help="its examples")
-    step.add_argument("--parameters", type=float, metavar="N", help="of the model, as in 25.6e6")
+    step.add_argument("--parameters", type=_whole, metavar="N", help="of the model, as in 25.6e6")
     step.add_argument("--tensors", type=_positive, metavar="N", help="that these are in")
-    step.add_argument("--host-ms", type=float, metavar="MS", help="what launching it takes")
-    step.add_argument("--update-ms", type=float, metavar="MS", help="the optimizer's part of it")
-    step.add_argument("--forward-share", type=float, metavar="X", help="of forward and backward")
+    step.add_argument(
+        "--host-ms", type=_not_negative, metavar="MS", help="what launching it takes"
+    )
+    step.add_argument(
+        "--update-ms", type=_not_negative, metavar="MS", help="the optimizer's part of it"
+    )
+    step.add_argument("--forward-share", type=_share, metavar="X", help="of forward and backward")
     more = parser.add_argument_group("the machines")
     more.add_argument("--link", type=_link, help="inside: nvlink1 to 5, pcie3 to 5, or GB/S,US")
     more.add_argument("--network", type=_link, help="between: 100g, 8x400g, ..., or GB/S,US")
@@ -253,13 +309,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     more.add_argument("--max-devices", type=_positive, metavar="N", help="default: 1024")
     more.add_argument("--scaling", choices=("weak", "strong"), help="default: weak")
     more.add_argument("--algorithm", choices=("auto", "ring", "tree", "hierarchical"))
-    more.add_argument("--bucket-bytes", type=float, metavar="N", help="default: 25 MiB")
+    more.add_argument("--bucket-bytes", type=_above_zero, metavar="N", help="default: 25 MiB")
     more.add_argument("--wire-dtype", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--plot", metavar="FILE", help="draw it, too: .png, .svg or .pdf")
     parser.add_argument("--links", action="store_true", help="the links, and their sources")
     parser.add_argument("--check", action="store_true", help="errors against published figures")
-    parser.set_defaults(command=_plan)
+    parser.set_defaults(command=_plan, parser=parser)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -270,6 +326,8 @@ def _plan(args: argparse.Namespace) -> int:
         tables = [table_of_links()] * args.links + [table_of_checks()] * args.check
         print("\n\n".join(tables))
         return 0
+    if args.case is None and None in (args.step_ms, args.parameters):
+        args.parser.error("needs --case NAME, or both --step-ms MS and --parameters N")
     given = {name: getattr(args, name) for name in _OF_PLAN}
     for name in ("step", "host", "update"):
         milliseconds = getattr(args, f"{name}_ms")
@@ -279,6 +337,34 @@ def _plan(args: argparse.Namespace) -> int:
         made.plot(args.plot)
     print(made.to_json() if args.json else made)
     return 0
+
+
+def _above_zero(text: str) -> float:
+    return _number(text, lambda value: value > 0, "a number above 0")
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, lambda value: value >= 0, "a number of at least 0")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def _whole(text: str) -> float:
+    return _number(
+        text, lambda value: value >= 1 and value.is_integer(), "a whole number of at least 1"
+    )
+
+
+def _number(text: str, is_valid: Callable[[float], bool], rule: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not is_valid(value):
+        raise argparse.ArgumentTypeError(f"needs {rule}, got {text!r}")
+    return value
 
 
 def _link(text: str) -> str | tuple[float, ...]:

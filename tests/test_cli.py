@@ -1,6 +1,8 @@
 """The command line: what it accepts, and how a command's end becomes an exit code."""
 
+import argparse
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +11,25 @@ import pytest
 import mirror
 from mirror import cli
 from mirror.errors import MirrorError
+from mirror.tools.planning.plan import plan
+
+
+def _commands(parser):
+    """Yields every command's words and parser, also of commands below commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                below = list(_commands(child))
+                yield from ([([name, *words], found) for words, found in below])
+                yield [name], child
+
+
+COMMANDS = {" ".join(words): parser for words, parser in _commands(cli._parser())}
+LEAVES = [name for name in COMMANDS if name != "checkpoint"]
+# What a command must have, so that an unknown option is all that is wrong.
+NEEDED = {"bench": [], "checkpoint show": ["there"], "checkpoint export": ["there", "here"]}
+# A word that Python has, and no command line: of arguments, and of lists.
+PYTHON = re.compile(r"\b\w+=|\w_\w|\['")
 
 
 def _with_command(monkeypatch, command):
@@ -99,3 +120,82 @@ def test_a_benchmark_is_found_where_the_wheel_or_the_checkout_has_it(
     assert capfd.readouterr().out == "['--rounds', '1']\n"
     assert cli.main(["bench", "train"]) == 1
     assert "train_step.py is missing in this installation" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_its_name_and_says_what_each_option_means(name, capsys):
+    with pytest.raises(SystemExit) as exited:
+        cli.main([*name.split(), "--help"])
+    assert exited.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: mirror {name} ")
+    for action in COMMANDS[name]._actions:
+        assert action.help or action.choices, action
+
+
+@pytest.mark.parametrize("name", [name for name in LEAVES if name != "bench"])
+def test_an_unknown_option_is_an_error_of_the_command(name, capsys):
+    with pytest.raises(SystemExit) as exited:
+        cli.main([*name.split(), *NEEDED.get(name, []), "--no-such-option"])
+    assert exited.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: mirror {name} ")
+    assert error.endswith(f"mirror {name}: error: unrecognized arguments: --no-such-option\n")
+
+
+@pytest.mark.parametrize("name", ["plan", "bench", "checkpoint", *NEEDED, "serve"])
+def test_what_is_missing_is_named_as_on_a_command_line(name, monkeypatch, capsys):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with pytest.raises(SystemExit) as exited:
+        cli.main(name.split())
+    assert exited.value.code == 2
+    reason = capsys.readouterr().err.splitlines()[-1]
+    assert reason.startswith(f"mirror {name}: error: ")
+    assert not PYTHON.search(reason.replace("TF_CONFIG", ""))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["doctor", "--devices", "foo"],
+        ["demo", "--devices", "foo"],
+        ["demo", "--devices", "cpu,foo"],
+        ["plan", "--case", "none"],
+        ["plan", "--case", "vgg16-p100", "--link", "none"],
+        ["plan", "--case", "vgg16-p100", "--network", "none"],
+        ["plan", "--case", "vgg16-p100", "--host-ms", "1e6"],
+        ["plan", "--case", "vgg16-p100", "--update-ms", "1e6"],
+        ["plan", "--step-ms", "1", "--parameters", "7"],
+        ["plan", "--step-ms", "1", "--parameters", "700", "--scaling", "strong"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_value_is_an_error_that_names_options(argv, capsys):
+    assert cli.main(argv) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"(^| )--[a-z-]+ ?", error)
+    assert not PYTHON.search(error)
+
+
+def test_every_argument_of_plan_that_an_option_sets_is_put_as_that_option():
+    options = {o for action in COMMANDS["plan"]._actions for o in action.option_strings}
+    assert set(cli._OPTIONS.values()) <= options | {"--devices"}
+    assert set(cli._OPTIONS) - {"case", "devices"} <= set(plan.__kwdefaults__)
+    for name, option in cli._OPTIONS.items():
+        assert cli._name_options(f"{name} must be 1; pass {name}=") == (
+            f"{option} must be 1; pass {option}"
+        )
+    assert cli._name_options("the network of devices") == "the network of devices"
+
+
+@pytest.mark.parametrize("name", sorted(cli._BENCHMARKS))
+def test_a_benchmark_calls_itself_what_the_user_has_typed(name, capfd):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    assert re.search(rf"^  {name} +\w", capfd.readouterr().out, re.M)
+    assert cli.main(["bench", name, "--help"]) == 0
+    usage, _, described = capfd.readouterr().out.partition("\n\n")
+    assert usage.startswith(f"usage: mirror bench {name} ")
+    assert not described.startswith("options:")
+    assert cli.main(["bench", name, "--no-such-option"]) == 2
+    assert f"mirror bench {name}: error: " in capfd.readouterr().err

@@ -141,8 +141,9 @@ def split_batch(
     strings that are not as many as the examples.
 
     Each ``PerReplica`` has the numbers of examples as its ``weights``, or what ``weight_of``
-    gives. A replica without examples has no part (``ABSENT``) of what was split; of an empty
-    batch, or where none of its examples is for these, the first replica gets the empty part.
+    gives. A replica without examples has no part (``ABSENT``) of what was split, and sits out. If
+    no example is for these (an empty batch, a worker without examples), the first replica gets the
+    empty part with weight 0: it runs, since collectives need every worker.
 
     Args:
         sizes: of the parts; by default those of ``split_sizes``.

@@ -69,3 +69,47 @@ def test_workers_train_what_one_device_does(crew, sharding, counts):
     expected = on_one_device(loader() if sharding == "data" else together())
     for found in crew(2).run(on_worker, sharding, counts):
         assert found == pytest.approx(expected, abs=1e-6)
+
+
+def seen_by(strategy, batches):
+    """What each call of ``fn`` was given, and the mean losses of the steps."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    calls, losses = [], []
+
+    def step(x, y):
+        context = mirror.get_replica_context()
+        calls[-1].append((context.replica_id_in_sync_group, len(x), float(context.weight)))
+        loss = nn.functional.mse_loss(model(x)[:, 0], y / 16)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for batch in batches:
+        calls.append([])
+        losses.append(strategy.reduce("mean", strategy.run(step, args=batch)).item())
+    return [sorted(step) for step in calls], losses, model.weight.flatten().tolist()
+
+
+def seen_by_worker(counts):
+    rank = int(os.environ["RANK"])
+    with mirror.MultiWorkerMirroredStrategy(["cpu"] * counts[rank]) as strategy:
+        return seen_by(strategy, strategy.distribute_dataset(DataLoader(EXAMPLES, 5)))
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 2), (2, 3)])
+def test_a_worker_without_examples_calls_fn_once_with_the_empty_part(crew, counts):
+    with mirror.MirroredStrategy(["cpu"]) as strategy:
+        batches = strategy.distribute_dataset(DataLoader(EXAMPLES, 5))
+        _, losses, weights = seen_by(strategy, batches)
+    first, second = crew(2).run(seen_by_worker, counts)
+    for _, found, trained_weights in (first, second):
+        assert found == pytest.approx(losses, abs=1e-6)  # equals no NaN
+        assert trained_weights == pytest.approx(weights, abs=1e-6)
+    # The last batch has one example, replica 0's: any other replica of worker 0 sits out.
+    assert first[0][-1] == [(0, 1, 1.0)]
+    assert second[0][-1] == [(counts[0], 0, 0.0)]
+    assert [len(step) for step in second[0][:-1]] == [counts[1]] * 3

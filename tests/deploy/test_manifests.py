@@ -1,12 +1,15 @@
 """deploy/kubernetes/: the manifests are what Kubernetes, JobSet and Kubeflow take."""
 
 import copy
+import posixpath
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests.deploy.manifests import ROOT, documents, wrong
+from tests.project.test_containers import DOCKERFILE, instructions
 
 # Whose keys are anybody's.
 FREE = ("selector", "limits", "requests", "labels", "metadata", "rayStartParams")
@@ -92,3 +95,62 @@ def test_workers_are_as_many_as_they_are_told():
     jobs = replicated["template"]["spec"]
     environment = jobs["template"]["spec"]["containers"][0]["env"]
     assert {"name": "WORLD_SIZE", "value": str(jobs["completions"])} in environment
+
+
+def commands(tree, folder):
+    """Yields what containers start, word by word, with the folder that they start it in."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from commands(item, folder)
+    elif isinstance(tree, dict):
+        folder = tree.get("workingDir", folder)
+        for key, child in tree.items():
+            if key in ("command", "args"):
+                yield folder, child
+            elif key == "entrypoint":
+                yield folder, child.split()
+            else:
+                yield from commands(child, folder)
+
+
+def image():
+    """The final stage of the Dockerfile: its folder, and what of the project lies where."""
+    steps = instructions(DOCKERFILE.read_text())
+    last = max(i for i, (word, _) in enumerate(steps) if word == "FROM")
+    folder, copied = "/", {}
+    for word, rest in steps[last:]:
+        if word == "WORKDIR":
+            folder = posixpath.join(folder, rest)
+        elif word == "COPY" and not rest.startswith("--from"):
+            source, target = rest.split()
+            copied[posixpath.join(folder, target)] = ROOT / source
+    return folder, copied
+
+
+@pytest.mark.parametrize("name", documents())
+def test_the_image_has_the_programs_that_a_manifest_starts(name):
+    folder, copied = image()
+    started = [
+        posixpath.join(where, word)
+        for where, words in commands(documents()[name], folder)
+        for word in words
+        if word.endswith(".py")
+    ]
+    if "command" in str(documents()[name]) or "entrypoint" in str(documents()[name]):
+        assert started
+    for path in started:
+        (source,) = [
+            kept / posixpath.relpath(path, target)
+            for target, kept in copied.items()
+            if path.startswith(f"{target}/")
+        ]
+        assert source.is_file(), path
+
+
+def test_the_image_has_what_the_examples_need():
+    text = DOCKERFILE.read_text()
+    extras = re.search(r"^ARG EXTRAS=(\S+)$", text, re.M)[1].split(",")
+    known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert "examples" in extras
+    assert set(extras) <= set(known)
+    assert "[${CUDA},${EXTRAS}]" in text

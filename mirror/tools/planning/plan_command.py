@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from mirror.tools.planning.bandwidths import LINKS, NETWORKS, link_between_machines
 from mirror.tools.planning.plan import plan
-from mirror.tools.planning.plan_error import one_of
+from mirror.tools.planning.plan_error import PlanError, one_of
 from mirror.tools.planning.plan_result import Plan
 from mirror.tools.planning.published_figures import CASES
 
@@ -34,6 +35,13 @@ def make_plan(given: Mapping[str, Any], case: str | None) -> Plan:
     arguments |= {name: value for name, value in given.items() if value is not None}
     if "wire_dtype" in arguments:
         arguments["wire_dtype"] = _WIRE_DTYPES[arguments["wire_dtype"]]
+    for option, name in (("--host-ms", "host_seconds"), ("--update-ms", "update_seconds")):
+        part, whole = arguments.get(name, 0.0), arguments.get("step_seconds", math.inf)
+        if part > whole or (part == whole and name == "update_seconds"):  # plan speaks of seconds
+            raise PlanError(
+                f"{option} is a part of the step of {1e3 * whole:g} ms (--step-ms, or that of "
+                f"--case); got {1e3 * part:g}"
+            )
     return plan(**arguments)
 
 

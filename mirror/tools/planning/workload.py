@@ -146,7 +146,10 @@ def sizes_of_numbers(
         number = whole("parameters", parameters)
         count = whole("tensors", NUM_TENSORS if tensors is None else tensors)
         if count > number:
-            raise PlanError(f"{number} parameters cannot be in {count} tensors")
+            raise PlanError(
+                f"{number} parameters cannot be in {count} tensors; "
+                f"pass tensors=, at most {number}"
+            )
         return (number / count * width,) * count
     if tensors is not None:
         raise PlanError(

@@ -67,9 +67,14 @@ def test_a_plan_is_drawn(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--case", "nope"], "case must be one of resnet50-v100, .* got 'nope'"),
-        (["--step-ms", "-1", "--parameters", "1e6"], "step_seconds must be above 0, got -0.001"),
-        (["--step-ms", "1"], "pass model=, or parameters="),
+        (["--case", "nope"], "--case must be one of resnet50-v100, .* got 'nope'"),
+        (
+            [*STEP[1:], "--host-ms", "500"],
+            r"--host-ms is a part of the step of 348.5 ms .* got 500",
+        ),
+        ([*STEP[1:], "--update-ms", "348.5"], "--update-ms is a part of the step"),
+        (["--step-ms", "1", "--parameters", "3"], "pass --tensors, at most 3"),
+        (["--step-ms", "1", "--parameters", "1e6", "--scaling", "strong"], "pass --batch-size"),
         (["--case", "vgg16-p100", "--link", "tin cans"], "got 'tin cans'"),
         (["--case", "vgg16-p100", "--link", "1,2,3"], r"got \(1.0, 2.0, 3.0\)"),
         (["--case", "vgg16-p100", "--plot", "x.gif"], "ends in one of"),
@@ -86,7 +91,13 @@ def test_what_makes_no_plan_is_one_line(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step-ms", "fast"], "invalid float value: 'fast'"),
+        ([], "mirror plan: error: needs --case NAME, or both --step-ms MS and --parameters N"),
+        (["--step-ms", "1"], "needs --case NAME, or both --step-ms MS and --parameters N"),
+        (["--step-ms", "fast"], "--step-ms: needs a number above 0, got 'fast'"),
+        (["--step-ms", "-1"], "--step-ms: needs a number above 0, got '-1'"),
+        (["--update-ms", "-1"], "--update-ms: needs a number of at least 0, got '-1'"),
+        (["--forward-share", "2"], "--forward-share: needs a number from 0 to 1, got '2'"),
+        (["--parameters", "2.5"], "--parameters: needs a whole number of at least 1, got '2.5'"),
         (["--link", "a,b"], "needs a name or GB/S,US; got 'a,b'"),
         (["--tensors", "0"], "needs a whole number of at least 1, got '0'"),
         (["--scaling", "up"], "invalid choice: 'up'"),
