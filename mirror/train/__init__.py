@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mirror.base.migration_hints import names_of
+from mirror.train.checkpoint.termination_config import TerminationConfig
 from mirror.train.loop.hook import Hook
 from mirror.train.loop.hooks import SaveEvery, StopAfter, StopAtStep, StopOnNan
 from mirror.train.loop.live_plot import LivePlot
@@ -22,6 +23,7 @@ __all__ = [
     "StopAtStep",
     "StopOnNan",
     "TensorBoardWriter",
+    "TerminationConfig",
     "Training",
     "TrainingState",
 ]

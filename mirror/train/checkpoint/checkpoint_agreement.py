@@ -131,11 +131,11 @@ class WorkerAgreement:
             )
         return found[0]
 
-    def agree(self, what: str, is_wanted: bool) -> bool:
-        """Returns whether any worker wants something."""
+    def agree(self, what: str, urgency: int) -> int:
+        """Returns the highest urgency, from 0, of any worker."""
         if not self.are_several:
-            return is_wanted
-        return b"1" in self._workers.exchange(what, payload=lambda: b"%d" % is_wanted)
+            return urgency
+        return max(map(int, self._workers.exchange(what, payload=lambda: b"%d" % urgency)))
 
     def broadcast_error(self, what: str, said: bytes) -> list[bytes]:
         """Gives every worker what each has to say, in the order of their ranks."""

@@ -16,6 +16,14 @@ thing that happens is that it asks for another batch. So
 
 One of several workers may be asked alone. So with every step they tell each other, and all save
 at the same one, and exit.
+
+[Note: Grace period]
+A platform may take the machine away long after the signal, and without asking again. So there are
+two saves: one at once, which is what remains if the machine goes early, and one near the end. The
+last save must be complete in time, and it can begin only where a step ends. So a handler leaves
+where another step, and a save, each as long as the longest one seen, might not fit twice into the
+seconds that are left. Only a worker that was asked knows its deadline: workers exchange what they
+have to do, and all do the most urgent of it.
 """
 
 from __future__ import annotations
@@ -23,8 +31,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from enum import IntEnum
 from types import FrameType
 from typing import Any
 
@@ -39,9 +49,21 @@ from mirror.execution.step_ends import step_ends
 from mirror.replica.optimizers.step_hooks import watch_optimizer_steps
 from mirror.train.checkpoint.checkpoint_agreement import worker_agreement_of
 from mirror.train.checkpoint.manager import CheckpointManager
+from mirror.train.checkpoint.termination_config import TerminationConfig
 
 _open: list[PreemptionCheckpointHandler] = []
 _replaced: dict[int, Any] = {}  # the signals' handlers that are put back
+_clock = time.monotonic
+_DEFAULT_EXIT_CODE = 42
+_RESERVE = 2.0  # how many steps and saves must still fit before the deadline
+
+
+class Urgency(IntEnum):
+    """What a worker has to do where a step ends. Of several workers, the highest counts."""
+
+    NONE = 0
+    SAVE_AND_CONTINUE = 1
+    SAVE_AND_EXIT = 2
 
 
 @call_with_hints
@@ -62,7 +84,7 @@ class PreemptionCheckpointHandler(NoCopy):
     step. Where exactly it is saved: [Note: Between two steps] in
     ``mirror/train/checkpoint/preemption.py``.
 
-    Several may be open: each saves, then the program exits with the code of the first.
+    Several may be open: each saves, then the program exits as the first of them says.
 
     Attributes:
         is_due: whether a signal has come, or the watcher has said so.
@@ -74,8 +96,10 @@ class PreemptionCheckpointHandler(NoCopy):
         self,
         manager: CheckpointManager,
         signals: Iterable[int] = (signal.SIGTERM,),
-        exit_code: int = 42,
+        exit_code: int = _DEFAULT_EXIT_CODE,
         watcher: Callable[[], object] | None = None,
+        *,
+        termination_config: TerminationConfig | None = None,
     ) -> None:
         """Begins to listen; ``close`` ends it and puts the signals' handlers back.
 
@@ -84,25 +108,36 @@ class PreemptionCheckpointHandler(NoCopy):
             exit_code: that of the process, as ``SystemExit``; whoever starts it again knows by it
                 that there is more to do.
             watcher: called where a step ends; what it returns, if true, asks for a checkpoint.
+            termination_config: how the platform takes machines away: its own watcher, exit and
+                save, and its grace period.
 
         Raises:
             StrategyError: there are signals, and this is not the main thread, where Python
                 handles them.
             TypeError, ValueError: an argument is of another type, or no signal that can be
-                handled.
+                handled; or ``watcher`` or ``exit_code`` is also in ``termination_config``.
         """
         _check(manager, exit_code, watcher)
+        config = _checked_config(termination_config, exit_code, watcher)
         self.is_due = False
         self._manager = manager
         self._exit_code = exit_code
-        self._watcher = watcher
+        self._watcher = watcher or config.termination_watcher_fn
+        self._exit_fn = config.exit_fn
+        self._save_fn = config.save_fn
+        self._grace_seconds = config.grace_period or 0.0
+        self._asked_at: float | None = None
+        self._has_saved_early = False  # see [Note: Grace period]
+        self._is_ending = False  # the block of the handler ends
+        self._step_seconds = self._save_seconds = 0.0
+        self._step_began = _clock()
         self._signals = _checked_signals(signals)
         self._known: list[int] = []  # objects of the checkpoint, that _datasets were found in
         self._datasets: list[DistributedDataset] = []
         self._is_simple = True
         self._has_stepped = False  # since the last batch, where that is counted
         self._fellows = worker_agreement_of(manager.checkpoint.objects)
-        self._all_leave = False  # several workers have agreed to
+        self._agreed = Urgency.NONE  # by several workers
         self._process = os.getpid()
         for number in self._signals:
             _listen(number)
@@ -129,9 +164,10 @@ class PreemptionCheckpointHandler(NoCopy):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Closes it; saves and exits if a signal has come since the last step ended."""
+        """Closes it; saves and exits if a signal has come, grace period or not."""
         try:
             if kind is None and self in _open:
+                self._is_ending = True
                 if self._has_stepped:
                     self._count()
                 self._agree()
@@ -149,18 +185,52 @@ class PreemptionCheckpointHandler(NoCopy):
     def _count(self) -> None:
         self._has_stepped = False
         self._manager.progress.step()
+        now = _clock()
+        seconds = now - self._step_began
+        self._step_seconds = max(self._step_seconds, seconds) if self.is_due else seconds
+        self._step_began = now
         if self._watcher is not None and not self.is_due and self._watcher():
-            self.is_due = True
+            self._ask()
         self._agree()
 
+    def _ask(self) -> None:
+        """Notes that a checkpoint is asked for; called by the handler of signals, too."""
+        if self._asked_at is None:
+            self._asked_at = _clock()
+        self.is_due = True
+
     def _agree(self) -> None:
-        """Asks all workers, where there are several, whether one is to be left."""
+        """Exchanges with all workers, where there are several, what is to be done."""
         if self._fellows.are_several:
-            self._all_leave = self._fellows.agree("the end of a step", self.is_due)
+            own = self._own_urgency
+            self._agreed = Urgency(self._fellows.agree("the end of a step", own))
 
     @property
-    def _leaves(self) -> bool:
-        return self._all_leave if self._fellows.are_several else self.is_due
+    def _urgency(self) -> Urgency:
+        return self._agreed if self._fellows.are_several else self._own_urgency
+
+    @property
+    def _own_urgency(self) -> Urgency:
+        """What this worker alone would do."""
+        if not self.is_due:
+            return Urgency.NONE
+        if self._is_ending or not self._grace_seconds:
+            return Urgency.SAVE_AND_EXIT
+        if self._asked_at is None:  # the program has set is_due
+            self._asked_at = _clock()
+        left = self._asked_at + self._grace_seconds - _clock()
+        fits = left > _RESERVE * (self._step_seconds + self._save_seconds)
+        return Urgency.SAVE_AND_CONTINUE if fits else Urgency.SAVE_AND_EXIT
+
+    @property
+    def _exits(self) -> bool:
+        return self._urgency is Urgency.SAVE_AND_EXIT
+
+    def _save_early(self) -> None:
+        """Saves at the beginning of the grace period; that may have taken most of it."""
+        self._has_saved_early = True
+        self.save()
+        self._agree()
 
     def _is_requested(self) -> None:
         """The loop asks for a batch: all that it does in a step is done."""
@@ -169,10 +239,23 @@ class PreemptionCheckpointHandler(NoCopy):
             _leave_if_due()
 
     def save(self) -> None:
-        """Saves under the number of steps done, whether or not that was asked for."""
+        """Saves under the number of steps done, or with ``save_fn``, asked for or not."""
+        began = _clock()
         with suppress(CheckpointError):  # of a save beside the training: it was logged
             self._manager.wait()
-        self._manager.save(self._manager.progress.number)
+        if self._save_fn is None:
+            self._manager.save(self._manager.progress.number)
+        else:
+            self._save_fn()
+            # It may have saved beside the training: no worker exits before the chief has written.
+            self._fellows.done("the save of save_fn", self._manager.wait)
+        self._step_began = _clock()
+        self._save_seconds = max(self._save_seconds, self._step_began - began)
+
+    def _exit(self) -> None:
+        if self._exit_fn is None:
+            raise SystemExit(self._exit_code)
+        self._exit_fn()
 
     def _look_for_datasets(self) -> None:
         objects = self._manager.checkpoint.objects
@@ -202,14 +285,23 @@ def _step_ended() -> None:
 
 def _leave_if_due() -> None:
     """Saves and exits, once all handlers that are asked to have seen the end of the step."""
-    due = [handler for handler in _open if handler._leaves]
+    due = [handler for handler in _open if handler._urgency]
     if not due or any(handler._has_stepped for handler in due):
         return
-    for handler in due:
+    unsaved = due
+    if not any(handler._exits for handler in due):
+        early = [handler for handler in due if not handler._has_saved_early]
+        for handler in early:
+            handler._save_early()
+        if not any(handler._exits for handler in early):
+            return
+        unsaved = [handler for handler in due if handler not in early]
+    for handler in unsaved:
         handler.save()
+    first = next((handler for handler in due if handler._exits), due[0])
     for handler in tuple(_open):
         handler.close()
-    raise SystemExit(due[0]._exit_code)
+    first._exit()
 
 
 def _is_trained(obj: object, trained: set[int]) -> bool:
@@ -225,7 +317,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     for handler in asked:
-        handler.is_due = True
+        handler._ask()
 
 
 def _listen(number: int) -> None:
@@ -271,3 +363,24 @@ def _check(manager: object, exit_code: object, watcher: object) -> None:
         raise ValueError(f"exit_code is an int from 0 to 255, got {short_repr(exit_code)}")
     if watcher is not None and not callable(watcher):
         raise TypeError(f"watcher is a function without arguments, got {short_repr(watcher)}")
+
+
+def _checked_config(config: object, exit_code: int, watcher: object) -> TerminationConfig:
+    """Returns the config, or an empty one for None."""
+    if config is None:
+        return TerminationConfig()
+    if not isinstance(config, TerminationConfig):
+        raise TypeError(
+            "termination_config must be a mirror.train.TerminationConfig, got "
+            f"{short_repr(config)}; pass mirror.train.TerminationConfig(grace_period=30), say"
+        )
+    if watcher is not None and config.termination_watcher_fn is not None:
+        raise ValueError(
+            "watcher and termination_config.termination_watcher_fn are the same option; pass one"
+        )
+    if exit_code != _DEFAULT_EXIT_CODE and config.exit_fn is not None:
+        raise ValueError(
+            f"exit_code={exit_code} would be ignored, as termination_config.exit_fn ends the "
+            "program; pass one of them"
+        )
+    return config
