@@ -27,9 +27,10 @@ tells them, in one fixed order, what happens; a row is a part, from the first to
                  changed                                        values       equal
     reduced      carry those                                    carry                  carry
     gradients    handed out
-    buffers      carry what was                     may have    value of
-                 written                            changed     those that
-                                                                ran
+    buffers      carry what was                     may have    value of                 (failed:
+                 written                            changed     those that               value of
+                                                                ran                      those that
+                                                                                         began)
 
     prepare      before a run, an optimizer step in the cross-replica context, an unsplit call
     merging      the replicas stand at a merge point, and some have set a mode or a variable
@@ -39,6 +40,7 @@ tells them, in one fixed order, what happens; a row is a part, from the first to
     bring_along  some have sat the run out, and get what the first of the others has
     settle       all replicas have done the same
     recover      after a failure: back to what the first replica has
+    failed       after that, if it was a run: some replicas may not have begun it
 
 A strategy of one replica has the modules' part alone. What a backward pass recomputes outside of a
 run, or for a custom function, is a ``Run`` of its own that nobody begins or ends: its parts hear
@@ -78,6 +80,7 @@ class LifecycleHooks:
     sync_idle: Callable[[int, Sequence[int]], None] = nothing
     on_synced: Callable[[], None] = nothing
     recover: Callable[[], None] = nothing
+    on_run_failed: Callable[[tuple[int, ...]], None] = nothing
 
 
 class GoesAlone(Protocol):
@@ -106,6 +109,7 @@ class AllLifecycleHooks:
         self._at_finish, self._at_ran = of("finish"), of("on_run_end")
         self._at_bring_along, self._at_settle = of("sync_idle"), of("on_synced")
         self._at_recover, self.at_merging = of("recover"), of("on_merge")
+        self._at_failed = of("on_run_failed")
 
     def prepare(self) -> None:
         """Makes all replicas equal to what the cross-replica context left."""
@@ -121,6 +125,13 @@ class AllLifecycleHooks:
         """Brings all replicas back to the first one's state after something has failed."""
         for recover in self._at_recover:
             recover()
+
+    def on_run_failed(self, run: Run) -> None:
+        """Tells which replicas had begun a run that has failed, if any had."""
+        begun = tuple(r for r in run.active if run.members[r].has_begun)
+        if begun:
+            for failed in self._at_failed:
+                failed(begun)
 
     def finish(self, run: Run) -> None:
         """Ends a run, or a stretch of it: what replicas did apart is joined, or refused."""

@@ -150,6 +150,7 @@ def task_of(
             push_context(strategy, replica)
             timeline.use()  # by this thread, which may have the cross-replica context in a merge
             timeline.begin(replica_id, FORWARD)
+            replica.has_begun = True
             return _call(fn, run, replica_id)
         finally:
             current.replica, current.strategy, current.below = before

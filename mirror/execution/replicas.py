@@ -238,6 +238,7 @@ class Replica:
         device: where its variables are.
         weight: its share in the gradient mean and in ``strategy.reduce("mean", ...)``.
         lent: the optimizers that its step has.
+        has_begun: whether its function has been called.
         context: what the user sees of it, once somebody has asked.
         tracing: who follows it, to compile what it does.
     """
@@ -245,6 +246,7 @@ class Replica:
     __slots__ = (
         "context",
         "device",
+        "has_begun",
         "lent",
         "replica_id",
         "replicas",
@@ -260,6 +262,7 @@ class Replica:
         self.device = replicas.devices[replica_id]
         self.weight = weight
         self.lent: list[SwappedOptimizer] = []
+        self.has_begun = False
         self.context: Any = None
         self.tracing: Tracing | None = None
 

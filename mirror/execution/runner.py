@@ -252,6 +252,7 @@ class Runner:
             self.running = run.outer
         self.replicas.timeline.drop_open()
         self._parts.recover()
+        self._parts.on_run_failed(run)
         self._end(run, state)
         self.unfinished, self._unended = run.outer is not None, None
 

@@ -17,14 +17,15 @@ find by themselves as they run one program. A variable that is frozen keeps its 
 zeros, until it has been so for some reductions: a GAN freezes a network for half a step. One that
 is gone keeps it, too: when it goes is a matter of the garbage collection, on each worker.
 
-Variables whose gradients are sparse are in no bucket: see ``rows.py``.
+Variables whose gradients are sparse are in no bucket: see ``sum_sparse``. They stay so in every
+later order: a dense gradient cannot be added to a sparse state of an optimizer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -92,6 +93,7 @@ def agree(
     trained: Sequence[ReplicatedParam],
     arrived: Sequence[ReplicatedParam],
     weight: float,
+    known_sparse: Collection[ReplicatedParam | None] = (),
 ) -> tuple[list[ReplicatedParam], list[ReplicatedParam]]:
     """Agrees with all workers on the order of what is trained; returns it, and what is sparse.
 
@@ -99,11 +101,12 @@ def agree(
         trained: all that are, in the order in which they were registered.
         arrived: those with gradients, in the order of arrival.
         weight: this worker's, of the first pass of all: becomes part of the reference.
+        known_sparse: those of the order before, whose gradients may have been reduced by now.
     """
     position = {variable: i for i, variable in enumerate(trained)}
     order = [position[variable] for variable in arrived if variable in position]
     order += sorted({*range(len(trained))} - {*order}, reverse=True)
-    sparse = [position[v] for v in arrived if v in position and _is_sparse(v)]
+    sparse = [i for v, i in position.items() if v in known_sparse or _is_sparse(v)]
     described = [
         (v.name, tuple(t.shape), str(t.dtype), t.stride())
         for v, t in ((v, v.targets[0]) for v in trained)

@@ -274,7 +274,8 @@ class MultiWorkerGradients(GradReducer):
         arrived = self._arrivals.variables
         changes = self.watch.changes
         gc.collect()  # what is gone on some workers only
-        variables, sparse = agree(self._workers, self._trained(), arrived, weight)
+        known = () if self._sequence is None else self._sequence.sparse
+        variables, sparse = agree(self._workers, self._trained(), arrived, weight, known)
         for hook in self._launching_hooks:
             hook.remove()
         self._sequence = sequence = BucketOrder(

@@ -35,6 +35,7 @@ class Buffers:
             prepare=self.give_changed,
             on_run_end=self._note_run,
             sync_idle=self._bring_along,
+            on_run_failed=self._equalize,
         )
 
     def put_in_order(self, keys: Sequence[int]) -> None:
@@ -95,6 +96,11 @@ class Buffers:
         with torch.no_grad():
             for buffer in tuple(self._by_id.values()):
                 buffer.sync_idle(idle)
+
+    def _equalize(self, begun: tuple[int, ...]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer in tuple(self._by_id.values()):
+                buffer.equalize(begun)
 
 
 def _tell_if_apart(copies: Sequence[Tensor], buffer: ReplicatedBuffer) -> None:

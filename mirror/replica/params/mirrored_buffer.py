@@ -194,7 +194,7 @@ class ReplicatedBuffer:
 
     def is_written_outside(self) -> bool:
         """Whether the value may have been written in the cross-replica context, and not given."""
-        return bool(self.handles) or self.truth._version != self._combined_version
+        return bool(self.handles) or self._is_truth_written
 
     def give(self) -> None:
         """Gives the replicas the combined value; wants ``no_grad``."""
@@ -208,6 +208,28 @@ class ReplicatedBuffer:
         value = self._aggregate()
         for r in idle:
             self.copies[r] = value.to(self.devices[r], copy=True)
+
+    def equalize(self, begun: tuple[int, ...]) -> None:
+        """Gives all replicas what those combine to that had begun a run that failed.
+
+        Of aggregations "sum" and "none" each replica's copy is its own, and stays so. Wants
+        ``no_grad``; idempotent.
+        """
+        if self._aggregation in ("sum", "none") or self._is_truth_written:
+            return  # or it will be given what another thread has written
+        module = self._module()
+        if not (self._apart or self.is_written() or module is None or module.training):
+            return
+        first = self.copies[begun[0]]
+        # Some may have been given another shape already, and some not yet.
+        self._ran = tuple(
+            r
+            for r in begun
+            if self.copies[r].shape == first.shape and self.copies[r].dtype == first.dtype
+        )
+        self._stale = True
+        self.give()
+        self._stale = self._apart = self.replicas.workers.is_multi_process  # which share it next
 
     def local_values(self) -> tuple[tuple[int, ...], list[Tensor]] | None:
         """Returns who has run last, and the copies, if these may differ from what is read."""
@@ -245,6 +267,11 @@ class ReplicatedBuffer:
             self._set_combined(mean_of(values, [count for _, count in parts]))
         self._copy_versions = self._versions()
         self._stale = False
+
+    @property
+    def _is_truth_written(self) -> bool:
+        is_written: bool = self.truth._version != self._combined_version
+        return is_written
 
     @property
     def truth(self) -> Tensor:

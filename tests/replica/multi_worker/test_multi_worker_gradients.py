@@ -1,5 +1,7 @@
 """Several workers' gradients are those of one device with all their examples."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +195,76 @@ def looks_up(place):
         place.keep(words, head)
         grad = often.weight.grad
         place.kept.append(None if grad is None else grad.to_dense())
+
+
+class Lookup(nn.Module):
+    """An embedding with sparse gradients, and heads that may be frozen, left out or added."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 4, sparse=True)
+        self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+
+    def forward(self, x, heads):
+        index = (x[:, 0] * 3).long().clamp(-4, 4) + 4
+        return sum(head(self.words(index) + x) for head in heads)
+
+
+def freeze_a_head(step, model):
+    model.heads[1].requires_grad_(step % 6 == 0)
+    return model.heads
+
+
+def leave_out_a_head(step, model):
+    return model.heads[: 1 + step % 2]
+
+
+def add_a_head(step, model):
+    if step == 2:
+        model.heads.append(nn.Linear(4, 3))
+        with torch.no_grad():
+            model.heads[2].weight.fill_(0.1)
+            model.heads[2].bias.fill_(0.2)
+    return model.heads
+
+
+def freeze_the_words(step, model):
+    model.words.weight.requires_grad_(step not in (1, 2))
+    return model.heads
+
+
+CHANGES = [freeze_a_head, leave_out_a_head, add_a_head, freeze_the_words]
+SPARSE_OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
+    "nesterov": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1),
+    "sparse adam": lambda ps: torch.optim.SparseAdam(ps, 0.1),
+}
+
+
+def trains_sparsely(place, change, optimizer):
+    with place.scope():
+        model = Lookup()
+        words = SPARSE_OPTIMIZERS[optimizer](list(model.words.parameters()))
+        heads = torch.optim.SGD(model.heads.parameters(), 0.1)
+    for step, batch in enumerate(place.batches):
+        used = change(step, model)
+        model.zero_grad()
+        place.backward(lambda x, y, used=used: F.cross_entropy(model(x, used), y), *batch)
+        place.keep(model.words)
+        words.step()
+        heads.step()
+        place.keep(model, grads=False)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad's own tensors
+@pytest.mark.parametrize("way", [1, 3])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("optimizer", SPARSE_OPTIMIZERS)
+def test_sparse_gradients_stay_sparse_for_the_optimizer(crew, optimizer, change, way):
+    program = partial(trains_sparsely, change=change, optimizer=optimizer)
+    assert_as_one_device(crew, program, (1, 2), way)
 
 
 class Odd(nn.Module):
