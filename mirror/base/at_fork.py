@@ -1,7 +1,7 @@
-"""Forks: what a forked process makes anew, because threads of the other one have it.
+"""Reinitialization after a fork, of objects with threads or locks.
 
-A forked process has a copy of everything but the threads: who waits there for one of them waits
-for ever, be it for a replica's turn or for a lock that was taken at that moment.
+A forked process has a copy of everything except the threads. A wait for one of them never ends:
+for a replica's turn, or for a lock that a thread held at the moment of the fork.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Protocol
 
 
 class ReinitAfterFork(Protocol):
-    """Who has threads, or locks."""
+    """An object with threads or locks."""
 
     def after_fork(self) -> None:
-        """Makes them anew, or forgets them."""
+        """Creates the threads and locks again, or drops them."""
 
 
-_renewed: weakref.WeakSet[ReinitAfterFork] = weakref.WeakSet()
+_owners: weakref.WeakSet[ReinitAfterFork] = weakref.WeakSet()
 
 
 def reinit_after_fork(owner: ReinitAfterFork) -> None:
-    """Has an owner renewed in every forked process, if it still lives."""
-    _renewed.add(owner)
+    """Registers an object for ``after_fork`` in every forked process; holds it weakly."""
+    _owners.add(owner)
 
 
 def _after_fork() -> None:
-    for owner in tuple(_renewed):
+    for owner in tuple(_owners):
         owner.after_fork()
 
 

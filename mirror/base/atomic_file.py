@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic replacement of files: written completely, or not at all."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import BinaryIO
 
 @contextmanager
 def replace_atomically(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Gives a new file, which takes the place of ``path`` if the block ends without an error.
+    """Yields a new file that replaces ``path`` if the block ends without an error.
 
-    Until then it lies beside it under a name that nobody can guess, and that no link lies in wait
-    at. Several processes may do this at a time; each has its own file, and the last one stays.
+    Until then, the file has a random name in the same folder, so that no link can be prepared
+    there. Several processes may write at a time, each to its own file; the last one remains.
 
     Args:
-        path: what to replace, or to make; a link is replaced, not followed.
-        mode: of the new file, less the process's umask.
+        path: the file to replace or create; a link is replaced, not followed.
+        mode: the permissions of the new file, less the process's umask.
 
     Raises:
-        OSError: no file can be made there.
+        OSError: no file can be created there.
     """
     target = Path(path)
     scratch = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.tmp")

@@ -1,22 +1,21 @@
-"""torch.compile: what it must not follow, and its hold on a thread, handed on to the replicas.
+"""Control of Dynamo: functions it must not trace, and its callback on the replicas' threads.
 
 [Note: Compiled calls]
-While compiled code runs, the compiler has a hold on its thread: the interpreter shows it every
-function that begins, and it follows that function through all it calls. It cannot follow a call
-that is split, because other threads go on with it, nor may it look into the lockstep.
+Problem: in compiled code, the interpreter passes each new frame of the thread to Dynamo's
+callback, which traces it with all it calls. Dynamo cannot trace a split call, which continues on
+other threads, nor the lockstep.
 
-    what is compiled                      what happens
-    the model, by torch.compile(model)    the compiled call is split, outside the compiler; each
-    or model.compile()                    replica makes it on its thread, fullgraph or not
-    a function that calls the model,      the graph breaks at the model; the replicas run it under
-    outside run                           the hold of the thread that split the call
-    a function inside run                 followed, with the replica's copies as parameters; the
-                                          graph breaks at what merges the replicas
+    compiled code                         rule
+    the model, by torch.compile(model)    the compiled call is split, outside Dynamo; each replica
+    or model.compile()                    makes it on its thread, with or without fullgraph
+    a function that calls the model,      the graph breaks at the model; the replicas run it with
+    outside run                           the callback of the thread that split the call
+    a function inside run                 traced, with the replica's copies as parameters; the
+                                          graph breaks at merges
     optimizer.step()                      the graph breaks, and the step runs uncompiled
 
-The compiler guards on the replica's index, so every replica compiles once; its one lock serialises
-them. The names used of torch._C are not public: without them calls of compiled modules raise. Nor
-are those of torch._dynamo, which are looked up when they are used: mirror does not import it.
+The guards contain the replica id, so every replica compiles once, one at a time. If torch lacks
+the private names used here, calls of compiled modules raise. mirror does not import torch._dynamo.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ except ImportError:  # another torch than the ones this was written for
 else:
     _IS_KNOWN = True
 
-DynamoCallback = Any  # None, False (run what is compiled already), or what the interpreter calls
+DynamoCallback = Any  # None, False (only run code that is compiled already), or a callable
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _WHY = (
     "mirror's replicas take turns in threads of their own there; what fullgraph=True covers must "
     "be a mirrored model itself, compiled after it was mirrored, or be called by strategy.run"
 )
-# The modules of torch whose errors are of tracing and compiling.
+# The modules of torch that raise errors of tracing and compiling.
 TRACERS = ("torch._subclasses.", "torch._dynamo.", "torch._inductor.", "torch.fx.")
 _UNLIMITED = nullcontext()
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 def disable_dynamo(function: FunctionT) -> FunctionT:
-    """Marks what the compiler does not follow: its graph breaks there, all below runs as it is."""
+    """Decorates a function that Dynamo skips, with all it calls: the graph breaks there."""
     _mark(function)
     if _IS_KNOWN:
         _set_actions(function, _FrameAction.SKIP, _FrameAction.SKIP)
@@ -66,38 +65,38 @@ def disable_dynamo(function: FunctionT) -> FunctionT:
 
 
 def disable_and_suspend(function: FunctionT) -> FunctionT:
-    """Marks what the compiler does not follow and which calls ``suspend_dynamo`` itself."""
+    """Decorates a function that Dynamo skips and that calls ``suspend_dynamo`` itself."""
     _mark(function)
     return skip_frame(function)
 
 
 def skip_frame(function: FunctionT) -> FunctionT:
-    """Has no code made of ``function`` itself; what it calls, and who calls it, may have."""
+    """Decorates a function that is not compiled itself; its callees and callers may be."""
     if _IS_KNOWN:
         _set_actions(function, _FrameAction.SKIP, _FrameAction.DEFAULT)
     return function
 
 
 def suspend_dynamo() -> DynamoCallback:
-    """Takes the compiler's hold off the calling thread and returns it, for ``resume_dynamo``."""
+    """Suspends Dynamo on the calling thread; returns its callback for ``resume_dynamo``."""
     return set_eval_frame(None) if _IS_KNOWN else None
 
 
 def resume_dynamo(hold: DynamoCallback) -> None:
-    """Puts the compiler's hold on the calling thread."""
+    """Restores Dynamo's callback on the calling thread."""
     if _IS_KNOWN:
         set_eval_frame(hold)
 
 
 def call_under_dynamo(hold: DynamoCallback, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Calls ``module`` on a replica's thread under the hold of the thread that split the call."""
+    """Calls ``module`` on a replica's thread with the callback of the splitting thread."""
     if not hold:
         return module(*args, **kwargs)
-    # Loaded already: there is a hold.
+    # Imported already: there is a callback.
     from torch._dynamo import trace_rules
     from torch._dynamo.external_utils import wrap_inline
 
-    # The compiler begins with no function of torch's own; this frame is not.
+    # Dynamo does not start at a function of torch; the frame of wrap_inline is an exception.
     call = wrap_inline(module) if trace_rules.check(module.forward) else module
     prior = set_eval_frame(hold)
     try:
@@ -107,14 +106,14 @@ def call_under_dynamo(hold: DynamoCallback, module: nn.Module, args: Any, kwargs
 
 
 def limits_for(num_replicas: int) -> AbstractContextManager[None]:
-    """Lets every replica compile a function as often as one device may."""
+    """Returns a context in which each replica may compile a function as often as one device."""
     return _raised_limits(num_replicas) if _is_used() else _UNLIMITED
 
 
 @contextmanager
 def _raised_limits(num_replicas: int) -> Iterator[None]:
-    # Not config.patch: each patch makes a context variable, and the thread's context keeps it for
-    # good. One a step would be a leak.
+    # Not config.patch: each patch makes a context variable that the thread's context never
+    # drops, so one per step would be a leak.
     config = sys.modules["torch._dynamo.config"]
     limits = {name: getattr(config, name) for name in _LIMITS}
     try:
@@ -127,25 +126,25 @@ def _raised_limits(num_replicas: int) -> Iterator[None]:
 
 
 def forget_compiled() -> None:
-    """Has all that is compiled compiled anew, when it is next called."""
+    """Drops all compiled code; functions are compiled again at their next call."""
     if _is_used():
         torch._dynamo.reset_code_caches()
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile(module)`` returned."""
+    """Whether a module is the result of ``torch.compile(module)``."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
 
 
 def compiles_backward() -> bool:
-    """Whether what goes on in a backward pass is being compiled."""
+    """Whether compiled autograd is active, which compiles backward passes."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled is not None and bool(compiled.compiled_autograd_enabled)
 
 
 def refuse_unknown_compiler() -> None:
-    """Raises StrategyError if this torch cannot be kept from following split calls."""
+    """Raises StrategyError if this torch lacks the names that keep Dynamo out of split calls."""
     if not _IS_KNOWN:
         raise StrategyError(
             f"torch {torch.__version__} lacks the functions by which mirror keeps torch.compile "
@@ -154,13 +153,13 @@ def refuse_unknown_compiler() -> None:
 
 
 def _is_used() -> bool:
-    """Whether anything in this process has been given to torch.compile."""
+    """Whether torch.compile has been used in this process."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and bool(frames.always_optimize_code_objects.values)
 
 
 def _mark(function: Any) -> None:
-    # What torch.compiler.disable marks, which would import the whole compiler.
+    # The marks of torch.compiler.disable, which itself would import the whole compiler.
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = _WHY
 

@@ -1,10 +1,10 @@
-"""Signposts: what is said where a name or keyword of another library is used.
+"""Migration hints: errors for names and keywords of other libraries say what to write instead.
 
-Whoever comes from TensorFlow, DistributedDataParallel, Fabric, Accelerate, Horovod, DeepSpeed or
-JAX writes names that mirror does not have. They are an AttributeError or a TypeError, as any
-unknown name is (so ``hasattr`` says no), with a text that says what to write here.
-``migration_hints.txt`` holds them all, and is read when the first name is missing: what is there
-costs nothing. A class has the signposts of the classes above it, too, and its own go first.
+Programs for TensorFlow, DistributedDataParallel, Fabric, Accelerate, Horovod, DeepSpeed or JAX use
+names that mirror lacks. They raise AttributeError or TypeError, as any unknown name does (so
+``hasattr`` is False), with a hint. ``migration_hints.txt`` has all hints; it is read at the first
+missing name, so names that exist cost nothing. A class also has its base classes' hints; its own
+come first.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FILE = Path(__file__).with_suffix(".txt")
 _SECTION = re.compile(r"^\[(.+)\]$", re.MULTILINE)
 _ENTRY = re.compile(r"^(\S.*(?:\n  \S.*)*)\n((?:    .*\n)+)", re.MULTILINE)
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
-# By the name of a class, which TensorFlow's has, too: the keyword that such an argument is for.
+# The keyword for a positional argument, by the name of its class, which TensorFlow has, too.
 _KEYWORDS = {"ClusterResolver": "cluster_resolver", "ClusterSpec": "cluster", "dict": "cluster"}
 
 
 @dataclass(frozen=True)
 class Hint:
-    """What is said of one name.
+    """The hint for one name.
 
     Attributes:
-        library: whose name it is.
+        library: the library that has the name.
         way: what to do instead.
     """
 
@@ -46,7 +46,7 @@ class Hint:
 
 
 def with_hints(cls: ClassT) -> ClassT:
-    """Decorates a class whose users may look for the names under its own in the table."""
+    """Decorates a class so that a missing attribute raises an error with its hint."""
 
     def __getattr__(self: object, name: str) -> NoReturn:
         raise missing(self, name)
@@ -56,29 +56,29 @@ def with_hints(cls: ClassT) -> ClassT:
 
 
 def missing(thing: object, name: str) -> AttributeError:
-    """Returns the error of an attribute that an object lacks, with the signpost, if there is one.
+    """Returns the error for an attribute that an object lacks, with the hint if there is one.
 
     For a class with a ``__getattr__`` of its own; others are decorated by ``with_hints``.
     """
     kind = type(thing)
-    sign = find((base.__name__ for base in kind.__mro__), name)
-    if sign is None:
+    hint = find((base.__name__ for base in kind.__mro__), name)
+    if hint is None:
         text = f"{kind.__name__!r} object has no attribute {name!r}"
         return AttributeError(text, name=name, obj=thing)
-    return AttributeError(f"a {kind.__name__} has no {_format(name, sign)}")
+    return AttributeError(f"a {kind.__name__} has no {_format(name, hint)}")
 
 
 def call_with_hints(cls: ClassT) -> ClassT:
-    """Decorates a class as ``with_hints``, and looks at what it is made with.
+    """Decorates a class as ``with_hints`` does, and checks the arguments of its constructor.
 
-    A keyword of the table, and a positional argument that is for a keyword, are a TypeError.
+    A keyword of the table, or a positional argument that belongs to a keyword, raises TypeError.
     """
     signposted_init(cls)
     return with_hints(cls)
 
 
 def signposted_init(cls: ClassT) -> ClassT:
-    """Decorates a class that has a ``__getattr__`` of its own as ``call_with_hints``."""
+    """Decorates the constructor as ``call_with_hints``; the class has its own ``__getattr__``."""
     place = cls.__name__
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = frozenset(inspect.signature(init).parameters)
@@ -100,9 +100,9 @@ def signposted_init(cls: ClassT) -> ClassT:
 
 
 def signposted_keywords(place: str) -> Callable[[FunctionT], FunctionT]:
-    """Decorates a function whose callers may give keywords that are under ``place`` in the table.
+    """Decorates a function so that foreign keywords, under ``place`` in the table, raise a hint.
 
-    It costs a call for each call: not for what every step calls.
+    It adds one Python call to each call: not for functions that every step calls.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
@@ -119,20 +119,20 @@ def signposted_keywords(place: str) -> Callable[[FunctionT], FunctionT]:
 
 
 def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleType]:
-    """Returns the ``__getattr__`` of a module whose users may look for foreign names.
+    """Returns a module's ``__getattr__``, which raises hints for foreign names.
 
     Args:
-        lazy: modules inside it, which are imported when they are first asked for.
+        lazy: submodules that are imported at their first use.
     """
 
     def __getattr__(name: str) -> ModuleType:
         if name in lazy:
             return import_module(f"{module}.{name}")
-        sign = find([module], name)
-        if sign is None:
+        hint = find([module], name)
+        if hint is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module} has no {_format(name, sign)}"
-        # `from mirror import name` would put an error without the text in place of this one.
+        text = f"{module} has no {_format(name, hint)}"
+        # `from mirror import name` would replace an AttributeError by an error without the hint.
         frame = sys._getframe(1)
         if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:
             raise ImportError(text, name=module)
@@ -142,7 +142,7 @@ def names_of(module: str, lazy: Collection[str] = ()) -> Callable[[str], ModuleT
 
 
 def find(places: Iterable[str], name: str) -> Hint | None:
-    """Returns what the first of these places says of a name; ``None``: no library has it."""
+    """Returns the hint for a name from the first place that has one, else ``None``."""
     if name.startswith("_"):
         return None
     known = table()
@@ -151,7 +151,7 @@ def find(places: Iterable[str], name: str) -> Hint | None:
 
 @cache
 def table() -> Mapping[str, Mapping[str, Hint]]:
-    """Returns all signposts: by place, see ``migration_hints.txt``, and by name."""
+    """Returns all hints: by place, see ``migration_hints.txt``, and by name."""
     sections = {title: dict(entries) for title, entries in entries_of(_FILE.read_text("ascii"))}
     phrases = sections.pop("phrases")
     return {
@@ -166,7 +166,7 @@ def table() -> Mapping[str, Mapping[str, Hint]]:
 
 def entries_of(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yields each section's title with its entries: heads and texts, each on one line."""
-    _, *parts = _SECTION.split(text)  # title and body, in turns
+    _, *parts = _SECTION.split(text)  # title and body alternate
     for title, body in zip(parts[::2], parts[1::2], strict=True):
         yield title, [(" ".join(a.split()), " ".join(b.split())) for a, b in _ENTRY.findall(body)]
 
@@ -174,16 +174,16 @@ def entries_of(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 def _check_keywords(
     place: str, places: Iterable[str], known: Collection[str], names: Iterable[str]
 ) -> None:
-    """Raises TypeError for a keyword that is not known here, and of which the table tells."""
+    """Raises TypeError for an unknown keyword that has a hint in the table."""
     for name in names:
         if name not in known:
-            sign = find(places, name)
-            if sign is not None:
-                raise TypeError(f"{place}() takes no {_format(name, sign)}")
+            hint = find(places, name)
+            if hint is not None:
+                raise TypeError(f"{place}() takes no {_format(name, hint)}")
 
 
 def _misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
-    """Yields the positional arguments that are for a keyword, with its name."""
+    """Yields each positional argument that belongs to a keyword, with the keyword's name."""
     for value in args:
         for base in type(value).__mro__:
             if base.__name__ in _KEYWORDS:
@@ -191,5 +191,5 @@ def _misplaced(args: Iterable[object]) -> Iterator[tuple[str, object]]:
                 break
 
 
-def _format(name: str, sign: Hint) -> str:
-    return f"{name!r} ({sign.library}); {sign.way}"
+def _format(name: str, hint: Hint) -> str:
+    return f"{name!r} ({hint.library}); {hint.way}"

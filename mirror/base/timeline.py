@@ -1,11 +1,11 @@
-"""Where a strategy's time goes: sums of every step, and single spans while a trace is taken.
+"""Timeline: how a strategy spends its time, as sums per step and as spans of a recorded trace.
 
 [Note: Lanes]
-Every replica has a lane, the cross-replica context has one, and so have the reductions that run
-beside a backward pass. Spans of a lane nest; what counts for a kind is its own time, without that
-of the spans inside. So under ``"lockstep"``, where one lane moves at a time, the own times of all
-lanes but for ``WAITING`` add up to the step; where some of them go backward at once, the
-cross-replica lane has what that took less than the sum of theirs, as seconds below zero.
+Each replica has a lane; so have the cross-replica context and the reductions that overlap a
+backward pass. Spans of a lane nest. A kind counts its self time: without the spans inside. Under
+``"lockstep"`` one lane moves at a time, so the self times of all lanes, without ``WAITING``, add
+up to the step. If replicas run backward at once, the cross-replica lane gets a negative time: the
+duration of the pass minus the sum of the replicas' times.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any
 from mirror.base.atomic_file import replace_atomically
 from mirror.errors import StrategyError
 
-FORWARD = "forward"  # what a replica's function does besides the rest
+FORWARD = "forward"  # the rest of a replica's function
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 INPUT = "waiting for input"
 REDUCTION = "reduction"
 WAITING = "waiting for other replicas"
-EXPOSED = "waiting for a reduction"  # that was to be done beside the backward pass
-PROGRAMS = "programs of replicas"  # of compiled steps, which have these four kinds
+EXPOSED = "waiting for a reduction"  # the part that the backward pass did not hide
+PROGRAMS = "programs of replicas"  # this and the next three kinds belong to compiled steps
 SHARED_PROGRAMS = "programs of devices"
-COMPILED = "compiled step"  # what the host does around the programs
+COMPILED = "compiled step"  # the host's work around the programs
 COMPILING = "tracing and compiling"
 KINDS = (
     *(FORWARD, BACKWARD, OPTIMIZER, INPUT, REDUCTION, WAITING, EXPOSED),
     *(PROGRAMS, SHARED_PROGRAMS, COMPILED, COMPILING),
 )
 
-CROSS, OVERLAPPED = -2, -1  # lanes, besides those of the replicas
+CROSS, OVERLAPPED = -2, -1  # the lanes that belong to no replica
 _STEPS_KEPT = 1000
 
 
@@ -56,7 +56,7 @@ _latest = _Latest()
 
 
 def latest() -> Timeline | None:
-    """Returns the timeline that this thread last used: whose its cross-replica context is."""
+    """Returns the timeline that this thread last used: that of its cross-replica context."""
     return None if _latest.reference is None else _latest.reference()
 
 
@@ -70,12 +70,12 @@ class _Span:
 
 @dataclass(slots=True)
 class Compiled:
-    """What compiled steps have done so far.
+    """Statistics of compiled steps.
 
     Attributes:
-        calls: of their programs.
-        traces: made of them.
-        seconds: that tracing and compiling took.
+        calls: the number of calls of their programs.
+        traces: the number of traces.
+        seconds: the time for tracing and compiling.
     """
 
     calls: int = 0
@@ -87,9 +87,9 @@ class Timeline:
     """The time of one strategy.
 
     Attributes:
-        steps: of the last steps, the whole and each kind's own seconds by lane.
-        compiled: what compiled steps have done.
-        at_step_ends: called when a step has ended.
+        steps: for each of the last steps, its duration and the self seconds of each kind by lane.
+        compiled: statistics of compiled steps.
+        at_step_ends: callbacks for the end of each step.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -101,7 +101,7 @@ class Timeline:
         self._open: list[list[_Span]] = [[] for _ in self.names]
         self._sums: list[dict[str, float]] = []
         self._events: list[dict[str, Any]] | None = None
-        self._target = Path()  # of the spans kept
+        self._target = Path()  # the file of the trace
         self._step_began = perf_counter()
         self._clear()
 
@@ -115,12 +115,12 @@ class Timeline:
         self._open[lane].append(_Span(kind, name, perf_counter()))
 
     def end(self, lane: int, kind: str) -> None:
-        """Closes the innermost span of this kind, and what is open inside it."""
+        """Closes the innermost span of this kind, and the open spans inside it."""
         now = perf_counter()
         opened, sums = self._open[lane], self._sums[lane]
         is_innermost = bool(opened) and opened[-1].kind is kind
         if not is_innermost and not any(span.kind is kind for span in opened):
-            return  # opened before an error
+            return  # an error has dropped it
         while opened:
             span = opened.pop()
             seconds = now - span.begin
@@ -134,7 +134,7 @@ class Timeline:
 
     @contextmanager
     def counting_once(self, kind: str) -> Iterator[None]:
-        """Has what replicas do at once inside counted as long as it takes, not once for each."""
+        """Counts concurrent work of replicas inside by its duration, not once per replica."""
         before, began = self._of_replicas(kind), perf_counter()
         try:
             yield
@@ -147,7 +147,7 @@ class Timeline:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Counts what happens inside as tracing and compiling a step."""
+        """Counts the block as tracing and compiling a step."""
         began = perf_counter()
         self.begin(CROSS, COMPILING)
         try:
@@ -158,21 +158,21 @@ class Timeline:
             self.compiled.seconds += perf_counter() - began
 
     def end_step(self) -> None:
-        """Ends a step of training, and begins the next one. See [Note: Ends of steps]."""
+        """Ends a training step and starts the next one. See [Note: Ends of steps]."""
         self._open[CROSS].clear()
         now = perf_counter()
         self.steps.append((now - self._step_began, self._sums))
         self._step_began = now
         self._clear()
-        for hear in self.at_step_ends:
-            hear()
+        for callback in self.at_step_ends:
+            callback()
 
     def so_far(self) -> tuple[float, list[dict[str, float]]]:
-        """Returns the step that has not ended."""
+        """Returns the duration and the sums of the current step."""
         return perf_counter() - self._step_began, self._sums
 
     def drop_open(self) -> None:
-        """Forgets the spans that an error left open."""
+        """Drops the spans that an error left open."""
         for opened in self._open:
             opened.clear()
 
@@ -180,7 +180,7 @@ class Timeline:
 
     @contextmanager
     def recorded(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-        """Writes what happens inside to ``path``, and then into the dict it gives, empty before.
+        """Records the block as a trace in ``path``; yields a dict that gets the trace at the end.
 
         See ``start_recording``.
         """
@@ -193,10 +193,10 @@ class Timeline:
             content.update(self.stop_recording())
 
     def start_recording(self, path: str | os.PathLike[str]) -> None:
-        """Keeps single spans from now on.
+        """Records single spans from now on.
 
         Raises:
-            StrategyError: they are being kept already.
+            StrategyError: a recording is in progress.
             OSError: no file can be written there.
         """
         if self._events is not None:
@@ -205,7 +205,7 @@ class Timeline:
         self._events = []
 
     def stop_recording(self) -> dict[str, Any]:
-        """Writes the spans kept as a Chrome trace, whole or not at all, and returns it."""
+        """Writes the recorded spans atomically as a Chrome trace, and returns the trace."""
         events, self._events = self._events or [], None
         hidden = self._hidden_share(events)
         threads = [
@@ -236,7 +236,7 @@ class Timeline:
         )
 
     def _hidden_share(self, events: list[dict[str, Any]]) -> float | None:
-        """Returns the share of the reductions' time for which nobody waited."""
+        """Returns the share of the reductions' time that no lane waited for."""
         beside_lane = OVERLAPPED % len(self.names)
         reductions = [event for event in events if event["cat"] == REDUCTION]
         beside = sum(event["dur"] for event in reductions if event["tid"] == beside_lane)
@@ -249,10 +249,10 @@ class Timeline:
 
 
 def _writable(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a file that can be written; tries it, and leaves nothing.
+    """Returns the absolute path of a file after a test that it can be written; leaves no file.
 
     Raises:
-        OSError: it cannot.
+        OSError: the file cannot be written.
     """
     target = Path(path).resolve()  # the program may change its directory before the end
     try:
@@ -267,4 +267,4 @@ def _writable(path: str | os.PathLike[str]) -> Path:
 
 
 class _EnoughError(Exception):
-    """A file could be made."""
+    """Ends the test of ``_writable``: a file could be created."""

@@ -1,13 +1,13 @@
-"""Every private name of torch that mirror uses, and what stands in where a torch lacks it.
+"""Every private name of torch that mirror uses, with a public replacement where there is one.
 
-torch_names.txt has them all: what each gives, and what is lost without it. Other files take them
-from here; those of the compiler are used in compiler.py, those of tracing in
-compiler/torch_internals.py, which imports what mirror does not. Where torch lacks a name,
-something public stands in, or its use raises StrategyError; importing mirror works.
+``torch_names.txt`` lists the names, the purpose of each, and the loss without it. Other files
+import them from here, except those of Dynamo (``base/dynamo.py``) and of tracing
+(``compiler/torch_internals.py``). If torch lacks a name, the replacement is used, or its use
+raises StrategyError; the import of mirror always works.
 
-Free to use everywhere is what is private in name alone: ``torch._foreach_*``, ``Tensor._version``,
-the dicts ``_parameters``, ``_buffers`` and ``_modules`` of modules, the base class ``_BatchNorm``,
-and ``_saved_*`` and ``_raw_saved_*`` of autograd's nodes.
+Some names are private only in form and may be used everywhere: ``torch._foreach_*``,
+``Tensor._version``, the dicts ``_parameters``, ``_buffers`` and ``_modules`` of modules, the base
+class ``_BatchNorm``, and ``_saved_*`` and ``_raw_saved_*`` of autograd's nodes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mirror.errors import StrategyError
 Function = Callable[..., Any]
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
-_WRAPS = "_mirror_wraps"  # on what has been wrapped: owner, name and wrapper of each wrapping
+_WRAPS = "_mirror_wraps"  # attribute of a wrapper: owner, name and wrapper of each wrapping
 _wrapping = threading.RLock()
 
 # docs/torch-versions.md has the table; pyproject.toml promises the same range.
@@ -48,7 +48,7 @@ PYTHON_RANGE = f"{OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} to {NEWEST_PYTHON[0]}.{NE
 
 
 def range_warnings() -> tuple[str, ...]:
-    """Returns a sentence for each of torch and Python that is outside of what was seen."""
+    """Returns a warning for torch and one for Python, if outside the tested range."""
     found = []
     if not OLDEST_TORCH <= _minor(torch.__version__) <= NEWEST_TORCH:
         found.append(_warning(f"torch {torch.__version__}", f"torch {TORCH_RANGE}"))
@@ -71,15 +71,15 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def wrap_once(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> bool:
-    """Replaces an attribute of a class or a module by ``wrapper(original)``: once, for good.
+    """Replaces an attribute of a class or a module by ``wrapper(original)``: once, permanently.
 
-    The wrapper gets a plain function, of ``cls`` and the arguments if it is a class method, and
-    what it returns becomes of the same kind, with the name and docstring of the original. What
-    others have put around it since stays around it. Every wrapper has its own turn; that one is
-    known by its place in its file, so it may be a local function.
+    The wrapper gets a plain function; for a class method, its first argument is ``cls``. The
+    result becomes the same kind of method, with the name and docstring of the original. Wrappers
+    that other libraries have added since stay. A wrapper is identified by its module and
+    qualified name, so it may be a local function; several wrappers may wrap one attribute.
 
     Returns:
-        Whether it has been done now, and not before.
+        Whether this call has wrapped the attribute; False if it was wrapped before.
 
     Raises:
         AttributeError: there is no such attribute.
@@ -104,10 +104,10 @@ def plain_apply() -> Function:
 
 
 def _kind_and_function(owner: Any, name: str) -> tuple[type[Any] | None, Function]:
-    """Returns an attribute as a plain function, and what kind of method it is if not a plain one.
+    """Returns the kind of method of an attribute (``None``: plain), and its plain function.
 
-    A class method that is written in C, as Function.apply is since torch 2.15, has no function
-    of Python inside.
+    A class method written in C, as Function.apply is since torch 2.15, contains no Python
+    function.
     """
     found: Any = inspect.getattr_static(owner, name)
     if isinstance(found, (classmethod, staticmethod)):
@@ -127,10 +127,10 @@ class PrivateName:
     """A private name of torch.
 
     Attributes:
-        path: where it is; of objects, it has an expression that makes one.
-        gives: what mirror has from it.
-        lost: what does not work without it.
-        instead: what stands in for it; nothing, if empty.
+        path: its dotted path; may contain an expression that creates an object.
+        gives: its purpose in mirror.
+        lost: the features that fail without it.
+        instead: its replacement; empty if there is none.
     """
 
     path: str
@@ -140,7 +140,7 @@ class PrivateName:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether this torch does not have it. Imports what it is in."""
+        """Whether this torch lacks it; imports its module."""
         try:
             _of_torch(self.path)
         except AttributeError:
@@ -155,13 +155,13 @@ def private_names() -> dict[str, PrivateName]:
     names = {}
     for paragraph in text.split("\n\n")[1:]:
         path, *lines = paragraph.splitlines()
-        said = dict(line.strip().split(": ", 1) for line in lines)
-        names[path] = PrivateName(path, said["gives"], said["lost"], said.get("instead", ""))
+        row = dict(line.strip().split(": ", 1) for line in lines)
+        names[path] = PrivateName(path, row["gives"], row["lost"], row.get("instead", ""))
     return names
 
 
 def refuse_lacking(name: str) -> None:
-    """Raises StrategyError if this torch lacks a name; its last part is enough."""
+    """Raises StrategyError if this torch lacks a name, given by the last part of its path."""
     (known,) = (known for path, known in private_names().items() if path.endswith(f".{name}"))
     if known.is_lacking:
         _refuse(known.path)
@@ -189,7 +189,7 @@ def _of_torch(path: str) -> Any:
 
 
 def _find(path: str, instead: Any = None) -> Any:
-    """Returns what has a name, or what stands in for it, or what raises when it is used."""
+    """Returns the named object, or its replacement, or an object that raises at its first use."""
     try:
         return _of_torch(path)
     except AttributeError:
@@ -211,7 +211,7 @@ class _Lacking:
         _refuse(self._path)
 
 
-# What a thread is in
+# State of the calling thread
 
 current_graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id")
 current_autograd_node: Callable[[], Any] = _find("torch._C._current_autograd_node")
@@ -233,10 +233,10 @@ compile_context: Callable[[], object] = _find("torch._guards.CompileContext.try_
 
 
 class _HookStack(threading.local):
-    """What each thread pushed and did not pop yet, noted from the import of mirror on.
+    """The ``saved_tensors_hooks`` that each thread has entered since the import of mirror.
 
-    Every ``saved_tensors_hooks`` goes through two functions of ``torch._C._autograd``, which are
-    looked up there whenever they are called.
+    Wraps the two functions of ``torch._C._autograd`` that every ``saved_tensors_hooks`` calls.
+    Torch looks them up at each call.
     """
 
     def __init__(self) -> None:
@@ -246,17 +246,17 @@ class _HookStack(threading.local):
         names: Any = torch._C._autograd
         push, pop = names._push_saved_tensors_default_hooks, names._pop_saved_tensors_default_hooks
 
-        def noted_push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        def recording_push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
             push(pack, unpack)
             self.hooks.append((pack, unpack))
 
-        def noted_pop() -> None:
+        def recording_pop() -> None:
             pop()
             if self.hooks:
                 self.hooks.pop()
 
-        names._push_saved_tensors_default_hooks = noted_push
-        names._pop_saved_tensors_default_hooks = noted_pop
+        names._push_saved_tensors_default_hooks = recording_push
+        names._pop_saved_tensors_default_hooks = recording_pop
 
     def top(self) -> Hooks | None:
         return self.hooks[-1] if self.hooks else None
@@ -300,19 +300,19 @@ _use_count: Callable[[Any], int] = _find(
     "torch._C._storage_Use_Count", lambda storage: next(_counted)
 )
 hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
-# What nn.Parameter(parameter) calls, as weight_norm does.
+# The code of nn.Parameter(parameter), which weight_norm calls.
 NEW_PARAMETER: Any = nn.Parameter.__new__.__code__
 
 
 def num_sharers(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns how many others hold each tensor's memory."""
+    """Returns the number of other holders of each tensor's storage."""
     alone = _use_count_alone()
     return [_use_count(tensor.untyped_storage()._cdata) - alone for tensor in tensors]
 
 
 @functools.cache
 def _use_count_alone() -> int:
-    """Counted are the tensor and, from some torch on, the handle that it is counted by."""
+    """Returns the use count of an unshared storage; newer versions of torch count one handle."""
     tensor = torch.empty(1, device="cpu")
     return _use_count(tensor.untyped_storage()._cdata)
 
@@ -327,13 +327,13 @@ def has_post_accumulate_hooks(parameter: Any) -> bool:
 
 # Modules
 
-SPLIT_CALL = "_compiled_call_impl"  # in a module's __dict__: what calling the module calls
+SPLIT_CALL = "_compiled_call_impl"  # in a module's __dict__: the function that a call runs
 WHOLE_CALL = "_call_impl"
 CONVERT = "_apply"
 INFER = "_infer_parameters"
 INITIALIZING = "_initialize_hook"  # in a lazy module's __dict__ before its first call
 WEIGHT_LISTS = frozenset(("_flat_weights", "_flat_weight_refs"))
-METADATA = "_metadata"  # of a state_dict: versions of the modules it is of
+METADATA = "_metadata"  # of a state_dict: the versions of its modules
 Loss: Any = _find("torch.nn.modules.loss._Loss", nn.MSELoss.__base__)
 
 # Optimizers

@@ -1,4 +1,4 @@
-"""What the collectives demand of their arguments: dtypes, and tensors that are alike."""
+"""Checks of the collectives' arguments: dtypes, and equal shapes on all replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDE_DTYPES = frozenset({torch.float32, torch.float64})  # what may travel in an
 
 
 def raise_for_tensors(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> NoReturn:
-    """Raises what is wrong with tensors that are not alike and contiguous."""
+    """Raises an error unless the tensors are equal in shape and dtype, and contiguous."""
     if have_same_layout(tensors, devices):
         replica_id, tensor = next(
             (i, tensor) for i, tensor in enumerate(tensors) if not tensor.is_contiguous()
@@ -43,7 +43,7 @@ def raise_for_tensors(tensors: Sequence[Tensor], devices: Sequence[torch.device]
 def raise_for_mismatch(
     tensors: Sequence[Tensor], devices: Sequence[torch.device], index: int | None = None
 ) -> NoReturn:
-    """Raises what is wrong with tensors that are not alike, at ``index`` of their lists."""
+    """Raises an error unless the tensors at ``index`` of their lists match in shape and dtype."""
     first = tensors[0]
     for replica_id, tensor in enumerate(tensors):
         _check_place(tensor, devices[replica_id], replica_id, index)

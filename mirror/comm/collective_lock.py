@@ -1,4 +1,4 @@
-"""Turns: the collectives of one communicator go one after the other, on host and devices.
+"""CollectiveLock: serializes the collectives of one communicator, on the host and on the devices.
 
 [Note: One collective at a time]
 Buckets of gradients are reduced on side streams, or in a side thread, while a collective inside
@@ -11,8 +11,8 @@ collectives in one order, without which two that wait for each other could.
     computation    ...[ backward ][wait a][ sum of SyncBatchNorm ] b
     side           ...[wait ...][ bucket 1 ] a          [wait b][ bucket 2 ]
 
-Whoever has the turn waits for nobody who needs it: a collective has the tensors of all replicas
-when it begins.
+The owner of the lock never waits for a thread that needs it: a collective has the tensors of all
+replicas when it starts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CollectiveLock:
         reinit_after_fork(self)
 
     def after_fork(self) -> None:
-        """Takes nobody for its owner, in a forked process."""
+        """Clears the owner in a forked process."""
         self._lock, self._is_taken = threading.RLock(), False
 
     def call(self, collective: Callable[[], Any], devices: Sequence[torch.device]) -> Any:
@@ -64,7 +64,7 @@ class CollectiveLock:
                 return collective()
             finally:
                 self._is_taken = False
-                # Also after an error: nobody knows what has been enqueued by then.
+                # Also after an error: it is unknown what has been enqueued by then.
                 for gpu in gpus:
                     self._leave(gpu)
 

@@ -79,7 +79,7 @@ class Communicator(NoCopy, ABC):
         waits: whether replicas wait for each other inside a collective; the constructor then takes
             ``timeout_seconds``.
         needs_trial: whether a self-test on the very GPUs goes before the first use on them.
-        risky: whether that self-test may hang the process for ever, or take CUDA from it, on GPUs
+        risky: whether that self-test may hang the process forever, or end its use of CUDA, on GPUs
             that do not reach each other as the driver says. Another process then goes first, see
             [Note: GPUs that lie] in ``mirror/comm/subprocess_probe.py``; its constructor takes
             ``timeout_seconds``.
@@ -231,7 +231,7 @@ class Communicator(NoCopy, ABC):
     def prepare(self, reductions: Iterable[tuple[str, torch.dtype]]) -> None:
         """Gets ready for reductions by these operations of these dtypes, and for all copies.
 
-        Compiles kernels, where there are such. Nobody has to call it; else the first collective
+        Compiles kernels, where there are such. The call is optional; else the first collective
         of each operation and dtype takes that much longer: a second or two.
         """
 

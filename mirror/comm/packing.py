@@ -112,7 +112,7 @@ def move_into_flats(
     it has a version of its own, and ``detach_()`` takes it. It begins at a multiple of 16 bytes.
 
     Args:
-        columns: one list of tensors per replica, alike position by position.
+        columns: one list of tensors per replica, equal in shape and dtype at each position.
 
     Returns:
         The buffers of each replica, and the positions of what stays where it is: what would be

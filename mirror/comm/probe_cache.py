@@ -59,7 +59,7 @@ def store(facts: Mapping[str, object], verdict: Verdict) -> None:
     text = json.dumps({"facts": _plain(facts), "reason": verdict.reason, "when": time()})
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Whoever else looks, or writes the same, never meets half a file.
+        # Another process that reads or writes the same file never finds a partial one.
         with replace_atomically(file, 0o600) as new:
             new.write(text.encode())
     except OSError as error:
@@ -86,6 +86,6 @@ def _folder() -> Path | None:
     caches = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(caches) if os.path.isabs(caches) else Path.home() / ".cache"
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # the user has no home directory
         return None
     return base / "mirror" / "trials"

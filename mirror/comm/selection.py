@@ -95,7 +95,7 @@ def pick(
     Args:
         unavailable: why a backend, by name, cannot serve, its self-test included; asked in order
             of preference, and no further than needed.
-        deterministic: only backends whose sums are in replica order.
+        deterministic: only backends that sum in replica order.
     """
     passed_over: list[str] = []
     *better, last = preferences(facts)
@@ -143,7 +143,7 @@ def choose(
     if isinstance(communicator, str):
         raise BackendError(f"not even {choice.name!r} can serve: {communicator}; report this")
     where = ", ".join(map(str, devices))
-    # A slower way to train than the one that is there for distinct GPUs: nobody asked for it.
+    # A fallback that is slower than NCCL, and that the program did not ask for: warn.
     is_worse = preferences(facts)[0].name == "nccl" != choice.name and not deterministic
     level = logging.WARNING if is_worse else logging.INFO
     _logger.log(level, "backend %r for %s: %s", choice.name, where, choice.reason)

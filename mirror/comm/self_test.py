@@ -1,4 +1,4 @@
-"""The self-test: collectives whose results are known exactly, on the very devices."""
+"""The self-test: collectives with exactly known results, on the devices of the strategy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def examine(
 ) -> int:
     """Runs every collective over small integers, and compares with what must come out.
 
-    Integers that small are exact in every dtype, whatever the order of a sum.
+    Such small integers are exact in every dtype, in any order of a sum.
 
     Args:
         reductions: by which operations, of which dtypes; copies are of all these dtypes.
@@ -155,7 +155,7 @@ def _values(size: int, n: int) -> list[Tensor]:
 
     So that a product stays exact, in a byte, too.
     """
-    owners = torch.arange(size, device="cpu") % n  # whatever the default device is
+    owners = torch.arange(size, device="cpu") % n  # independent of the default device
     return [1 + (owners == i).to(torch.uint8) for i in range(n)]
 
 
@@ -194,7 +194,7 @@ def _compare(
         # Of a reduce-scatter only the replica's own chunk is specified.
         got = (tensor if len(expected) == len(tensor) else tensor.tensor_split(n)[i]).cpu()
         if not torch.equal(got, expected):
-            # If a replica waited in vain, the next call says so, and that is the better reason.
+            # If a replica has timed out, the next call raises that error, the better reason.
             communicator.all_reduce([torch.ones(1, device=d) for d in communicator.devices])
             at = int((got != expected).nonzero()[0])
             raise BackendError(

@@ -1,13 +1,13 @@
-"""Trials in a child process: whether a backend leaves a process alive on GPUs new to it.
+"""Probes in a child process: whether a backend hangs or crashes on the GPUs of this machine.
 
 [Note: GPUs that lie]
-Behind host bridges, with ACS or an IOMMU on, the driver says that GPUs reach each other's memory
-where they do not. Wrong data and lost flags end in the self-test, at its deadlines. But a load
-that never returns hangs a process for ever, and an illegal access takes CUDA from it for good. So
-what reads other GPUs' memory is first tried in a process that is not the user's, which says how
-far it is, has a deadline for each step, and is killed in the end. What came of it is kept for this
-machine: only its first strategy pays. Where no process can be started, the self-test in this one
-is all there is, and a warning says so.
+Problem: behind host bridges, with ACS or an IOMMU on, the driver may report peer access between
+GPUs that does not work. The self-test finds wrong data and lost flags. But a load that never
+returns hangs the process forever, and an illegal access ends its use of CUDA.
+Rule: a backend that reads the memory of other GPUs is first run in a child process, which reports
+its progress, has a deadline for each step, and is killed at the end.
+Consequence: the result is cached for this machine, so only its first strategy pays. If no process
+can be started, only the self-test in this process runs, and a warning says so.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def unsafe_reason(
     Costs nothing for CPU devices, a single GPU, and backends that risk nothing.
 
     Args:
-        anew: what is known of earlier trials does not count.
+        anew: ignores the results of earlier probes.
     """
     if not kind.risky or len({device for device in devices if device.type == "cuda"}) < 2:
         return None

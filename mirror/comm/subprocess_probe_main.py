@@ -20,7 +20,7 @@ from mirror.comm import self_test
 from mirror.comm.communicator import Communicator
 from mirror.devices import resolve, synchronize
 
-# If nobody has killed it by then: whoever started it has gone.
+# Ends this process if its parent has gone without killing it.
 _LAST_SECONDS = 900.0
 
 

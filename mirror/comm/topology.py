@@ -90,7 +90,7 @@ def topology_of(devices: Sequence[torch.device]) -> Topology:
 
 
 def group(num_replicas: int, are_near: Callable[[int, int], bool]) -> Topology:
-    """Returns the islands in which everyone is near someone, and nobody outside is."""
+    """Returns the islands: groups of devices connected by near links, with none to the outside."""
     islands: list[list[int]] = []
     for i in range(num_replicas):
         near = [island for island in islands if any(are_near(i, j) for j in island)]

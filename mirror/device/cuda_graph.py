@@ -1,10 +1,11 @@
-"""CUDA graphs: work of one GPU, recorded once, and launched again by one call of the host.
+"""CUDA graphs: the work of one GPU, captured once and replayed by one call of the host.
 
 [Note: One graph, one GPU]
-A capture gives memory of its own to the GPU that it began on, and to no other; so every GPU has
-its own graphs, one captured after the other, each with its own pool and on a stream of its own.
-While one is captured, other threads go on with CUDA (batches are read ahead): what they do spoils
-nothing ("thread_local").
+Problem: a capture has a private memory pool only on the GPU where it began.
+Rule: every GPU has its own graphs. They are captured one after the other, each with its own pool
+and on its own stream.
+Consequence: other threads may use CUDA during a capture, for example to prefetch batches: the
+capture mode is "thread_local".
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ T = TypeVar("T")
 
 
 class DeviceGraph(Protocol):
-    """Work of one device that can be done again."""
+    """Work of one device that can be repeated."""
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Calls ``work``, which enqueues; returns what it returns. Nothing is done by that.
+        """Calls ``work`` to capture what it enqueues, without running it; returns its result.
 
         Raises:
-            Exception: it does what cannot be captured; nothing of it is left.
+            Exception: the work cannot be captured; the partial capture is dropped.
         """
 
     def launch(self) -> None:
-        """Does the work, on the device's current stream, with what lies in the same memory now."""
+        """Runs the work on the device's current stream, with the current memory contents."""
 
 
 class CudaGraph:
     """A ``torch.cuda.CUDAGraph`` of one GPU. See [Note: One graph, one GPU].
 
-    What the work has made stays where it is for as long as there are tensors of it, and is written
-    anew by every launch.
+    Tensors that the work creates keep their memory while they are alive; each launch overwrites
+    them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +50,7 @@ class CudaGraph:
         caller = torch.cuda.current_stream(self._device)
         stream.wait_stream(caller)
         collects = gc.isenabled()
-        gc.disable()  # what it would free in the middle of a capture may spoil it
+        gc.disable()  # freeing objects during a capture may invalidate it
         try:
             with torch.cuda.stream(stream):
                 pool = torch.cuda.graph_pool_handle()
@@ -71,11 +72,11 @@ class CudaGraph:
 
     def _abandon(self) -> None:
         """Ends a capture that has failed."""
-        with contextlib.suppress(RuntimeError):  # what made it fail is raised
+        with contextlib.suppress(RuntimeError):  # the caller raises the cause
             self._graph.capture_end()
         self._graph = torch.cuda.CUDAGraph()
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether a device has graphs; the CPU does its work at once."""
+    """Whether a device supports graphs; the CPU runs its work immediately."""
     return device.type == "cuda"

@@ -1,14 +1,12 @@
-"""The streams that are current in one thread, carried to others: of the caller, and of replicas.
+"""Current streams, passed from the caller's thread to the replicas' threads and to merges.
 
 [Note: Whose stream is current]
-Which stream of a GPU is current, every thread says for itself. So what one thread enqueues and
-another one uses is in order only if both mean the same stream. Two do not by themselves:
-
-    the caller and its replicas     Replicas in threads of their own begin with the caller's
-                                    streams, so ``with torch.cuda.stream(s): strategy.run(...)``
-                                    reads what was enqueued on ``s``, and so does what follows.
-    a replica and who acts for all  Where replicas meet, one thread works with what all have
-                                    brought: on the stream of each that it had when it came.
+Problem: the current stream of a GPU is thread-local. Work that one thread enqueues and another
+thread uses is in order only if both use the same stream.
+Rule:    replicas' threads start with the caller's streams, so
+         ``with torch.cuda.stream(s): strategy.run(...)`` reads data that was enqueued on ``s``
+         at a merge, one thread uses the data of all replicas: on the stream that each replica
+         had when it arrived
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ import torch
 
 
 class CallerStreams:
-    """The streams of some GPUs that are current where this is made."""
+    """The current streams of some GPUs in the thread that creates this object."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         gpus = dict.fromkeys(devices)
         self._streams = {gpu: torch.cuda.current_stream(gpu) for gpu in gpus}
-        # Those that other threads do not begin with.
+        # New threads start with the default streams.
         self._unusual = {
             gpu: stream
             for gpu, stream in self._streams.items()
@@ -35,18 +33,18 @@ class CallerStreams:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """Makes them current in this thread, with ``device``; puts back what was."""
+        """Makes these streams and ``device`` current in this thread; restores both at the end."""
         with ExitStack() as stack:
             for gpu, stream in self._unusual.items():
                 if gpu != device:
                     stack.enter_context(torch.cuda.stream(stream))
-            # Usual or not: what a replica may set without a context is undone.
+            # Also for a default stream: a replica may set another one without a context.
             stack.enter_context(torch.cuda.stream(self._streams[device]))
             yield
 
 
 class ReplicaStreams:
-    """The streams on which replicas have enqueued what they bring to where they meet.
+    """The streams on which replicas have enqueued their data for a merge.
 
     Args:
         rows: the GPUs of each replica.
@@ -58,22 +56,22 @@ class ReplicaStreams:
         self._have_noted: set[tuple[int, torch.device]] = set()
 
     def record(self, replica_id: int, device: torch.device | None = None) -> None:
-        """Notes the streams of a replica, whose thread this is, or that on one of its devices."""
+        """Records the current streams of the calling replica, on all its devices or on one."""
         for gpu in self._rows[replica_id] if device is None else (device,):
             stream = torch.cuda.current_stream(gpu)
             self._noted.setdefault(gpu, {})[stream] = None
             self._have_noted.add((replica_id, gpu))
 
     def are_complete(self, column: Sequence[torch.device]) -> bool:
-        """Whether those of all replicas have been noted, on the device that each has here."""
+        """Whether all replicas have recorded their streams at this position."""
         return self._have_noted.issuperset(enumerate(column))
 
     def keep(self, read: Sequence[Sequence[Any]], made: Sequence[Sequence[Any]]) -> None:
-        """Has memory kept until this thread's streams have read it, and for replicas' streams.
+        """Keeps the allocator from reusing tensors' memory while streams still need it.
 
         Args:
-            read: per replica, tensors that the caller lets go of, read on this thread's streams.
-            made: per replica, tensors made on them, for the streams noted.
+            read: per replica, tensors that this thread's streams read and the caller drops.
+            made: per replica, tensors from this thread's streams, for the recorded streams.
 
         All are on the replicas' first devices.
         """
@@ -86,15 +84,15 @@ class ReplicaStreams:
                     tensor.record_stream(noted)
 
     def forget(self) -> None:
-        """Drops what was noted."""
+        """Drops the recorded streams."""
         self._noted, self._have_noted = {}, set()
 
     @contextmanager
     def make_caller_wait(self) -> Iterator[None]:
-        """Makes them current in this thread; of several on one GPU one, ordered with the others.
+        """Makes one recorded stream per GPU current in this thread, ordered with the others.
 
-        What is enqueued inside comes after what was enqueued on all of them, and before what will
-        be.
+        Work enqueued inside runs after the work that is enqueued on all of them, and before their
+        later work.
         """
         with ExitStack() as stack:
             others: list[tuple[Any, Any]] = []

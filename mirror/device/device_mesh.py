@@ -1,24 +1,17 @@
-"""Places: where the replicas of a strategy are, each on one device or on several.
+"""DeviceMesh: the devices of each replica, one or several.
 
 [Note: Places]
-A replica has several devices where one cannot hold the model: its layers are placed on them. The
-program is written for the first replica, and what it says of the device at position k of that one
-means, for any other replica, its own device at position k:
+If a model does not fit on one device, its layers are placed on several per replica. The program
+names the first replica's devices; for another replica, position k means its own k-th device:
 
                  position 0  1
-    replica 0        cuda:0  cuda:1     what the program names
-    replica 1        cuda:2  cuda:3     what it means there
+    replica 0        cuda:0  cuda:1     the names in the program
+    replica 1        cuda:2  cuda:3     their meaning on replica 1
 
-    a variable on the first replica's k    has a copy on every replica's k
-    gradients, and all that is reduced     are, position by position: ``collectives/placed.py``
-    an argument of a split call            goes from the first replica's k to the replica's own k,
-                                           from anywhere else to its position 0
-    an output                              comes to the first replica's k from any replica's k
-    a device that a replica's code names   is renamed: ``device/device_remap.py``
-
-No GPU is in two places, so a device tells its position, and whether it has been renamed already.
-Simulated devices are all the one CPU: there every position is position 0, and nothing has to be
-renamed.
+A variable, an argument or an output at position k is at position k of every replica; values are
+reduced per position. An argument from any other device goes to position 0. Devices named in a
+replica's code are translated (``device/device_remap.py``). No GPU is at two positions, so a device
+determines its position. Simulated devices are one CPU: all are at position 0.
 """
 
 from __future__ import annotations
@@ -32,14 +25,14 @@ from mirror.errors import DeviceError
 
 
 class DeviceMesh:
-    """Where replicas are.
+    """The devices of all replicas.
 
     Args:
-        rows: each replica's devices, equally many.
+        rows: the devices of each replica; all have the same number.
 
     Attributes:
-        devices: all of them, each once.
-        are_several: whether a replica has several, that can be told apart.
+        devices: all devices, each once.
+        is_model_parallel: whether each replica has several distinct devices.
     """
 
     def __init__(self, rows: Sequence[Sequence[torch.device]]) -> None:
@@ -59,20 +52,20 @@ class DeviceMesh:
     def replica_at(self, device: torch.device) -> tuple[torch.device, ...]:
         """Returns the replicas' devices at the position of a device of one of them.
 
-        Those at position 0 for any other.
+        For any other device, returns those at position 0.
         """
         return self._columns.get(device, self.positions[0])
 
     def translate(self, device: torch.device, one: torch.device) -> torch.device:
-        """Returns what a device means to the replica that has another one.
+        """Returns the device at the same position of the replica that has device ``one``.
 
-        The device itself, if it is no replica's.
+        Returns the device itself if it belongs to no replica.
         """
         column = self._columns.get(device)
         return device if column is None else column[self._replica_ids[one]]
 
     def position_of(self, device: torch.device, name: str) -> torch.device:
-        """Returns where the first replica's copy of a variable is.
+        """Returns the device of the first replica's copy of a variable.
 
         Raises:
             DeviceError: the variable is on a GPU that is not the first replica's.
@@ -88,5 +81,5 @@ class DeviceMesh:
         return home
 
     def names(self, replica_id: int) -> dict[torch.device, torch.device]:
-        """Returns what the first replica's devices mean to another one."""
+        """Returns a replica's devices by the first replica's device at the same position."""
         return dict(zip(self.replicas[0], self.replicas[replica_id], strict=True))

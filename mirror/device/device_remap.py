@@ -1,4 +1,4 @@
-"""Renaming: what a replica's code says of devices, written for the first one's, means its own."""
+"""DeviceRemap: translates the first replica's devices in a replica's code to its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _thread = _RemapState()
 
 @contextmanager
 def without_remap() -> Iterator[None]:
-    """Has devices mean what they are, in this thread: in what works on all replicas' tensors."""
+    """Turns the translation off in this thread, for code on the tensors of all replicas."""
     before = _thread.is_off
     try:
         _thread.is_off = True
@@ -34,16 +34,16 @@ def without_remap() -> Iterator[None]:
 
 
 class DeviceRemap(TorchFunctionMode):
-    """Has the torch functions of a thread use other devices than they are told. [Note: Places].
+    """Translates devices in the arguments of a thread's torch functions. [Note: Places].
 
-    It sees ``torch.device``, names and numbers, in ``x.to(device)``, ``x.cuda(1)`` and wherever
-    ``device=`` is taken. Of what is no function of tensors (``torch.cuda.device``, streams, a
-    ``torch.Generator``) it sees nothing. It costs some microseconds a call. Under
-    torch.compile the graph breaks: compiled code would hold one replica's devices.
+    It translates ``torch.device``, names and numbers in ``x.to(device)``, ``x.cuda(1)`` and any
+    ``device=``. It does not see calls without tensors (``torch.cuda.device``, streams, a
+    ``torch.Generator``). It costs some microseconds per call. Inside torch.compile it raises
+    CompileError: compiled code would contain one replica's devices.
 
     Args:
-        names: the devices that are renamed, and what they mean.
-        is_wanted: whether they are to be now.
+        names: the new device of each translated device.
+        is_wanted: whether to translate now.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DeviceRemap(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Calls the function, with devices renamed."""
+        """Calls the function with translated devices."""
         if not _thread.is_off and self._is_wanted():
             if torch.compiler.is_compiling():
                 raise CompileError(

@@ -1,7 +1,4 @@
-"""How far a device has come, and the stream it works on, for libraries in C.
-
-How long a device works, measured without waiting for it.
-"""
+"""Events, stream addresses for C libraries, and a stopwatch for devices; none of them waits."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class Event(Protocol):
     """A point in the work of a device."""
 
     def query(self) -> bool:
-        """Whether the device has come that far; does not wait."""
+        """Whether the device has reached this point; does not wait."""
 
 
 class _Past:
@@ -33,10 +30,9 @@ _PAST = _Past()
 
 
 class _CudaEvent:
-    """Torch's event, asked through the driver: torch keeps the GIL while it asks.
+    """A torch event, queried through the driver, because torch holds the GIL during a query.
 
-    Where the driver has to wait for a lock, that of a thread that waits for the GIL in the end, no
-    Python would run again.
+    The driver may wait for a lock of a thread that waits for the GIL: that would be a deadlock.
     """
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -53,7 +49,7 @@ class _CudaEvent:
 
 
 def record_event(device: torch.device) -> Event:
-    """Returns the point that the device's current stream now ends at; the CPU is there already."""
+    """Returns an event at the end of the device's current stream; on the CPU it is in the past."""
     if device.type != "cuda":
         return _PAST
     event = torch.cuda.Event()
@@ -62,9 +58,9 @@ def record_event(device: torch.device) -> Event:
 
 
 def query_without_breaking_capture() -> None:
-    """Has the calling thread's questions be no error of a CUDA graph that others capture.
+    """Lets the calling thread query events while other threads capture a CUDA graph.
 
-    For threads that only watch: what they ask about was never captured.
+    For threads that only watch: the events they query are never captured.
     """
     driver = _driver()
     if driver is not None:
@@ -72,9 +68,9 @@ def query_without_breaking_capture() -> None:
 
 
 def stream_address(device: torch.device) -> int:
-    """Returns the device's current stream as C libraries take it; 0 for the CPU, which has none.
+    """Returns the address of the device's current stream for C libraries; 0 for the CPU.
 
-    That 0 also is CUDA's default stream, so this is no question whether there is a stream.
+    CUDA's default stream is 0, too, so the result does not show whether there is a stream.
     """
     if device.type != "cuda":
         return 0
@@ -82,9 +78,9 @@ def stream_address(device: torch.device) -> int:
 
 
 def is_stream_idle(device: torch.device, stream: int) -> bool:
-    """Whether a stream, by its address, is known to have done all its work; never waits.
+    """Whether a stream, given by its address, has certainly finished its work; never waits.
 
-    Nothing is known of the CPU. Not for streams that may be captured: the question ends that.
+    False for the CPU. Not for streams that may be captured: the query would end the capture.
     """
     driver = _driver()
     if device.type != "cuda" or driver is None:
@@ -95,7 +91,7 @@ def is_stream_idle(device: torch.device, stream: int) -> bool:
 
 @cache
 def _driver() -> ctypes.CDLL | None:
-    """Returns CUDA's driver, whose calls let go of the GIL."""
+    """Returns CUDA's driver library; ctypes releases the GIL during its calls."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -103,10 +99,10 @@ def _driver() -> ctypes.CDLL | None:
 
 
 class Stopwatch:
-    """Adds up how long a device works between ``start`` and ``stop``, without waiting for it.
+    """Sums how long a device works between ``start`` and ``stop``, without waiting for it.
 
-    On a GPU by events on the calling thread's current stream; what the GPU has not finished is
-    not counted yet. On the CPU by the clock.
+    On a GPU it uses events on the calling thread's current stream and counts only finished work;
+    on the CPU it uses the clock.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,10 +1,11 @@
-"""The memory of simulated devices: what a step frees is kept for the next one.
+"""Host memory of simulated devices: memory that a step frees stays in the process.
 
 [Note: Kept memory]
-glibc gives large freed blocks back to the system, which hands out the next step's page by page: a
-small CNN spent 10 of its 33 ms a step in 5000 page faults. PyTorch's allocator for GPUs keeps what
-is freed; with several simulated devices the C library is told to do so, in the whole process, by
-the parameters that ``mallopt(3)`` describes. ``close`` gives back what is free then.
+Problem: glibc returns large freed blocks to the system, and the next step gets new ones page by
+page. A small CNN spent 10 of its 33 ms per step in 5000 page faults.
+Rule: as PyTorch's GPU allocator keeps freed memory, so does glibc with several simulated devices:
+``mallopt(3)`` sets its thresholds for the whole process.
+Consequence: the process keeps the memory until ``close`` returns it to the system.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _OF_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD
 
 
 def keep_freed_memory() -> None:
-    """Has the C library keep freed memory, unless the user has set the like; glibc alone can."""
+    """Makes glibc keep freed memory, unless the environment sets malloc parameters."""
     library = _library()
     is_set = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if library is None or is_set or any(name in os.environ for name in _OF_USERS):
@@ -30,7 +31,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Gives the system what is free now."""
+    """Returns free memory to the system."""
     library = _library()
     if library is not None:
         library.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What tells a machine with its GPUs from others, and from itself after a change."""
+"""Facts that identify a machine and its GPUs, and that change with its configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROPERTIES = ("name", "uuid", "total_memory", "pci_domain_id", "pci_bus_id", "p
 def facts_of_machine(devices: Sequence[torch.device]) -> dict[str, object]:
     """Returns the kernel, the driver, and the GPUs behind the devices, in words and numbers.
 
-    What cannot be found out is an empty string.
+    An unknown fact is an empty string.
     """
     facts: dict[str, object] = {name: _text(path) for name, path in _FILES.items()}
     facts |= {"kernel": platform.release(), "cuda": _version_of_driver()}
@@ -26,7 +26,7 @@ def facts_of_machine(devices: Sequence[torch.device]) -> dict[str, object]:
 
 
 def facts_of_gpu(device: torch.device) -> list[str]:
-    """Returns what tells a GPU from others, of this machine and of most; its name, of a CPU."""
+    """Returns the identifying properties of a GPU; for the CPU, its name."""
     if device.type != "cuda":
         return [str(device)]
     properties = torch.cuda.get_device_properties(device)

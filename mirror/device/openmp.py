@@ -1,14 +1,14 @@
-"""Teams: the threads of OpenMP, which a CPU's larger operations are divided among.
+"""OpenMP teams: the worker threads among which large CPU operations are divided.
 
 [Note: Teams]
-OpenMP keeps a team for every thread that has computed with several. The team of a replica that
-waits for its turn has nothing to do, but it counts: when there are more threads than CPUs, GNU's
-OpenMP lets none of them look out for work, so that each operation of the team that computes wakes
-its members from their sleep, tens of microseconds each. A step of many middle-sized operations
-takes up to twice as long. So who gives the turn away may end its team, which takes 1 us where
-there is none, and some 50 to end one and 50 to have it again: what pays is measured, see
-[Note: Measured manners] in ``threads/policies.py``. Bits do not depend on it: an
-operation is divided by the number of threads, not by who they are.
+Problem: OpenMP keeps a team for every thread that has run a parallel region, also for replicas
+that wait for their turn. With more threads than CPUs, members of GNU OpenMP teams sleep instead
+of spinning, so each operation wakes them, at tens of microseconds each. A step of many
+medium-sized operations takes up to twice as long.
+Rule: a thread that passes its turn on may end its team. That takes 1 us without a team, 50 us
+with one, and 50 us to create it again; so it is measured, [Note: Measured manners] in
+``threads/policies.py``.
+Consequence: results have the same bits, which depend only on the number of threads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 
-_SOFT = 1  # omp_pause_soft of OpenMP 5.0: keeps all but what can be had again
+_SOFT = 1  # omp_pause_soft of OpenMP 5.0: drops only what OpenMP can create again
 
 
 def _ender() -> Callable[[], object] | None:
-    """Returns what ends the calling thread's team; ``None`` where OpenMP cannot."""
+    """Returns a function that ends the calling thread's team; ``None`` if OpenMP has none."""
     with suppress(AttributeError, OSError, TypeError):
         openmp = ctypes.CDLL(None)  # the one that torch has loaded for all
         if not hasattr(openmp, "__kmpc_fork_call"):  # LLVM's would pause all threads' teams
@@ -31,4 +31,4 @@ def _ender() -> Callable[[], object] | None:
 
 
 release_thread_pool = _ender()
-"""Ends the team of the calling thread, if it has one; ``None`` where OpenMP cannot."""
+"""Ends the team of the calling thread, if it has one; ``None`` if OpenMP cannot do that."""

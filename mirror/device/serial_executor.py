@@ -1,4 +1,4 @@
-"""SerialExecutor: a thread that does work in order, and of whose end those who wait are told."""
+"""SerialExecutor: one thread that runs jobs in order; waits for a job end if the thread ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-_LOOK_SECONDS = 0.1  # how often who waits looks whether the thread lives
+_LOOK_SECONDS = 0.1  # how often a waiting thread checks that the executor's thread is alive
 
 
 class _Job:
-    """Some work, and what it raised.
+    """A job and its error.
 
     Attributes:
-        done: held until it is.
+        done: locked until the job is done.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -25,10 +25,10 @@ class _Job:
 
 
 class SerialExecutor:
-    """One thread, made when first needed; it ends with this object.
+    """One thread, started when first needed; it ends with this object.
 
-    Whatever an exception strikes in it, or in who waits, nobody waits for ever: an executor of
-    concurrent.futures has locks that it may leave closed.
+    An interrupt in any thread never makes another one wait forever. An executor of
+    concurrent.futures has locks that an interrupt may leave locked.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class SerialExecutor:
         weakref.finalize(self, self._jobs.put, None)
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Has work done after what was started before; returns what waits for it."""
+        """Enqueues work after all earlier work; returns a function that waits for it."""
         thread = self._thread
-        if thread is None or not thread.is_alive():  # struck, or left behind by a fork
-            self._jobs.put(None)  # to one that lives: an interrupt can make Python think otherwise
+        if thread is None or not thread.is_alive():  # interrupted, or lost in a fork
+            self._jobs.put(None)  # after an interrupt, is_alive() may be wrong: end that thread
             self._jobs, self._fate = SimpleQueue(), []
             weakref.finalize(self, self._jobs.put, None)
             thread = threading.Thread(
@@ -70,7 +70,7 @@ class SerialExecutor:
 
 
 def _do(jobs: SimpleQueue[_Job | None], fate: list[BaseException]) -> None:
-    """Does all jobs; notes in ``fate`` what has struck this thread between them."""
+    """Runs all jobs; stores an exception that hits this thread between jobs in ``fate``."""
     try:
         while (job := jobs.get()) is not None:
             try:
@@ -79,6 +79,6 @@ def _do(jobs: SimpleQueue[_Job | None], fate: list[BaseException]) -> None:
                 job.error = error
             finally:
                 job.done.release()
-                del job  # what it holds is not kept until the next one comes
+                del job  # so that its references end before the next job comes
     except BaseException as error:
         fate.append(error)

@@ -13,11 +13,11 @@ from mirror.devices import is_simulated
 
 
 class SideStream:
-    """Where work goes that is done beside what the devices do: streams, or a thread.
+    """Runs work beside the computation: on side streams, or in a thread.
 
     Args:
-        devices: those of the work; on GPUs it is enqueued on a stream of each one's own, on CPU
-            devices a thread does it.
+        devices: the devices of the work. Each GPU gets a side stream for it; on CPU devices a
+            thread runs it.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -27,10 +27,10 @@ class SideStream:
         self._is_closed = False
 
     def start(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Starts work after what is enqueued now; returns what waits for it.
+        """Starts work after all enqueued work; returns a function that waits for it.
 
-        On GPUs that makes the calling thread's current streams wait, not the host. What the work
-        writes must be kept until then. Work is done in the order in which it is started.
+        On GPUs that function makes the calling thread's current streams wait, not the host. The
+        caller keeps the outputs alive until then. Work runs in the order in which it is started.
         """
         if self._is_closed:
             work()
@@ -55,7 +55,7 @@ class SideStream:
         return wait
 
     def close(self) -> None:
-        """Ends the thread, if there is one, after which work is done at once; idempotent."""
+        """Ends the thread, if there is one; later work runs in the caller's thread. Idempotent."""
         self._is_closed = True
         self._thread.close()
 
@@ -74,11 +74,11 @@ class CopyStreams:
         }
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a tensor of the host from whose parts copies do not wait.
+        """Returns a pinned copy of a host tensor, from which copies to GPUs are asynchronous.
 
-        One for all parts: to pin memory costs the host more than to copy it. The tensor itself
-        where that needs no copy: one that is pinned, or on a GPU, or of simulated devices. So is
-        what has a gradient, for which the copies are part of the graph.
+        One copy serves all parts, because pinning costs the host more than copying. Returns the
+        tensor itself if it is pinned, on a GPU, or for simulated devices; also if it requires a
+        gradient, because then the copies are part of the graph.
         """
         on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
         if not self._streams or not on_host or tensor.requires_grad or tensor.is_pinned():

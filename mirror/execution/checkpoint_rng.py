@@ -1,8 +1,9 @@
-"""Saved states of the random generator, which replicas that run at once must not draw from.
+"""Makes replicas take turns once activation checkpointing saves the random generator's state.
 
-Activation checkpointing saves the state before it runs a part of a forward pass, to draw the same
-numbers when it recomputes that part. Simulated devices share the CPU's one generator: while one
-replica saves and draws, no other one may. So replicas that save its state take turns for good.
+Activation checkpointing saves the state before a part of a forward pass, and draws the same
+numbers when it recomputes that part. Simulated devices share the CPU's generator, so no other
+replica may draw between the save and the draws. Replicas that save the state take turns from then
+on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _taking_turns(original: Callable[[], torch.Tensor]) -> Callable[[], torch.Te
 
 
 def _compiles(caller: FrameType) -> bool:
-    """Whether it is the compiler that saves the state, around its own work; it draws nothing."""
+    """Whether the compiler saves the state around its own work, which draws nothing."""
     return str(caller.f_globals.get("__name__")).startswith("torch._")
 
 

@@ -1,23 +1,19 @@
-"""Which replica is current, and the contexts around it; thread-local.
+"""The current replica of a thread and the stack of contexts around it; thread-local.
 
-A thread's contexts form a stack. Each is a strategy in its cross-replica context (its scope, or a
-merge) or one of its replicas. With an empty stack no strategy is current.
+Each context is a strategy in its cross-replica context (its scope, or a merge) or one of its
+replicas. If the stack is empty, no strategy is current.
 
 [Note: Interrupts]
-Ctrl-C, and whatever else one thread may raise in another, comes where a function begins or has
-returned: also between what enters a context and the ``try`` that is to leave it, and in what
-leaves it. But never between instructions that call nothing. So:
-
-    what is entered    is entered inside the ``try``; what was there before is fetched ahead of it
-    what is left       is left by assignments in ``finally``, of what was there before, in the
-                       frame itself: no call, nothing for an interrupt to come between
-    what takes calls   is marked as unfinished ahead, by an assignment, and the mark taken off when
-                       all is well: who finds it, be it in the next use, puts things right
-
-        before = here()
+Problem: Ctrl-C, like any exception thrown into a thread, comes at the start or the return of a
+function, never between instructions that call nothing. It may come before the ``try``, or inside
+the code that leaves a context.
+Rule:    the old state is fetched before ``try``; the new state is entered inside it
+         ``finally`` restores it by plain assignments in the same frame, without a call
+         where calls are needed, a flag is set before and cleared after; the next user of a
+         flagged object recovers it
+        before = save_context()
         try:
-            enter(strategy, replica)
-            ...
+            push_context(strategy, replica)
         finally:
             current.replica, current.strategy, current.below = before
 """
@@ -32,17 +28,17 @@ from mirror.device.device_remap import DeviceRemap
 from mirror.errors import StrategyError
 from mirror.execution.replicas import Replica, Replicas
 
-Context = tuple["Replica | None", Any, Any]  # a replica, a strategy, and what is below
+Context = tuple["Replica | None", Any, Any]  # a replica, a strategy, and the context below
 
 
 class _Current(threading.local):
-    """The context on top of the calling thread's stack, spread out for fast access.
+    """The top context of the calling thread's stack, in separate fields for fast access.
 
     Attributes:
         replica: the current replica, ``None`` outside ``run``.
-        strategy: the current strategy, ``None`` where there is none.
-        below: the context below, and what is below that.
-        in_whole_call: whether a mirrored module runs unsplit, and all it calls with it.
+        strategy: the current strategy, ``None`` if there is none.
+        below: the rest of the stack.
+        in_whole_call: whether a mirrored module, and all that it calls, runs unsplit.
     """
 
     replica: Replica | None
@@ -51,7 +47,7 @@ class _Current(threading.local):
     in_whole_call: bool
 
     def __init__(self) -> None:
-        # Not as defaults of the class, which torch.compile takes for the values before torch 2.11.
+        # Not as class attributes: before torch 2.11, torch.compile takes these for the values.
         self.replica = self.strategy = self.below = None
         self.in_whole_call = False
 
@@ -86,7 +82,7 @@ def enclosing_replica() -> Replica | None:
 
 
 def check_current(replica: Replica) -> None:
-    """Raises StrategyError but to code of this replica."""
+    """Raises StrategyError unless the calling code is this replica's."""
     if current.replica is not replica and not replica.run.is_default:
         raise StrategyError(
             "this replica context belongs to a run that has ended, or to another replica or "
@@ -95,7 +91,7 @@ def check_current(replica: Replica) -> None:
 
 
 def save_context() -> Context:
-    """Returns what is to be current again. See [Note: Interrupts]."""
+    """Returns the current context, to be restored later. See [Note: Interrupts]."""
     return current.replica, current.strategy, current.below
 
 
@@ -106,9 +102,9 @@ def push_context(strategy: Any, replica: Replica | None) -> None:
 
 
 def renaming(replica: Replica) -> AbstractContextManager[object]:
-    """Has the devices that a replica's code names in this thread mean its own. [Note: Places].
+    """Returns a context that maps device names in a replica's code to its own. [Note: Places].
 
-    Where replicas have several devices each.
+    Applies if replicas have several devices each.
     """
     replicas = replica.replicas
     if replica.replica_id == 0:
@@ -118,11 +114,10 @@ def renaming(replica: Replica) -> AbstractContextManager[object]:
 
 
 def refuse_within_another(replicas: Replicas, what: str) -> None:
-    """Raises StrategyError inside ``run`` of another strategy, whose variables it may only read.
+    """Raises StrategyError inside ``run`` of another strategy.
 
-    A replica is one of N that run the same code, so another strategy's model would be trained N
-    times over, each time on a part of the batch. A strategy that a replica has made itself is its
-    own.
+    N replicas run the same code, so they would train this strategy's model N times, each time on
+    a part of the batch. A strategy that a replica has created itself is excepted.
     """
     replica = current.replica
     if replica is None or replica.replicas is replicas or replicas.is_nested:

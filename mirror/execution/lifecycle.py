@@ -1,11 +1,11 @@
-"""Part: something that must be equal on all replicas between runs, and what it is told.
+"""Lifecycle hooks: the parts of a strategy keep its replicas equal between runs.
 
 [Note: Parts]
-What must be equal on all replicas between runs is kept so by the parts of a strategy. The runner
-tells them, in one fixed order, what happens; a row is a part, from the first to the last told:
+A part keeps one kind of state equal on all replicas between runs. The runner calls the parts'
+hooks at each event, in the order of the rows:
 
-    part         prepare            returned,       ran         bring_along  settle    recover
-                                    finish
+    part         prepare            on_return,      on_run_end  sync_idle    on_       recover
+                                    finish                                   synced
     modules      mirror what was    refuse swapped                                     drop
                  recorded           parameters                                         swaps
     first        of several workers
@@ -33,20 +33,17 @@ tells them, in one fixed order, what happens; a row is a part, from the first to
                                                                                          began)
 
     prepare      before a run, an optimizer step in the cross-replica context, an unsplit call
-    merging      the replicas stand at a merge point, and some have set a mode or a variable
-    returned     all replicas have returned
-    finish       after that, or when all stand in merge_call
-    ran          the replicas may have changed something; after a failure, too
-    bring_along  some have sat the run out, and get what the first of the others has
-    settle       all replicas have done the same
-    recover      after a failure: back to what the first replica has
-    failed       after that, if it was a run: some replicas may not have begun it
+    on_merge     all replicas wait at a merge point, and some have set a mode or a variable
+    on_return    all replicas have returned
+    finish       after that, or when all replicas are in merge_call
+    on_run_end   the replicas may have changed something; also after a failure
+    sync_idle    idle replicas get the state of the first active one
+    on_synced    all replicas are equal
+    recover      after a failure: all replicas get the state of the first one
+    on_run_failed  after that, if it was a run: some replicas may not have begun it
 
-A strategy of one replica has the modules' part alone. What a backward pass recomputes outside of a
-run, or for a custom function, is a ``Run`` of its own that nobody begins or ends: its parts hear
-nothing.
-
-Parts: all that a strategy keeps equal, told together what happens.
+A strategy of one replica has only the modules' part. A recomputation in a backward pass outside
+``run``, or in a custom function, is a ``Run`` without events.
 """
 
 from __future__ import annotations
@@ -61,14 +58,14 @@ from mirror.execution.run_state import Run
 
 
 def nothing(*args: object) -> None:
-    """What most parts have to do at most events."""
+    """Does nothing; the default hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LifecycleHooks:
-    """Something that must be equal on all replicas between runs; told when to see to it.
+    """The hooks of one part, which keeps one kind of state equal on all replicas.
 
-    See [Note: Parts] for when each is called.
+    See [Note: Parts] for when each hook is called.
     """
 
     name: str
@@ -84,73 +81,73 @@ class LifecycleHooks:
 
 
 class GoesAlone(Protocol):
-    """A backward pass outside ``run`` that the replicas' threads are in."""
+    """A backward pass outside ``run`` in the replicas' threads."""
 
     def go_alone(self) -> bool:
-        """Waits until the other replicas have stopped; ``False`` in a thread that is of none."""
+        """Waits until the other replicas have stopped; returns False in any other thread."""
 
 
 class AllLifecycleHooks:
-    """The parts of one strategy, in their order. See [Note: Parts].
+    """The hooks of all parts of one strategy, in their order. See [Note: Parts].
 
     Attributes:
-        at_merging: what looks at a run where its replicas merge.
-        at_returned: what hears that all replicas have returned.
+        at_merging: the ``on_merge`` hooks.
+        at_returned: the ``on_return`` hooks.
     """
 
     def __init__(self, num_replicas: int, parts: Sequence[LifecycleHooks]) -> None:
         self._num_replicas = num_replicas
 
-        def of(event: str) -> tuple[Callable[..., None], ...]:
-            told = (getattr(part, event) for part in parts)
-            return tuple(method for method in told if method is not nothing)
+        def hooks_for(event: str) -> tuple[Callable[..., None], ...]:
+            hooks = (getattr(part, event) for part in parts)
+            return tuple(hook for hook in hooks if hook is not nothing)
 
-        self._at_prepare, self.at_returned = of("prepare"), of("on_return")
-        self._at_finish, self._at_ran = of("finish"), of("on_run_end")
-        self._at_bring_along, self._at_settle = of("sync_idle"), of("on_synced")
-        self._at_recover, self.at_merging = of("recover"), of("on_merge")
-        self._at_failed = of("on_run_failed")
+        self._prepare_hooks, self.at_returned = hooks_for("prepare"), hooks_for("on_return")
+        self._finish_hooks, self._run_end_hooks = hooks_for("finish"), hooks_for("on_run_end")
+        self._sync_hooks, self._synced_hooks = hooks_for("sync_idle"), hooks_for("on_synced")
+        self._recover_hooks, self.at_merging = hooks_for("recover"), hooks_for("on_merge")
+        self._failed_hooks = hooks_for("on_run_failed")
 
     def prepare(self) -> None:
-        """Makes all replicas equal to what the cross-replica context left."""
+        """Copies changes of the cross-replica context to all replicas."""
         if torch.is_inference_mode_enabled():
-            # What is made here, of state too, outlives the caller's inference mode.
+            # Tensors created here, state included, outlive the caller's inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 self.prepare()
             return
-        for prepare in self._at_prepare:
+        for prepare in self._prepare_hooks:
             prepare()
 
     def recover(self) -> None:
-        """Brings all replicas back to the first one's state after something has failed."""
-        for recover in self._at_recover:
+        """Restores all replicas to the first one's state after a failure."""
+        for recover in self._recover_hooks:
             recover()
 
     def on_run_failed(self, run: Run) -> None:
-        """Tells which replicas had begun a run that has failed, if any had."""
+        """Reports which replicas had begun a run that failed, if any had."""
         begun = tuple(r for r in run.active if run.members[r].has_begun)
         if begun:
-            for failed in self._at_failed:
-                failed(begun)
+            for on_run_failed in self._failed_hooks:
+                on_run_failed(begun)
 
     def finish(self, run: Run) -> None:
-        """Ends a run, or a stretch of it: what replicas did apart is joined, or refused."""
+        """Ends a run, or the part of it before merge_call: combines or rejects local changes."""
         if run.modes:
             run.check_modes()
-        for finish in self._at_finish:
+        for finish in self._finish_hooks:
             finish(run)
 
     def on_run_end(self, run: Run) -> None:
-        """Tells which replicas may have changed something."""
-        for ran in self._at_ran:
-            ran(run.active)
+        """Reports the replicas that may have changed something."""
+        for on_run_end in self._run_end_hooks:
+            on_run_end(run.active)
 
     def sync_idle(self, run: Run) -> None:
-        """Gives replicas that sat a run out what the others have; takes all as equal."""
+        """Copies the state of an active replica to the idle ones; then all count as equal."""
         idle = [r for r in range(self._num_replicas) if r not in run.active]
         if idle:
             with torch.inference_mode(False), torch.no_grad():
-                for bring_along in self._at_bring_along:
-                    bring_along(run.active[0], idle)
-        for settle in self._at_settle:
-            settle()
+                for sync_idle in self._sync_hooks:
+                    sync_idle(run.active[0], idle)
+        for on_synced in self._synced_hooks:
+            on_synced()

@@ -1,4 +1,4 @@
-"""Locksteps: the replicas' threads of a strategy, for runs and for runs inside runs."""
+"""LockstepStack: a strategy's locksteps, one per depth of nested runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mirror.threads.lockstep import Lockstep
 
 
 class LockstepStack(list[Lockstep]):
-    """The locksteps, by depth of runs inside runs, made when first needed.
+    """The locksteps by depth of nested runs, created when first needed.
 
     Args:
-        schedule: how replicas take turns, see [Note: Turns].
-        timeout_seconds: how long no replica may move before a run fails; ``None``: for ever.
+        schedule: the schedule of the replicas, see [Note: Turns].
+        timeout_seconds: a run fails if no replica moves for so long; ``None``: no limit.
     """
 
     def __init__(self, replicas: Replicas, schedule: str, timeout_seconds: float | None) -> None:
@@ -21,7 +21,7 @@ class LockstepStack(list[Lockstep]):
         self.schedule, self._timeout_seconds = schedule, timeout_seconds
 
     def at_depth(self, depth: int) -> Lockstep:
-        """Returns the one for runs inside that many others, anew if an interrupt has struck it."""
+        """Returns the lockstep for a nesting depth; replaces one that an interrupt has hit."""
         while len(self) <= depth:
             self.append(self._make())
         lockstep = self[depth]
@@ -31,24 +31,25 @@ class LockstepStack(list[Lockstep]):
         return lockstep
 
     def close(self) -> None:
-        """Ends the threads and waits for that."""
+        """Ends and joins the threads."""
         for lockstep in self:
             lockstep.close()
         self.clear()
 
     def abandon_threads(self) -> None:
-        """Drops them in a forked process, whose threads are in the other one."""
+        """Drops the locksteps in a forked process: the threads exist only in the parent."""
         for lockstep in self:
             lockstep.abandon_threads()
         self.clear()
 
     def _make(self) -> Lockstep:
-        made = Lockstep(self._names, schedule=self.schedule, timeout_seconds=self._timeout_seconds)
-        made.break_off = self._break_off
-        return made
+        limit = self._timeout_seconds
+        lockstep = Lockstep(self._names, schedule=self.schedule, timeout_seconds=limit)
+        lockstep.break_off = self._break_off
+        return lockstep
 
 
 def close_threads(locksteps: Sequence[Lockstep]) -> None:
-    """Has the threads end, of a strategy that is gone, when they next wait."""
+    """Makes the threads of a deleted strategy end at their next wait."""
     for lockstep in locksteps:
         lockstep.dismiss()

@@ -1,26 +1,17 @@
-"""The random streams of replicas that take turns on the CPU's one generator.
+"""Random streams: each replica draws from its own, although the CPU has one generator.
 
 [Note: Streams of replicas]
-Simulated devices share one generator. Were it drawn from in turns, what one replica draws would
-depend on how many numbers the others have drawn before. So every replica of a run has a stream of
-its own, which is put into the generator with the turn; whose was there before is kept then:
+Problem: simulated devices share a generator, so a replica's draws would depend on the others'.
+Rule: the first replica continues the generator's stream, as one device does. Any other replica
+has a stream seeded by a checksum of the state at the start of the run and by its id. A turn puts
+the replica's stream into the generator. ``merge_call`` and lazy modules draw from the first one.
+Consequence: after the run the generator has the first replica's state, so ``torch.get_rng_state``
+between runs saves everything. If only other replicas have drawn, one extra number is drawn, so
+that they do not repeat theirs. A run of one replica, and replicas that run at once, draw as is.
+Several workers: an outermost run draws one number, which with the rank seeds the worker's stream,
+and restores the state after that draw. So a shuffled loader has the same order on all workers.
 
-    the first replica   goes on with the generator's stream, as one device does
-    any other           a stream seeded by a checksum of the state that the run began with, and by
-                        its number
-
-After the run the generator stands where the first replica has left it, so
-``torch.get_rng_state`` between runs is all there is to save. If that replica has drawn nothing
-and others have, one number is drawn for them, lest they draw the same again. What ``merge_call``
-calls draws from the first replica's stream, and so do the initial values of a lazy module. A run
-of one replica, and replicas that run at once, draw as they come.
-
-Python's and numpy's generators stay shared: their states take 20 and 80 us to read.
-
-Where there are several workers, every outermost run begins with one number of the generator, and
-leaves it as that number has left it: so what draws between runs, the order of a shuffled loader
-for one, goes on alike on all workers. Within the run a worker draws from a stream that the number
-and its rank seed. No stream is kept, so that seeding anew, and checkpoints, are as without others.
+Python's and numpy's generators stay shared: reading their states takes 20 and 80 us.
 """
 
 from __future__ import annotations
@@ -42,9 +33,9 @@ _generator = torch.default_generator
 
 
 class SeededStates:
-    """The states that the replicas' streams begin with, for one state of the generator.
+    """The initial states of the replicas' streams for one state of the generator.
 
-    A program that draws nothing leaves the generator as it is, and needs them anew in every run.
+    If a program draws nothing, the generator's state, and so these states, serve the next run.
     """
 
     __slots__ = ("base", "known", "states")
@@ -52,10 +43,10 @@ class SeededStates:
     def __init__(self, base: bytes) -> None:
         self.base = base
         self.states: dict[int, Tensor] = {}
-        self.known: dict[int, bytes] = {}  # the same states
+        self.known: dict[int, bytes] = {}  # the same states as bytes
 
     def put(self, replica_id: int) -> None:
-        """Puts the replica's stream, at its beginning, into the generator."""
+        """Puts the initial state of the replica's stream into the generator."""
         if replica_id in self.states:
             _generator.set_state(self.states[replica_id])
             return
@@ -73,10 +64,10 @@ class RngPool:
 
     def __init__(self, are_apart: bool) -> None:
         self.are_apart = are_apart
-        self._seeded = SeededStates(b"")  # of the last run
+        self._seeded = SeededStates(b"")  # the states of the last run
 
     def begin(self, first: int) -> ReplicaRng:
-        """Returns the streams of a run of several replicas that begins."""
+        """Returns the streams for a new run of several replicas."""
         base = _state()
         if self._seeded.base != base:
             self._seeded = SeededStates(base)
@@ -95,10 +86,10 @@ class ReplicaRng:
     def __init__(self, seeded: SeededStates, first: int) -> None:
         self._first = self.inside = first
         self._seeded = seeded
-        self._states: dict[int, Tensor] = {}  # of those that were in the generator
+        self._states: dict[int, Tensor] = {}  # the streams that were in the generator
 
     def enter(self, replica_id: int) -> None:
-        """Puts a replica's stream into the generator, where another one's is."""
+        """Replaces the stream in the generator by a replica's stream."""
         states = self._states
         states[self.inside] = state_of(_generator)
         self.inside = replica_id
@@ -108,12 +99,12 @@ class ReplicaRng:
             self._seeded.put(replica_id)
 
     def enter_first(self) -> None:
-        """Has what is drawn from now on drawn from the first replica's stream."""
+        """Puts the first replica's stream into the generator."""
         if self.inside != self._first:
             self.enter(self._first)
 
     def end(self) -> None:
-        """Leaves the generator where the first replica has left it."""
+        """Restores the first replica's stream to the generator."""
         self.enter_first()
         if self._others_have_drawn() and _state() == self._seeded.base:
             torch.empty((), device="cpu").random_()
@@ -127,7 +118,7 @@ class ReplicaRng:
 
 
 def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
-    """Has a run draw from a stream of its worker. See [Note: Streams of replicas]."""
+    """Calls a run that draws from its worker's stream. See [Note: Streams of replicas]."""
     seed = int(torch.randint(2**62, (), generator=_generator))
     after = state_of(_generator)
     _generator.manual_seed(stream_seed(seed, 1 + workers.rank))
@@ -139,14 +130,14 @@ def with_rng_of(workers: LocalWorkerGroup, call: Callable[[], T]) -> T:
 
 @contextmanager
 def same_seed(workers: LocalWorkerGroup) -> Iterator[None]:
-    """Has what is drawn meanwhile, within a run, be what worker 0 draws: initial values."""
+    """Seeds the draws inside, within a run, as on worker 0: for initial values."""
     if not workers.is_multi_process:
         yield
         return
     seed = int(torch.randint(2**62, (), generator=_generator))
-    said = workers.exchange("the first values of a lazy module", None, lambda: b"%d" % seed)
+    seeds = workers.exchange("the first values of a lazy module", None, lambda: b"%d" % seed)
     before = state_of(_generator)
-    _generator.manual_seed(int(said[0]))
+    _generator.manual_seed(int(seeds[0]))
     try:
         yield
     finally:

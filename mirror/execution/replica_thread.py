@@ -1,7 +1,4 @@
-"""Torch's thread-local state, carried from the caller of ``run`` into the replicas' threads.
-
-Tasks: what a replica's thread does in a run, around the function that it calls.
-"""
+"""The task of a replica's thread: the user's function under the caller's thread-local state."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class ThreadState:
-    """What holds in the caller's thread and not by itself in others.
+    """Torch's thread-local state of the caller, which replicas' threads take over.
 
-    The default dtype, the deterministic flags and anomaly mode are global and need no carrying.
+    The default dtype, the deterministic flags and anomaly mode are global and need no copy.
 
     Attributes:
         num_threads: intra-op threads of the caller.
-        sharers: how many replicas compute at once and share them.
-        places: of replicas that have several devices.
-        streams: of the GPUs, if they are any. See [Note: Whose stream is current].
+        sharers: the number of replicas that compute at once and share these threads.
+        places: the device mesh, if replicas have several devices.
+        streams: the current streams of the GPUs, if any. See [Note: Whose stream is current].
     """
 
     grad: bool
@@ -65,7 +62,7 @@ class ThreadState:
                 if torch.is_autocast_enabled(kind)
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            # A default device is a function mode; torch's own look at them takes 10 us.
+            # A default device is a function mode; torch.get_default_device() takes 10 us.
             default_device=torch.get_default_device() if num_function_modes() else _CPU,
             saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=torch.get_num_threads(),
@@ -75,7 +72,7 @@ class ThreadState:
         )
 
     def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
-        """Calls ``fn`` for a replica, under this state in whatever thread, and undoes what it did.
+        """Calls ``fn`` for a replica under this state, in any thread, and then restores the state.
 
         A default GPU becomes the replica's own.
         """
@@ -86,16 +83,16 @@ class ThreadState:
         before = torch.is_grad_enabled()
         set_grad_enabled(self.grad)
         try:
-            is_here = threading.get_ident() == self._caller  # where all holds already
-            if not is_here and self._needs_contexts():
+            is_caller = threading.get_ident() == self._caller  # it has this state already
+            if not is_caller and self._needs_contexts():
                 fn = partial(self._call_in_contexts, fn)
-            if self.streams is not None and not is_here:
+            if self.streams is not None and not is_caller:
                 fn = partial(_call_in, self.streams, device, fn)
             same_kind = self.default_device.type == device.type
             default_device = device if same_kind else self.default_device
             if self.places is not None:
                 default_device = self.places.translate(self.default_device, device)
-            if default_device == (self.default_device if is_here else _CPU):
+            if default_device == (self.default_device if is_caller else _CPU):
                 return fn()
             with default_device:
                 return fn()
@@ -103,7 +100,7 @@ class ThreadState:
             set_grad_enabled(before)
 
     def _needs_contexts(self) -> bool:
-        """Whether anything holds but what threads begin with."""
+        """Whether the state differs from that of a new thread."""
         return bool(self.inference or self.autocast or self.saved_tensors_hooks is not None)
 
     def _call_in_contexts(self, fn: Callable[[], Any]) -> Any:
@@ -121,8 +118,8 @@ class ThreadState:
             return fn()
 
     def restore(self) -> None:
-        """Gives the caller its intra-op threads back."""
-        # Threads that start later begin with the number that was set last.
+        """Restores the caller's number of intra-op threads."""
+        # Threads that start later take the number that was set last.
         if self._has_set_threads:
             torch.set_num_threads(self.num_threads)
 
@@ -135,10 +132,10 @@ def _call_in(streams: CallerStreams, device: torch.device, fn: Callable[[], Any]
 def task_of(
     run: Run, replica_id: int, fn: Callable[[int], Any], state: ThreadState | None
 ) -> Callable[[], Any]:
-    """Returns what calls ``fn(replica_id)`` as that replica, under the caller's state.
+    """Returns a task that calls ``fn(replica_id)`` as that replica, under the caller's state.
 
     Args:
-        state: ``None`` for one on the CPU without others beside it, which has the caller's.
+        state: ``None`` for a single replica on the CPU, which runs in the caller's thread.
     """
     replica, replicas = run.members[replica_id], run.replicas
     device = replica.device
@@ -148,7 +145,7 @@ def task_of(
         before = save_context()
         try:
             push_context(strategy, replica)
-            timeline.use()  # by this thread, which may have the cross-replica context in a merge
+            timeline.use()  # in a merge, this thread may run the cross-replica context
             timeline.begin(replica_id, FORWARD)
             replica.has_begun = True
             return _call(fn, run, replica_id)
@@ -173,7 +170,7 @@ def task_of(
         if len(run.active) == 1:
             with using(device):
                 return call()
-        if replicas.are_simulated:  # on the CPU there is nothing to enter
+        if replicas.are_simulated:  # the CPU needs no device context
             return state.call(partial(variables.run, call), device)
         with using(device), backward_in_calling_thread((device,)):
             return state.call(partial(variables.run, call), device)
@@ -182,13 +179,13 @@ def task_of(
 
 
 def _call(fn: Callable[[int], Any], run: Run, replica_id: int) -> Any:
-    """Calls a replica's function, which draws from its own random stream."""
+    """Calls a replica's function with the replica's random stream."""
     if run.streams is not None and run.streams.inside != replica_id:
         run.streams.enter(replica_id)
     result = _measured(fn, run, replica_id) if run.stopwatches else fn(replica_id)
     if run.stepped:
-        for stepped, left in run.stepped.items():
-            left[replica_id] = stepped.options()
+        for optimizer, options in run.stepped.items():
+            options[replica_id] = optimizer.options()
     return result
 
 

@@ -1,4 +1,4 @@
-"""Replicas: who the replicas of a strategy are, and one of them while its function runs."""
+"""Replicas of a strategy, one Replica while its function runs, and views of its run."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """The replicas of one strategy: index r lives on ``devices[r]``, and beside it.
+    """The replicas of one strategy in this process; replica r is on ``devices[r]``.
 
-    An index is never inferred from a device. The identity of this object says whose a variable or
-    a replica is.
-
-    Those of other processes, where there are any, are known by their number alone: ``workers``.
+    A replica id is never inferred from a device. The identity of this object shows to which
+    strategy a variable or a replica belongs. Of replicas in other processes, only the number is
+    known: ``workers``.
 
     Attributes:
-        communicator: how they move bytes to each other.
-        workers: the processes whose replicas train together; this one is alone in most programs.
-        places: all their devices; ``devices`` are those at position 0. See [Note: Places].
-        mirrors: whether there is more than one replica, here or elsewhere.
-        names: what messages call them, ``"replica 2 of 4 (cuda:2)"``.
-        strategy: the strategy that runs them; strong, as a model outlives the variable that held
-            its strategy.
+        communicator: moves data between the replicas.
+        workers: the processes that train together; a single one in most programs.
+        places: the device mesh; ``devices`` are those at position 0. See [Note: Places].
+        mirrors: whether there is more than one replica, here or in other processes.
+        names: the replicas' names in messages, ``"replica 2 of 4 (cuda:2)"``.
+        strategy: the strategy of the replicas. A strong reference, because a model may outlive
+            the variable that held its strategy.
         weighted: whether gradients are means, weighted by the replicas' shares, or plain sums.
-        is_nested: whether a replica of another strategy has made them.
-        device_types: the types of their devices, and ``"cpu"``.
-        are_simulated: whether their devices are CPU devices.
-        is_one_device: whether they are all on one device.
-        home: where parameters are in the cross-replica context, and optimizers step.
-        is_apart: whether that is a storage of its own; else it is the first replica's.
-        steps_once: whether one step of an optimizer does for all, of several or apart from them.
+        is_nested: whether a replica of another strategy has created them.
+        device_types: the types of the devices, and ``"cpu"``.
+        are_simulated: whether the devices are CPU devices.
+        is_one_device: whether all replicas are on one device.
+        parameter_device: holds the parameters in the cross-replica context; optimizers step there.
+        has_parameter_device: whether that is a storage of its own, and not the first replica's.
+        steps_once: whether one optimizer step serves all replicas.
     """
 
     __slots__ = (
@@ -88,10 +87,10 @@ class Replicas:
         self.has_parameter_device = home is not None
         self.parameter_device = self.devices[0] if home is None else home
         self.mirrors = workers.num_replicas > 1 or self.has_parameter_device
-        whose = f"worker {workers.rank}, " if workers.is_multi_process else ""
-        where = [", ".join(map(str, row)) for row in places.replicas]
+        worker = f"worker {workers.rank}, " if workers.is_multi_process else ""
+        labels = [worker + ", ".join(map(str, devices)) for devices in places.replicas]
         self.names = tuple(
-            f"replica {workers.replica_offset + r} of {workers.num_replicas} ({whose}{where[r]})"
+            f"replica {workers.replica_offset + r} of {workers.num_replicas} ({labels[r]})"
             for r in range(self.num_replicas)
         )
         self.strategy = strategy
@@ -107,9 +106,9 @@ class Replicas:
 
 
 class WeakReplicaMap(Generic[T]):
-    """What belongs to replicas and is found by them, as long as somebody else holds it.
+    """A map from ``Replicas`` to an object of theirs, with weak keys and weak values.
 
-    Weak on both sides: it holds its replicas.
+    The values are weak, too, because they hold strong references to their replicas.
     """
 
     def __init__(self) -> None:
@@ -118,68 +117,68 @@ class WeakReplicaMap(Generic[T]):
         )
 
     def put(self, replicas: Replicas, owned: T) -> None:
-        """Notes what belongs to replicas."""
+        """Stores the object of these replicas."""
         self._known[replicas] = weakref.ref(owned)
 
     def get(self, replicas: Replicas) -> T:
-        """Returns what belongs to replicas that are in use."""
+        """Returns the object of these replicas, which must be in use."""
         owned = self._known[replicas]()
         assert owned is not None
         return owned
 
     def all(self) -> list[T]:
-        """Returns all there is."""
+        """Returns all objects that are alive."""
         found = (known() for known in list(self._known.values()))
         return [owned for owned in found if owned is not None]
 
 
 class SwappedOptimizer(Protocol):
-    """What the step of a replica has for itself alone until the step ends: an optimizer."""
+    """An optimizer that the step of one replica uses exclusively, with its parameters swapped."""
 
     def is_within_step(self, frame: FrameType) -> bool:
         """Whether ``frame`` was called by the step in progress."""
 
     def swap_out(self) -> None:
-        """Ends the loan; idempotent."""
+        """Swaps the replica's parameters out; idempotent."""
 
     def force_out(self) -> None:
-        """Ends the loan, whoever has it or waits for it, after a failure; idempotent."""
+        """Swaps out after a failure, whichever replica uses or waits for it; idempotent."""
 
 
 class SteppedOptimizer(Protocol):
-    """What all replicas of a run have stepped: an optimizer."""
+    """An optimizer that all replicas of a run have stepped."""
 
     def options(self) -> object:
-        """Returns the options as this replica leaves them."""
+        """Returns the options at the end of this replica's function."""
 
     def check_left(self, left: dict[int, Any]) -> None:
-        """Raises StrategyError for options that the replicas have left different."""
+        """Raises StrategyError if the replicas' options differ at the end of a run."""
 
 
 class Tracing(Protocol):
-    """Who follows what a replica does, to compile it: one trace stands for all replicas.
+    """The tracer of a compiled step: one trace stands for all replicas.
 
-    What is traced has no values, and is of no replica: whoever would wait for others, or look at
-    what differs between them, asks here instead.
+    Traced tensors have no values and belong to no replica. Code that would wait for other
+    replicas, or read values that differ between them, calls the tracer instead.
     """
 
     def all_reduce(self, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns what stands for tensors reduced over the replicas; differentiable."""
+        """Returns placeholders for the tensors reduced over the replicas; differentiable."""
 
     def own_row(self, row: Tensor) -> Tensor:
-        """Returns a table of zeros with a row for each replica, of which its own is this."""
+        """Returns zeros with one row per replica, in which this replica's row is ``row``."""
 
     def refuse(self, what: str, remedy: str) -> NoReturn:
-        """Raises the error for what no trace can follow."""
+        """Raises the error for code that cannot be traced."""
 
 
 class RunView(Protocol):
-    """What the replicas of one run have in common, as one of them sees it.
+    """The shared state of a run, as a replica sees it.
 
     Attributes:
-        is_split: whether it is that of a call that is split, written for the whole batch.
+        is_split: whether this is the run of a split call, written for the whole batch.
         is_given: whether the program has set weights.
-        counts: the replicas' numbers of examples, if they have parts of a batch.
+        counts: the number of examples of each replica, if the batch was split.
     """
 
     is_split: bool
@@ -188,59 +187,59 @@ class RunView(Protocol):
 
     @property
     def replicas(self) -> Replicas:
-        """Whose run it is."""
+        """The replicas of the run's strategy."""
 
     @property
     def stepped(self) -> dict[SteppedOptimizer, dict[int, object]]:
-        """The optimizers that all have stepped, and the options that each has left in them."""
+        """The optimizers that all replicas have stepped, with the options of each replica."""
 
     @property
     def assigned(self) -> dict[Any, bool]:
-        """The variables that its replicas have assigned, and whether values."""
+        """The variables that replicas have assigned; True if values, not just flags."""
 
     @property
     def modes(self) -> dict[int, tuple[object, dict[int, bool]]]:
-        """Of modules, by ``id``, the modes that its replicas have set."""
+        """The modes that replicas have set, by ``id`` of the module."""
 
     @property
     def is_default(self) -> bool:
-        """Whether it is that of code without a strategy, where nothing is distributed."""
+        """Whether this is the run of code without a strategy."""
 
     @property
     def active(self) -> tuple[int, ...]:
-        """The replicas that take part."""
+        """The ids of the replicas that take part."""
 
     @property
     def lockstep(self) -> Lockstep | NullLockstep:
-        """What gives them their turns."""
+        """The lockstep that gives the replicas their turns."""
 
     def merge(self, replica_id: int, point: MergePoint) -> Any:
-        """Waits for the others, has the point's action run once; returns this one's result."""
+        """Waits for all replicas; the action runs once; returns the result of this replica."""
 
     def enter_first_stream(self) -> None:
-        """Has what a merge draws be drawn from the first replica's stream, as one device would."""
+        """Makes a merge draw from the first replica's stream, as one device would."""
 
     def shares(self) -> dict[int, float]:
-        """Returns what each replica's gradient counts for."""
+        """Returns the share of each replica's gradient."""
 
     def weights(self) -> dict[int, float]:
-        """Returns the weights of those that take part."""
+        """Returns the weights of the active replicas."""
 
     def all_weights(self) -> Sequence[float] | None:
-        """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
+        """Returns the weights of all replicas, 0 for idle ones; ``None`` if there are none."""
 
 
 class Replica:
-    """One replica while its function runs: what ``current.replica`` is.
+    """One replica while its function runs; ``current.replica`` is one.
 
     Attributes:
         run: the run that it takes part in.
-        device: where its variables are.
-        weight: its share in the gradient mean and in ``strategy.reduce("mean", ...)``.
-        lent: the optimizers that its step has.
+        device: holds its variables.
+        weight: its weight in the gradient mean and in ``strategy.reduce("mean", ...)``.
+        lent: the optimizers that its step uses.
         has_begun: whether its function has been called.
-        context: what the user sees of it, once somebody has asked.
-        tracing: who follows it, to compile what it does.
+        context: its ``ReplicaContext``, created when the user first asks for it.
+        tracing: the tracer of its code, while a step is compiled.
     """
 
     __slots__ = (
@@ -267,7 +266,7 @@ class Replica:
         self.tracing: Tracing | None = None
 
     def give_back(self) -> None:
-        """Gives back the optimizers of a step that raised."""
+        """Swaps out the optimizers of a step that raised."""
         while self.lent:
             self.lent[-1].swap_out()
             self.lent.pop()

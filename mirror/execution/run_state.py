@@ -1,4 +1,4 @@
-"""One run: a function called once per replica, and where its replicas meet."""
+"""Run: the shared state of one call of ``run``, its merges and its weights."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from mirror.threads.merge_point import Action, MergePoint, Payloads
 
 
 class Run:
-    """What the replicas of one call of ``run`` have in common.
+    """The state that the replicas of one call of ``run`` share.
 
     Attributes:
-        active: the replicas that take part.
-        members: each of them, by its index.
-        outer: the run in whose merge this one was started.
-        results: what the function has returned, by replica.
-        counts: the replicas' numbers of examples, if they have parts of a batch.
+        active: the ids of the replicas that take part.
+        members: the active replicas by id.
+        outer: the run in whose merge this one was started, if any.
+        results: the function's results by replica id.
+        counts: the number of examples of each replica, if the batch was split.
         is_given: whether the program has set weights.
-        is_weighted: whether the replicas' weights are more than all equal.
-        is_default: whether it is that of code without a strategy, where nothing is distributed.
-        has_stepped: whether an optimizer has, in it or in one inside; told of outermost ones.
-        is_split: whether it is that of a call that is split, written for the whole batch.
-        is_left: whether an interrupt of the run around it has left it to itself.
-        assigned: variables whose flags, or values (then True), its replicas have assigned.
-        checks: what looks at that where the replicas merge.
-        modes: of modules, what their replicas have set by train() and eval(), by ``id``.
-        stepped: optimizers that all its replicas have stepped, and what options those that have
-            returned have left in them.
-        stopwatches: one per replica if somebody measures, else none.
-        streams: the replicas' random streams, if they have some of their own.
+        is_weighted: whether the replicas have explicit weights.
+        is_default: whether this is the run of code without a strategy.
+        has_stepped: whether an optimizer has stepped, here or in a nested run; set on outermost
+            runs only.
+        is_split: whether this is the run of a split call, written for the whole batch.
+        is_left: whether an interrupt of the outer run has abandoned this one.
+        assigned: mirrored variables that replicas have assigned; True if values, not just flags.
+        checks: the ``on_merge`` hooks.
+        modes: the train() and eval() modes that replicas have set, by ``id`` of the module.
+        stepped: the optimizers that all replicas have stepped, with the options of each replica
+            that has returned.
+        stopwatches: one per replica during a measurement, else none.
+        streams: the replicas' random streams, if each has its own.
     """
 
     __slots__ = (
@@ -107,7 +108,7 @@ class Run:
         }
 
     def shares(self) -> dict[int, float]:
-        """Returns what each replica's gradient counts for. See [Note: Shares]."""
+        """Returns the share of each replica's gradient. See [Note: Shares]."""
         return shares_of(self.weights(), weighted=self.replicas.weighted)
 
     def weights(self) -> dict[int, float]:
@@ -121,7 +122,7 @@ class Run:
         return float(sum(self.weights().values()))
 
     def all_weights(self) -> Sequence[float] | None:
-        """Returns the weights of all replicas, 0 for those that sit out; ``None`` without any."""
+        """Returns the weights of all replicas, 0 for idle ones; ``None`` if there are none."""
         if not self.is_weighted:
             return None
         weights = self.weights()
@@ -131,12 +132,12 @@ class Run:
         return found if self.counts is None else ExampleCounts(found)
 
     def set_weight(self, replica_id: int, weight: float) -> None:
-        """Sets what a replica counts for from now on."""
+        """Sets the weight of a replica from now on."""
         self.members[replica_id].weight = weight
         self.is_weighted = self.is_given = True
 
     def is_or_has_within(self, running: Run | None) -> bool:
-        """Whether what is running is this run, or one inside it: else it has been left."""
+        """Whether ``running`` is this run, or nested in it."""
         while running is not None and running is not self:
             running = running.outer
         return running is not None
@@ -157,17 +158,17 @@ class Run:
             self._on_streams.record(replica_id)
         watch = self.stopwatches[replica_id] if self.stopwatches else None
         timeline = self.replicas.timeline
-        hold = suspend_dynamo()  # actions are no code of the user's
+        hold = suspend_dynamo()  # actions are not the user's code
         timeline.begin(replica_id, WAITING, point.operation)
         if watch is not None:
             watch.stop()
         try:
             result = (
                 self.act(point.action, {replica_id: point.payload})[replica_id]
-                if self.is_default  # nobody else is there
+                if self.is_default  # there is no other replica
                 else self.lockstep.merge(replica_id, point)
             )
-        except Exception:  # what the replica may handle, and go on
+        except Exception:  # the replica may handle it and continue
             self.enter_stream(replica_id)
             raise
         else:
@@ -197,12 +198,12 @@ class Run:
                 self._on_streams.forget()
 
     def enter_stream(self, replica_id: int) -> None:
-        """Has a replica, which has got the turn, draw from its own stream."""
+        """Puts the random stream of a replica, which has the turn, into the generator."""
         if self.streams is not None and self.streams.inside != replica_id:
             self.streams.enter(replica_id)
 
     def enter_first_stream(self) -> None:
-        """Has what a merge draws be drawn from the first replica's stream, as one device would."""
+        """Makes a merge draw from the first replica's stream, as one device would."""
         if self.streams is not None:
             self.streams.enter_first()
 
@@ -213,7 +214,7 @@ class Run:
             check(self)
 
     def check_modes(self) -> None:
-        """Raises StrategyError if some replicas alone have changed a module's mode."""
+        """Raises StrategyError if only some replicas have changed a module's mode."""
         modes, self.modes = self.modes, {}
         for module, of_replicas in modes.values():
             if len(of_replicas) < len(self.active) or len(set(of_replicas.values())) > 1:
@@ -222,9 +223,9 @@ class Run:
                     for r, mode in of_replicas.items()
                 )
                 raise StrategyError(
-                    f"the mode of a {type(module).__name__} belongs to all replicas, but not all "
-                    f"have set it alike: {called}; call train() and eval() outside strategy.run, "
-                    "or on every replica"
+                    f"the mode of a {type(module).__name__} must be equal on all replicas, but "
+                    f"not all have set the same: {called}; call train() and eval() outside "
+                    "strategy.run, or on every replica"
                 )
 
 
@@ -235,21 +236,21 @@ def shares_of(
     count: int | None = None,
     total: float | None = None,
 ) -> dict[int, float]:
-    """Returns what the gradients of replicas with these weights count for. See [Note: Shares].
+    """Returns the shares of the gradients of replicas with these weights. See [Note: Shares].
 
     Args:
-        weighted: whether gradients are means, weighted so, or plain sums.
-        count: how many replicas there are, if more than these.
-        total: the weights of all of them.
+        weighted: whether gradients are weighted means, or plain sums.
+        count: the number of all replicas, if there are more than these.
+        total: the sum of the weights of all replicas.
     """
     if not weighted:
         return dict.fromkeys(weights, 1.0)
     total = sum(weights.values()) if total is None else total
-    if total == 0:  # one device: the mean over nothing
+    if total == 0:  # as on one device: the mean over no examples
         return dict.fromkeys(weights, 1.0 / (count or len(weights)))
     return {r: weight / total for r, weight in weights.items()}
 
 
 def recomputing(replicas: Replicas, replica_id: int) -> Replica:
-    """Returns a replica for what is recomputed of its part in a backward pass."""
+    """Returns a replica for the recomputation of its forward in a backward pass."""
     return Run(replicas, NullLockstep(), (replica_id,)).members[replica_id]

@@ -1,6 +1,6 @@
-"""Runner: runs a function on every replica, and keeps what must be equal between runs so.
+"""Runner: runs a function on every replica and calls the lifecycle hooks around it.
 
-What that is: [Note: Parts] in ``part.py``.
+The hooks keep the replicas equal between runs: [Note: Parts] in ``execution/lifecycle.py``.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Runner:
     """Runs functions on the replicas of one strategy, in their threads.
 
     Args:
-        replicas: who they are.
-        schedule: how they take turns, see [Note: Turns], or ``"auto"``: [Note: Measured manners].
-        timeout_seconds: how long no replica may move before a run fails; ``None``: for ever.
+        replicas: the replicas of the strategy.
+        schedule: the order of turns, see [Note: Turns], or ``"auto"``: [Note: Measured manners].
+        timeout_seconds: a run fails if no replica moves for so long; ``None``: no limit.
 
     Attributes:
-        schedule: the same, and in which manner the replicas move now.
-        running: the innermost run going on, ``None`` between runs.
-        parallel_pass: the backward pass outside ``run`` that has the replicas' threads.
-        unfinished: whether replicas differ for a moment: something goes on that makes them equal
-            again. With nothing going on, an interrupt has left it: [Note: Interrupts].
-        locksteps: the replicas' threads, by depth of runs inside runs.
-        stopwatches: one per replica once somebody measures.
-        at_end: of one of several workers, what hears that an outermost run has ended well.
-        copies: by what arguments travel from the host to GPUs; ``None`` on simulated devices.
+        schedule: the schedule, with its current policy.
+        running: the innermost run in progress, ``None`` between runs.
+        parallel_pass: the backward pass outside ``run`` that uses the replicas' threads.
+        unfinished: whether the replicas may differ, because an operation on them is in progress.
+            If none is, an interrupt has left the flag: [Note: Interrupts].
+        locksteps: the replicas' threads, by depth of nested runs.
+        stopwatches: one per replica once ``measure`` has been called.
+        on_outermost_end: on one of several workers, called when an outermost run has succeeded.
+        copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Runner:
         self.stopwatches: tuple[Stopwatch, ...] = ()
         self.on_outermost_end: Callable[[], None] = nothing
         self.set_hooks(())
-        self._claim, columns = ExclusiveRun(), replicas.places.positions
-        self._generators = [own for c in columns if len(own := generators_of(c)) > 1]
+        self._claim, positions = ExclusiveRun(), replicas.places.positions
+        self._generators = [own for p in positions if len(own := generators_of(p)) > 1]
         self._streams = RngPool(self.schedule.keeps_order and replicas.are_simulated)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
         self.is_closed = self._is_forked = False
@@ -81,11 +81,11 @@ class Runner:
         reinit_after_fork(self)
 
     def set_hooks(self, parts: Sequence[LifecycleHooks]) -> None:
-        """Has these parts told what happens, in this order. See [Note: Parts]."""
+        """Sets the hooks that are called at each event, in this order. See [Note: Parts]."""
         self._parts = AllLifecycleHooks(self.replicas.num_replicas, parts)
 
     def prepare(self, what: str = "a change of all replicas") -> None:
-        """Makes all replicas equal to what the cross-replica context left, for ``what``."""
+        """Copies changes of the cross-replica context to all replicas, on behalf of ``what``."""
         if self.running is not None or self.parallel_pass is not None:
             self.check_between_runs(what)
         if self.unfinished and self.running is None:
@@ -93,7 +93,7 @@ class Runner:
         self._parts.prepare()
 
     def recover(self) -> None:
-        """Brings all replicas back to the first one's state after something has failed."""
+        """Restores all replicas to the first one's state after a failure."""
         unended = self._unended
         if unended is not None and self.running is None:
             self._fail(*unended)
@@ -103,7 +103,7 @@ class Runner:
             self.unfinished = False
 
     def call_cross_replica(self, run: Run, fn: Callable[[], Any]) -> Any:
-        """Calls ``fn`` in a merge: as if the run had ended here, and a new one began after."""
+        """Calls ``fn`` in a merge, as if the run ended before it and a new run began after it."""
         self._parts.finish(run)
         self._parts.on_run_end(run)
         self._parts.sync_idle(run)
@@ -135,7 +135,7 @@ class Runner:
         call = self._run_of_worker if self.replicas.workers.is_multi_process else self._run
         begin = partial(call, fn, tuple(active), weights)
         belongs = self.running is not None and is_active_in(self.replicas)
-        # Of a replica, in a merge, or in a parallel pass, where it waits for the others.
+        # Called by a replica, in a merge, or in a parallel pass, where it waits for the others.
         is_within = belongs or self.parallel_pass is not None
         run = begin() if is_within else self._claim.call(begin)
         if run.has_stepped:
@@ -143,10 +143,10 @@ class Runner:
         return run
 
     def exclusive(self, call: Callable[[], T], what: str) -> T:
-        """Calls what works on all replicas at once, while no run is going on and none begins.
+        """Calls a function that works on all replicas, while no run is in progress or can start.
 
         Raises:
-            StrategyError: called in a run, beside another thread's, or after ``close``.
+            StrategyError: called in a run, during another thread's run, or after ``close``.
         """
         self.check_usable()
         if is_active_in(self.replicas) and self.running is not None:
@@ -197,20 +197,20 @@ class Runner:
         )
         for generators in self._generators:
             separate_streams(generators)
-        manner = self.schedule.manner
-        lockstep.ends_teams = manner.ends_teams
+        policy = self.schedule.manner
+        lockstep.ends_teams = policy.ends_teams
         if weights is not None:
             self.schedule.sizes = weights
-        state = None  # one alone has its caller's, where the devices' names are everybody's
+        state = None  # a single simulated replica runs in the caller's thread, with its state
         if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
-            sharers = len(active) if manner.shares_threads else 1
+            sharers = len(active) if policy.shares_threads else 1
             state = ThreadState.capture(self.replicas, sharers)
         tasks = {r: task_of(run, r, fn, state) for r in active}
         try:
             try:
                 self.unfinished, self._unended, self.running = True, (run, state), run
                 self.replicas.timeline.use()
-                # Activation checkpointing wants what is saved in one order.
+                # Activation checkpointing needs tensors to be saved in one order.
                 may_be = state is not None and state.saved_tensors_hooks is None
                 at_once = None if may_be and self.schedule.may_move_at_once else False
                 run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
@@ -230,14 +230,14 @@ class Runner:
         except BaseException:
             try:
                 self._fail(run, state)
-            except BaseException:  # an interrupt in what another one, or an error, has begun
+            except BaseException:  # an interrupt during the handling of another error
                 self._fail(run, state)
                 raise
             raise
         return run
 
     def _end(self, run: Run, state: ThreadState | None) -> None:
-        """Leaves what the threads of a run have shared with its caller."""
+        """Restores the caller's thread state and random stream after a run."""
         if state is not None:
             state.restore()
         if run.streams is not None:
@@ -266,7 +266,7 @@ class Runner:
 
     @property
     def starts_at_once(self) -> bool:
-        """Whether the replicas of the last run have started all at once, or its passes may."""
+        """Whether the replicas of the last run started at once, or backward passes may."""
         if self.schedule.keeps_order:
             return self.schedule.manner.passes_at_once
         may = self.schedule.may_move_at_once and bool(self.locksteps)
@@ -274,12 +274,12 @@ class Runner:
 
     @property
     def is_between_runs(self) -> bool:
-        """Whether no run, and no backward pass in the replicas' threads, is going on."""
+        """Whether no run, and no backward pass in the replicas' threads, is in progress."""
         return self.running is None and self.parallel_pass is None
 
     @property
     def is_free(self) -> bool:
-        """Whether the replicas' threads are there, and nothing is going on in them."""
+        """Whether the replicas' threads exist and are idle."""
         if not self.is_between_runs:
             return False
         # Not closed, nor interrupted.
@@ -295,18 +295,18 @@ class Runner:
             return self._streams.begin(active[0])
         return None
 
-    # Measuring how long each replica computes, for splitting batches over unlike devices.
+    # Measuring how long each replica computes, to split batches over devices of unequal speed.
 
     def measure(self) -> Callable[[], tuple[float, ...]]:
-        """Begins to measure; returns what gives the seconds each replica has computed in runs.
+        """Starts measuring; returns a function for the seconds each replica has computed in runs.
 
-        Waiting at merge points does not count, nor does what the caller does between runs.
+        Waits at merge points and the caller's work between runs do not count.
         """
         if not self.stopwatches:
             self.stopwatches = tuple(map(Stopwatch, self.replicas.devices))
         return lambda: tuple(watch.seconds() for watch in self.stopwatches)
 
-    # Who may do what, and for how long
+    # Checks, forks and closing
 
     def check_usable(self) -> None:
         """Raises StrategyError after ``close``."""
@@ -324,11 +324,11 @@ class Runner:
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether a run is going on in which this thread has no part."""
+        """Whether a run is in progress to which the calling thread does not belong."""
         return self.running is not None and not is_active_in(self.replicas)
 
     def check_between_runs(self, what: str) -> None:
-        """Raises StrategyError while replicas run, but for what runs in their merge."""
+        """Raises StrategyError while replicas run, except inside their merge."""
         at_once = self.parallel_pass
         if self.runs_elsewhere or (at_once is not None and not at_once.go_alone()):
             raise StrategyError(
@@ -337,7 +337,7 @@ class Runner:
             )
 
     def after_fork(self) -> None:
-        """Forgets, in a forked process, the threads, which are in the other one."""
+        """Drops the threads in a forked process: they exist only in the parent."""
         self._is_forked = True
         if self.running is not None or self.parallel_pass is not None:
             self.unfinished = True

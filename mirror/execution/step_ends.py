@@ -1,14 +1,13 @@
-"""Where steps of training end: between two of them nothing is half done.
+"""StepEnds: detects the end of each training step and notifies listeners.
 
 [Note: Ends of steps]
-A step ends where an outermost run returns in which an optimizer has made a step, or several; or
-where an optimizer's step returns outside any run, in the cross-replica context or without any
-strategy. ``apply`` of a Keras optimizer is a step as well. An optimizer that steps within another
-one's step is a part of that. A run without a step, of a forward pass or an evaluation, ends
-nothing.
+A step ends when an outermost run returns in which optimizers have stepped, or when an optimizer's
+step returns outside any run (in the cross-replica context, or without a strategy). ``apply`` of a
+Keras optimizer is a step, too. An optimizer step inside another optimizer's step belongs to the
+outer one. A run without an optimizer step, such as an evaluation, ends no step.
 
-It is told to the timeline of the strategy, and through that to what the strategy does every so
-many steps; then to the listeners, who want to know of all strategies, and of none.
+The strategy's timeline is notified first, and through it ``EveryNSteps``; then the listeners,
+which get the steps of all strategies, and those without a strategy.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from mirror.execution.run_state import Run
 
 
 class StepEnds:
-    """Tells where steps end. See [Note: Ends of steps].
+    """Notifies listeners of the ends of steps. See [Note: Ends of steps].
 
     Attributes:
-        listeners: what is called there, of whatever strategy; it may raise, SystemExit too.
+        listeners: called after each step of any strategy; they may raise, also SystemExit.
     """
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[], None]] = []
 
     def optimizer_stepped(self, timeline: Timeline | None) -> None:
-        """Notes that an optimizer's step has returned in the calling thread.
+        """Records that an optimizer's step has returned in the calling thread.
 
         Args:
-            timeline: of the strategy that the step belongs to, if to any.
+            timeline: the timeline of the step's strategy, if any.
         """
         replica = current.replica or enclosing_replica()
         if replica is None:
@@ -47,11 +46,11 @@ class StepEnds:
         run.has_stepped = True
 
     def run_ended(self, run: Run) -> None:
-        """Notes that an outermost run has returned in which an optimizer has stepped."""
+        """Records the return of an outermost run in which an optimizer has stepped."""
         self.notify(run.replicas.timeline)
 
     def notify(self, timeline: Timeline | None) -> None:
-        """Tells that a step has ended."""
+        """Notifies the timeline and the listeners of the end of a step."""
         if timeline is not None:
             timeline.end_step()
         for listener in tuple(self.listeners):

@@ -1,11 +1,12 @@
-"""The gates at which replicas wait for their turn, and where they wake up.
+"""Baton: a thread waits on it for its turn, and another thread posts it.
 
 [Note: Waking up]
-A sleeping thread is woken on an idle CPU, which takes 20 us and more to get going, and finds cold
-caches there: a step of small operations takes half as long again. Taking turns needs one CPU only,
-so who gives the turn away, and is about to sleep, moves the one that gets it to the CPU it runs on
-itself. That thread takes its own affinity back when it goes on: what it computes, and the workers
-it starts, may use every CPU as before.
+Problem: the kernel wakes a sleeping thread on an idle CPU. That CPU takes 20 us or more to start
+and has cold caches, so a step of small operations takes 1.5 times as long.
+Rule: turns need only one CPU. A thread that passes its turn on, and is about to sleep, sets the
+affinity of the next thread to its own CPU.
+Consequence: the woken thread restores its affinity before it continues. Its computations, and the
+threads it starts, may use every CPU as before.
 """
 
 from __future__ import annotations
@@ -19,64 +20,64 @@ from contextlib import suppress
 
 
 class Baton:
-    """Where one thread waits until another one lets it go on."""
+    """Blocks one thread until another thread posts."""
 
-    __slots__ = ("_lock", "_moved", "_moving", "_sleeper")
+    __slots__ = ("_affinities", "_lock", "_pinning", "_sleeper")
 
     def __init__(self) -> None:
-        self._lock, self._moving = threading.Lock(), threading.Lock()
+        self._lock, self._pinning = threading.Lock(), threading.Lock()
         self._lock.acquire()
-        self._sleeper: int | None = None  # the thread that waits, as the system numbers them
-        self._moved: tuple[set[int], set[int]] | None = None  # to where, and from where
+        self._sleeper: int | None = None  # the native id of the waiting thread
+        self._affinities: tuple[set[int], set[int]] | None = None  # pinned, original
 
     def wait(self, timeout: float = math.inf) -> bool:
-        """Waits until the gate is opened and closes it; returns whether it was in time.
+        """Waits for a ``post`` and consumes it; returns whether it came within the timeout.
 
         Args:
             timeout: seconds.
         """
-        # Not the number that the Thread knows: a forked process's is that of the other process's.
+        # Not Thread.native_id: after a fork it still names the thread of the parent process.
         self._sleeper = threading.get_native_id()
         try:
             return self._lock.acquire(timeout=-1 if timeout == math.inf else timeout)
         finally:
-            with self._moving:  # from here on nobody moves this thread
+            with self._pinning:  # from here on no other thread changes this thread's affinity
                 self._sleeper = None
-            if self._moved is not None:
+            if self._affinities is not None:
                 self.move_back()
 
     def post(self, *, near: bool) -> None:
-        """Lets one thread through.
+        """Lets one thread continue.
 
         Args:
-            near: whether it is to go on where the calling thread is. See [Note: Waking up].
+            near: whether it continues on the CPU of the calling thread. See [Note: Waking up].
 
         Raises:
-            RuntimeError: the gate is open already.
+            RuntimeError: the baton is posted already.
         """
         if near and _current_cpu is not None:
-            with self._moving, suppress(OSError):  # the thread has ended
+            with self._pinning, suppress(OSError):  # the thread has ended
                 if self._sleeper is not None:
-                    here, allowed = {_current_cpu()}, os.sched_getaffinity(self._sleeper)
-                    if here < allowed:
-                        self._moved = here, allowed
-                        os.sched_setaffinity(self._sleeper, here)
+                    own_cpu, allowed = {_current_cpu()}, os.sched_getaffinity(self._sleeper)
+                    if own_cpu < allowed:
+                        self._affinities = own_cpu, allowed
+                        os.sched_setaffinity(self._sleeper, own_cpu)
         self._lock.release()
 
     def move_back(self) -> None:
-        """Gives the thread that waits here, which calls, its affinity back; idempotent.
+        """Restores the affinity of the calling thread, which is the one that waits; idempotent.
 
-        Unless somebody has set another one.
+        An affinity that the program has set in the meantime stays.
         """
-        if self._moved is not None:
-            here, allowed = self._moved
-            if os.sched_getaffinity(0) == here:
+        if self._affinities is not None:
+            pinned, allowed = self._affinities
+            if os.sched_getaffinity(0) == pinned:
                 os.sched_setaffinity(0, allowed)
-            self._moved = None
+            self._affinities = None
 
 
 def _cpu_finder() -> Callable[[], int] | None:
-    """Returns libc's ``sched_getcpu``; ``None`` where there is none."""
+    """Returns libc's ``sched_getcpu``, or ``None`` if the platform has none."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What becomes of the threads of a run that is over before they are."""
+"""Cancels a failed run, with the runs inside it, and joins the replicas' threads."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any, Protocol
 from mirror.threads.merge_point import RunCancelled
 from mirror.threads.user_frames import active_calls_of, throw_into_thread
 
-# An exception sent to a thread may be lost: to a finalizer that it interrupts, or a callback.
+# An exception thrown into a thread is lost if it interrupts a finalizer or a callback: try again.
 AGAIN_SECONDS = 0.5
 
 
 class Cancellable(Protocol):
-    """The replicas' threads, of a run that an exception has struck."""
+    """A run of replicas that can be cancelled from outside."""
 
     def fail(self, failure: BaseException) -> None:
-        """Fails the run from outside: no replica goes on past the next merge point."""
+        """Fails the run from outside: no replica continues past the next merge point."""
 
     def threads(self, *, which_run: bool) -> list[threading.Thread]:
-        """Returns the replicas' threads that live, or those of replicas that have the turn."""
+        """Returns the live threads: of all replicas, or of those that have the turn."""
 
 
 def cancel_and_join(
     run: Cancellable, failure: BaseException, seconds: float, *, inner: Callable[..., Any]
 ) -> bool:
-    """Fails a run, and those that its replicas have started, and waits until all threads ended.
+    """Fails a run, and the runs that its replicas have started, and joins all threads.
 
     Args:
-        failure: what the run has failed of.
-        seconds: how long to wait; who has not ended by then is left to itself.
-        inner: the method of such runs that their callers are in.
+        failure: the error of the run.
+        seconds: how long to wait. Threads that have not ended by then are abandoned.
+        inner: the method that callers of such runs are in; it finds the runs inside this one.
 
     Returns:
-        Whether all have ended.
+        Whether all threads have ended.
     """
     now = monotonic()
     deadline, again = now + seconds, now
@@ -49,7 +49,7 @@ def cancel_and_join(
                 threads.update(one.threads(which_run=False))
                 for thread in one.threads(which_run=not sent):
                     if thread is not threading.current_thread():
-                        # It may wait for a run that it has started, and hears nothing before that.
+                        # It may wait for a run inside, and gets no exception until that one ends.
                         runs += (r for r in active_calls_of(thread, inner) if r not in runs)
                         throw_into_thread(thread, RunCancelled)
             sent, again = True, again + AGAIN_SECONDS

@@ -1,4 +1,4 @@
-"""The errors of replicas that do not go on together."""
+"""Errors for replicas that diverge or stall, with one line on the position of each replica."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mirror.threads.user_frames import stacks, user_line
 
 
 def describe(point: MergePoint | None, frame: FrameType | None, is_next: bool) -> str:
-    """Returns where a replica stands, in words.
+    """Returns the position of a replica in words.
 
     Args:
-        point: where it waits for others.
-        frame: what it executes, of one that has begun and not ended.
-        is_next: whether it has not, but will begin, or go on.
+        point: the merge point at which it waits, if any.
+        frame: its current frame, if it has started and not ended.
+        is_next: whether it waits for its turn, to start or to continue.
     """
     if point is not None:
         return f"waits in {point} at {user_line(frame)}"
@@ -31,13 +31,13 @@ def describe_all(
     frames: Mapping[int, FrameType | None],
     runnable: Container[int],
 ) -> str:
-    """Returns a line for each replica, on where it stands.
+    """Returns one line per replica with its position.
 
     Args:
-        names: of those that take part.
-        waiting: where those stand that wait for others.
-        frames: what those execute that have begun and not ended.
-        runnable: those that will begin, or go on.
+        names: the names of the active replicas, by replica id.
+        waiting: the merge points of the waiting replicas.
+        frames: the current frames of the replicas that have started and not ended.
+        runnable: the replicas that wait for their turn.
     """
     return "\n".join(
         f"  {name}: {describe(waiting.get(r), frames.get(r), r in runnable)}"
@@ -46,7 +46,7 @@ def describe_all(
 
 
 def mismatch(points: Iterable[MergePoint]) -> bool:
-    """Whether replicas that stand at these points do not stand at one."""
+    """Whether these merge points differ in operation or signature."""
     first, *others = points
     for point in others:
         if point.operation != first.operation or point.signature != first.signature:
@@ -55,10 +55,10 @@ def mismatch(points: Iterable[MergePoint]) -> bool:
 
 
 def divergence(where: str) -> DivergenceError:
-    """Returns the error for replicas that do not stand at one merge point.
+    """Returns the error for replicas that have stopped at different merge points.
 
     Args:
-        where: a line for each replica, on where it stands.
+        where: one line per replica with its position.
     """
     return DivergenceError(
         "all replicas must reach the same collectives in the same order, with the same shapes "
@@ -68,7 +68,7 @@ def divergence(where: str) -> DivergenceError:
 
 
 def timeout(timeout_seconds: float, where: str) -> CollectiveTimeoutError:
-    """Returns the error for replicas of which none has moved for too long."""
+    """Returns the error for a run in which no replica has moved for ``timeout_seconds``."""
     return CollectiveTimeoutError(
         f"no replica moved for timeout_seconds={timeout_seconds}:\n{where}\n"
         "raise the timeout in CommunicationOptions, or find what keeps the replica. Where the "

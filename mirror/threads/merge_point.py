@@ -1,7 +1,4 @@
-"""Failure: why a run of replicas has failed, and which of them is to blame.
-
-MergePoint: where replicas meet, and what unwinds those who wait in vain.
-"""
+"""Merge points, where all replicas of a run must meet, and the first failure of a run."""
 
 from __future__ import annotations
 
@@ -14,30 +11,30 @@ from mirror.threads.user_frames import annotate_error
 
 
 class Failure:
-    """The first cause: what unwinding raises after it tells nothing.
+    """The first error of a run. Errors that follow while replicas unwind are ignored.
 
     Attributes:
-        error: what a task, or the wait for one, has raised; ``None`` while all is well.
-        replica_id: whose task that was, if it was one's.
+        error: the error of a task, or of the wait for one; ``None`` if there is none.
+        replica_id: the replica of that task; ``None`` if the error belongs to no replica.
     """
 
-    # Of the class, and no __init__: one is made for every run.
+    # Class attributes and no __init__: every run makes one, and this is faster.
     error: BaseException | None = None
     replica_id: int | None = None
 
     def record(self, error: BaseException, replica_id: int | None) -> None:
-        """Notes what a replica's task has raised, or the wait for it."""
+        """Stores the error of a replica's task, or of the wait for it, if it is the first."""
         if self.error is None:
             self.error, self.replica_id = error, replica_id
 
     def blame(self, cause: BaseException | None, replica_id: int) -> None:
-        """An exception whose handling met a divergence caused it, and goes before it."""
+        """Replaces a divergence by the exception that the replica was handling: that caused it."""
         is_unblamed = isinstance(self.error, DivergenceError) and self.replica_id is None
         if is_unblamed and cause is not None and not isinstance(cause, RunCancelled):
             self.error, self.replica_id = cause, replica_id
 
     def throw(self, names: Sequence[str]) -> NoReturn:
-        """Raises the error, with a note that names the replica; keeps nothing of it."""
+        """Raises the error, with a note that names the replica, and drops the reference to it."""
         error, self.error = self.error, None
         assert error is not None
         if self.replica_id is not None:
@@ -55,15 +52,15 @@ Act = Callable[[Action, Payloads], Payloads]
 
 @dataclass(slots=True)
 class MergePoint:
-    """Where replicas meet.
+    """One replica's arrival at a point where replicas must meet.
 
     Attributes:
         operation: its name in messages, ``"all_reduce(sum)"``.
-        signature: what must be equal on all replicas.
+        signature: must be equal on all replicas.
         payload: this replica's contribution.
         action: called once with all payloads by replica id; returns each replica's result.
-        detail: what messages say of it, shapes and the like.
-        is_loose: whether those who come meet without those who do not. See [Note: Loose points].
+        detail: further text for messages, such as shapes.
+        is_loose: whether only some of the replicas need to come. See [Note: Loose points].
     """
 
     operation: str
@@ -85,18 +82,18 @@ class MergeError:
 
 
 class RunCancelled(BaseException):
-    """Unwinds a replica whose run has failed elsewhere; never reaches the user."""
+    """Unwinds a replica after another replica of its run has failed; never reaches the user."""
 
 
 def just_act(action: Action, payloads: Payloads) -> Payloads:
-    """Runs the action of a merge point, as it is."""
+    """Runs the action of a merge point directly."""
     return action(payloads)
 
 
-def act_at(points: Mapping[int, MergePoint], met: Sequence[int], act: Act) -> Payloads:
-    """Runs the action of replicas that stand at one point, by ``act``; what it raises is all's."""
-    payloads = {r: points[r].payload for r in met}
+def act_at(points: Mapping[int, MergePoint], meeting: Sequence[int], act: Act) -> Payloads:
+    """Runs the action of the meeting replicas through ``act``; its error goes to all of them."""
+    payloads = {r: points[r].payload for r in meeting}
     try:
-        return act(points[met[0]].action, payloads)
+        return act(points[meeting[0]].action, payloads)
     except BaseException as error:
         return dict.fromkeys(payloads, MergeError(error))

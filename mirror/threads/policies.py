@@ -1,29 +1,20 @@
-"""How many hooks a program has made, of tensors, nodes, modules: whether it makes any more.
-
-Manners: how replicas move in a step, and what each schedule may choose from.
+"""Policies: how replicas move in a step, and the candidates from which each schedule chooses.
 
 [Note: Measured manners]
-What is faster depends on the program and on the machine, so on simulated devices two schedules
-choose by the clock, see ``Autotuner``, among manners that differ in nothing else that a program
-may rely on:
+Problem: the fastest policy depends on the program and on the machine. So on simulated devices two
+schedules measure their candidates with ``Autotuner``:
 
-    schedule     manners                                                     what is promised
-    auto         take turns                                                  lockstep's bits, and
-                 take turns, and end their teams   with several threads      its order of all that
-                 go backward at once               with CPUs to spare        the program does
-    staggered    move at once                      where turns are long      equal values but for
-                 take turns                                                  rounding and draws
-    lockstep     take turns                                                  as auto
+    schedule     candidates                                            guarantee
+    auto         take turns                                            the bits of lockstep, and
+                 take turns, end OpenMP teams  if several threads      its order of side effects
+                 run backward passes at once   if CPUs are free
+    concurrent   move at once                  if turns are long       equal values, except for
+                 take turns                                            rounding and random draws
 
-Why "auto" has the user's functions, and the forwards of modules, take turns always: at once they
-would draw from the CPU's one generator, print, and append to lists in the order in which they
-come, and no look at a step tells whether the next one does. What is left to be done at once is a
-backward pass outside ``run`` that comes apart at seams, [Note: Seams] in
-``replica/gradients/graph_boundary.py``: nodes in C++, which draw nothing, without any hook. Its
-bits are those of turns only with as many intra-op threads each: sums are divided by their number.
-So it is tried where the CPUs are enough for that.
-
-"staggered" promises less, and shares the threads of the caller among those that move at once.
+Rule: "auto" never runs the user's functions or forwards at once: they may draw, print or append.
+It runs only backward passes without hooks at once, [Note: Seams] in
+``replica/gradients/graph_boundary.py``, and only with enough CPUs for the caller's number of
+intra-op threads on each replica: the bits of a sum depend on that number.
 """
 
 from __future__ import annotations
@@ -41,19 +32,19 @@ from mirror.threads.autotune import Autotuner
 
 
 class _Own:
-    """How many of them are not the program's."""
+    """The number of hooks that this package has registered."""
 
     count = 0
 
 
 def num_hooks() -> int:
-    """Returns the number of hooks that the program has made so far; -1 where nobody counts."""
-    made: int | None = getattr(RemovableHandle, "next_id", None)
-    return -1 if made is None else made - _Own.count
+    """Returns the number of hooks that the program has registered; -1 if torch does not count."""
+    num_all: int | None = getattr(RemovableHandle, "next_id", None)
+    return -1 if num_all is None else num_all - _Own.count
 
 
 def count_own_hooks(count: int) -> None:
-    """Leaves out of account the hooks that a part of this package has just made."""
+    """Excludes hooks that this package has just registered from ``num_hooks``."""
     _Own.count += count
 
 
@@ -65,11 +56,12 @@ class Policy:
     """How replicas move in a step.
 
     Attributes:
-        name: what they do, for messages.
-        moves_at_once: whether replicas start at once where their turns are long; see ``Pace``.
-        passes_at_once: whether backward passes outside ``run`` do what they can at once.
-        ends_teams: whether who gives the turn away ends its team. See [Note: Teams].
-        shares_threads: whether they share the caller's intra-op threads.
+        name: the replicas' action in messages, "take turns".
+        moves_at_once: whether replicas start at once if their turns are long; see ``TurnTimer``.
+        passes_at_once: whether backward passes outside ``run`` run at once where they can.
+        ends_teams: whether a thread that passes its turn on ends its OpenMP team. See
+            [Note: Teams].
+        shares_threads: whether the replicas share the caller's intra-op threads.
     """
 
     name: str
@@ -87,11 +79,11 @@ _ALONE = Policy("move as the schedule says")
 
 
 def policies_of(schedule: str, *, num_threads: int, num_cpus: int) -> tuple[Policy, ...]:
-    """Returns what a schedule may choose from, what it begins with first.
+    """Returns the candidates of a schedule; it begins with the first one.
 
     Args:
         num_threads: intra-op threads of the caller.
-        num_cpus: that this process may use.
+        num_cpus: CPUs that this process may use.
     """
     has_teams = num_threads > 1 and release_thread_pool is not None
     if schedule == CONCURRENT:
@@ -104,20 +96,20 @@ def policies_of(schedule: str, *, num_threads: int, num_cpus: int) -> tuple[Poli
 
 
 class Schedule:
-    """How the replicas of a strategy take turns, now.
+    """The schedule of a strategy, and the policy that it currently uses.
 
     Args:
         name: ``"lockstep"``, ``"staggered"``, ``"concurrent"`` or ``"auto"``.
         clock: in seconds.
 
     Attributes:
-        manner: of the coming step.
-        may_move_at_once: whether replicas start at once in it if ``of_turns`` says so.
-        of_turns: what the replicas' locksteps are made with. See [Note: Turns].
-        keeps_order: whether replicas draw, print and sum as under ``"lockstep"``.
-        is_measured: whether there may be several manners.
-        sizes: of the replicas' parts in the last run, where they are known.
-        num_hooks: how many the program had made when it was last decided.
+        manner: the policy of the coming step.
+        may_move_at_once: whether replicas may start at once in it if ``of_turns`` allows that.
+        of_turns: the schedule of the replicas' locksteps. See [Note: Turns].
+        keeps_order: whether replicas draw, print and sum in the order of ``"lockstep"``.
+        is_measured: whether there may be several candidates.
+        sizes: the examples of each replica in the last run, if known.
+        num_hooks: the program's hooks at the last measurement.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = perf_counter) -> None:
@@ -131,7 +123,7 @@ class Schedule:
         self._begin()
 
     def step_ended(self) -> None:
-        """Notes that a step has ended: the next one may be taken in another manner."""
+        """Records the end of a step; the next one may use another policy."""
         if torch.get_num_threads() != self._num_threads:
             self._begin()
         self._contest.step_ended(sum(self.sizes))
@@ -139,7 +131,7 @@ class Schedule:
             self._take(self._contest.now)
 
     def may_go_backward_at_once(self) -> bool:
-        """Whether a backward pass outside ``run`` may come apart: not if a hook might be in it."""
+        """Whether a backward pass outside ``run`` may run at once: no hook may be in it."""
         if not self.keeps_order:
             return True
         return self.manner.passes_at_once and num_hooks() == self.num_hooks != -1

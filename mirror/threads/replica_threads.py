@@ -1,4 +1,4 @@
-"""The threads of replicas, the gates at which they wait for their turn, and who runs them."""
+"""The threads of replicas, the batons on which they wait, and the right to run them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ T = TypeVar("T")
 
 
 class ReplicaThreads:
-    """One thread per replica, made when first needed; one replica may use the caller's.
+    """One thread per replica, started when first needed; one replica may use the caller's.
 
     Args:
-        names: of the replicas.
-        work: what a replica's thread does, given its id; it ends when ``wait`` says so.
+        names: the replicas' names.
+        work: the body of a replica's thread, called with the replica id; it returns once
+            ``wait_for_run`` returns False.
 
     Attributes:
-        caller: the thread that runs the replicas.
-        here: the replica that has the caller's thread, ``None`` if none does.
-        dismissed: whether every thread is to end when it next waits for its turn.
+        caller: the thread that called ``run``.
+        here: the replica that runs in the caller's thread, ``None`` if none does.
+        dismissed: whether every thread ends when it next waits for its turn.
     """
 
     def __init__(self, names: Sequence[str], work: Callable[[int], None]) -> None:
@@ -36,62 +37,62 @@ class ReplicaThreads:
         self._threads: dict[int, threading.Thread] = {}
 
     def wake(self, replica_id: int, *, near: bool) -> None:
-        """Lets a replica that waits for its turn go on, in a new thread if it has none.
+        """Wakes a replica that waits for its turn, in a new thread if it has none.
 
         Args:
-            near: whether it is to go on where the calling thread is. See [Note: Waking up].
+            near: whether it continues on the CPU of the calling thread. See [Note: Waking up].
         """
         if replica_id not in self._threads and replica_id != self.here:
             self._start(replica_id)
-        gate = self._turn_here if replica_id == self.here else self._turns[replica_id]
-        gate.post(near=near)
+        baton = self._turn_here if replica_id == self.here else self._turns[replica_id]
+        baton.post(near=near)
 
     def wait_for_run(self, replica_id: int) -> bool:
         """Waits, in a replica's own thread, for its first turn in a run.
 
-        Does not read ``here``: the next run may have set it already, while this thread still ends
-        the last one.
+        Does not read ``here``: the next run may have set it already while this thread still
+        finishes the last run.
 
         Returns:
-            Whether there is a turn: not if dismissed.
+            Whether there is a turn; False if dismissed.
         """
         return self._turns[replica_id].wait() and not self.dismissed
 
     def wait(self, replica_id: int) -> bool:
         """Waits, inside a run, for a replica's next turn; returns False if dismissed."""
-        gate = self._turn_here if replica_id == self.here else self._turns[replica_id]
-        return gate.wait() and not self.dismissed
+        baton = self._turn_here if replica_id == self.here else self._turns[replica_id]
+        return baton.wait() and not self.dismissed
 
     def threads_of(self, replica_id: int) -> threading.Thread:
-        """Returns the thread that a replica is in."""
+        """Returns the thread of a replica."""
         return self.caller if replica_id == self.here else self._threads[replica_id]
 
     def begun(self, replica_ids: Iterable[int]) -> list[threading.Thread]:
-        """Returns the threads that replicas are in, without those that are being started."""
-        here, caller = self.here, self.caller  # another thread may ask, while a run changes them
-        found = [caller if r == here else self._threads.get(r) for r in replica_ids]
+        """Returns the threads of replicas, without threads that are still being started."""
+        in_caller, caller = self.here, self.caller  # a snapshot: a run may change them meanwhile
+        found = [caller if r == in_caller else self._threads.get(r) for r in replica_ids]
         return [thread for thread in found if thread is not None]
 
     def all(self) -> list[threading.Thread]:
-        """Returns the threads that have been made."""
+        """Returns the threads that have been created."""
         return list(self._threads.values())
 
     def close(self) -> None:
-        """Ends the threads and waits for that; idempotent. Not while a run is going on."""
+        """Ends and joins the threads; idempotent. Must not be called during a run."""
         self.dismiss()
         for thread in self.all():
             if thread.is_alive():  # an interrupt may have kept it from starting
                 thread.join()
 
     def dismiss(self) -> None:
-        """Has every thread, and who waits in the caller's, end when it next waits for its turn."""
+        """Makes every replica, also one in the caller's thread, end at its next wait."""
         self.dismissed = True
-        for gate in (self._turn_here, *(self._turns[r] for r in tuple(self._threads))):
-            with suppress(RuntimeError):  # the gate is open already
-                gate.post(near=False)
+        for baton in (self._turn_here, *(self._turns[r] for r in tuple(self._threads))):
+            with suppress(RuntimeError):  # it is posted already
+                baton.post(near=False)
 
     def move_back(self) -> None:
-        """Gives the caller's thread its affinity back, if an interrupt has prevented that."""
+        """Restores the affinity of the caller's thread if an interrupt has prevented that."""
         self._turn_here.move_back()
 
     def _start(self, replica_id: int) -> None:
@@ -102,21 +103,21 @@ class ReplicaThreads:
 
 
 class ExclusiveRun:
-    """The right of one thread to run the replicas of a strategy."""
+    """Admits one thread at a time to run the replicas of a strategy."""
 
     def __init__(self) -> None:
         self._claims: dict[str, int] = {}
 
     def call(self, run: Callable[[], T]) -> T:
-        """Calls ``run`` unless another thread's call is going on.
+        """Calls ``run`` unless another thread's call is in progress.
 
         Raises:
-            StrategyError: it is.
+            StrategyError: another thread's call is in progress.
         """
         thread = threading.get_ident()
         claims = self._claims
         try:
-            # One step, whoever comes at the same moment. A claim of its own an interrupt has left.
+            # setdefault is atomic. An interrupt may have left this thread's own claim behind.
             claimed = claims.setdefault("run", thread)
             if claimed != thread:
                 if self in calls(claimed, ExclusiveRun.call):
@@ -125,7 +126,7 @@ class ExclusiveRun:
                         "on; call it when that has returned, or give each thread a strategy of "
                         "its own"
                     )
-                claims["run"] = thread  # so it has left that, too
+                claims["run"] = thread  # that thread's claim is also a leftover
             return run()
         finally:
             if claims.get("run") == thread:

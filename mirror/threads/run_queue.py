@@ -1,4 +1,4 @@
-"""Turns: which replicas move, which wait, and where; each passes its turn on when it stops."""
+"""RunQueue: which replicas run, which wait, and which replica gets the next turn."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ Tasks = dict[int, Callable[[], Any]]
 
 
 class RunQueue:
-    """Who has the turn in one run of replicas. See [Note: Turns] in ``lockstep.py``.
+    """The turns of one run of replicas. See [Note: Turns] in ``lockstep.py``.
 
     A replica is in exactly one of ``_runnable``, ``_running``, ``_waiting``, or has ended.
 
     Attributes:
-        names: how messages call the replicas.
-        pace: whether they compute for long.
+        names: the replicas' names in messages.
+        pace: measures whether their turns are long.
         takes_turns: whether the replicas of this run move one at a time.
-        is_eager: whether they start all at once.
-        ends_teams: whether who gives the turn away ends its team. See [Note: Teams].
-        usable: whether there may be another run: not once this was closed, or struck.
+        is_eager: whether they all start at once.
+        ends_teams: whether a thread that passes its turn on ends its OpenMP team. See
+            [Note: Teams].
+        usable: whether another run is possible; False once closed, or hit by an exception.
     """
 
     def __init__(self, names: tuple[str, ...], threads: ReplicaThreads, *, schedule: str) -> None:
         self.names, self._threads, self._schedule = names, threads, schedule
-        # Whether an exception has come to our own code, after which nobody knows whose turn it is.
+        # _is_struck: an exception has hit our own code, so the state of the turns is unknown.
         self.usable, self._is_struck = True, False
         self.ends_teams = False
         self.pace, self._mutex, self._finished = TurnTimer(), threading.Lock(), Baton()
@@ -51,24 +52,24 @@ class RunQueue:
         self._runnable = deque(tasks)  # in the order in which they get the turn
         self._running: set[int] = set()
         self._waiting: dict[int, MergePoint] = {}
-        self._frames: dict[int, FrameType] = {}  # where those who wait stand
-        self._meeting: tuple[int, ...] = ()  # the first of them is to act for all of them
+        self._frames: dict[int, FrameType] = {}  # the frames of waiting replicas
+        self._meeting: tuple[int, ...] = ()  # the first of them runs the action for all of them
         self._unstarted, self._order = set(tasks), list(tasks)  # order: since the last merge
         self._results, self._failure = dict[int, Any](), Failure()
-        self._acting = False  # whether a merge's action runs, for which no deadline holds
-        self._moves, self._latest = 0, -1  # how many turns there were; who has got the last one
+        self._acting = False  # whether a merge's action runs; it has no deadline
+        self._moves, self._latest = 0, -1  # the number of turns; the replica of the last turn
         by_pace = self.pace.is_long and self._schedule == "concurrent"
         self.is_eager = by_pace if at_once is None else at_once
         self._staggers = self._schedule == "staggered" and at_once is not False
         self.takes_turns = not (self._staggers or self.is_eager)
 
     def dismiss(self) -> None:
-        """Has every thread end when it next waits for its turn, if it ever does."""
+        """Makes every thread end when it next waits for its turn."""
         self.usable = False
         self._threads.dismiss()
 
     def _stop(self, replica_id: int, point: MergePoint | None) -> bool:
-        """Gives the turn away, at a merge point or for good; returns whether it came back."""
+        """Passes the turn on, at a merge point or at the end; returns whether it came back."""
         with self._mutex:
             self._running.discard(replica_id)
             if point is not None:
@@ -83,25 +84,25 @@ class RunQueue:
             if self._runnable:
                 return self._give_turns(replica_id)
             is_failed = self._failure.error is not None or not self._waiting
-            met = () if is_failed else self._together()
-            if not met:
+            meeting = () if is_failed else self._find_meeting()
+            if not meeting:
                 return self._go_on(replica_id, tuple(self._waiting))
-            if replica_id not in met:
-                self._meeting = met
-                self._runnable.append(met[0])
+            if replica_id not in meeting:
+                self._meeting = meeting
+                self._runnable.append(meeting[0])
                 return self._give_turns(replica_id)
-            self._running.add(replica_id)  # whom an interrupt must reach
-        return self._meet(replica_id, met)
+            self._running.add(replica_id)  # so that an interrupt reaches it
+        return self._meet(replica_id, meeting)
 
-    def _meet(self, replica_id: int, met: tuple[int, ...]) -> bool:
-        """Acts for those who have met, of whom this is one; returns whether it may go on."""
-        self._merge(met)
+    def _meet(self, replica_id: int, meeting: tuple[int, ...]) -> bool:
+        """Runs the action for the meeting replicas; returns whether this one may continue."""
+        self._merge(meeting)
         with self._mutex:
             self._running.discard(replica_id)
-            return self._go_on(replica_id, met)
+            return self._go_on(replica_id, meeting)
 
     def _give_turns(self, mine: int | None = None) -> bool:
-        """Gives the turn to whom it is due; returns whether to ``mine``, who need not be woken."""
+        """Wakes the next replicas; returns whether ``mine`` is one, which needs no waking."""
         came_back = False
         while self._runnable:
             successor = self._next()
@@ -122,10 +123,10 @@ class RunQueue:
         self._moves, self._latest = self._moves + 1, successor
         return successor
 
-    def _together(self) -> tuple[int, ...]:
-        """Returns who stand at one merge point; fails the run if that should be all, and is not.
+    def _find_meeting(self) -> tuple[int, ...]:
+        """Returns the replicas that meet at one merge point. See [Note: Loose points].
 
-        See [Note: Loose points].
+        If all replicas must meet and do not, fails the run and returns none.
         """
         waiting = self._waiting
         loose = [r for r in sorted(waiting) if waiting[r].is_loose]
@@ -137,11 +138,11 @@ class RunQueue:
             return ()
         return tuple(sorted(waiting))
 
-    def _go_on(self, last: int, met: tuple[int, ...]) -> bool:
-        """Lets those who met go on, once all have stopped; returns whether ``last`` may."""
+    def _go_on(self, last: int, meeting: tuple[int, ...]) -> bool:
+        """Makes the replicas that met runnable; returns whether ``last`` may continue."""
         self._order = [last, *(r for r in reversed(self._order) if r != last)]
-        self._runnable.extend(filter(met.__contains__, self._order))
-        for r in met:
+        self._runnable.extend(filter(meeting.__contains__, self._order))
+        for r in meeting:
             del self._waiting[r], self._frames[r]
         if self._runnable:
             return self._give_turns(last)
@@ -150,15 +151,15 @@ class RunQueue:
         self._finished.post(near=self.takes_turns)
         return False
 
-    def _merge(self, met: tuple[int, ...]) -> None:
-        """Runs the action of a merge, while everybody else stands still.
+    def _merge(self, meeting: tuple[int, ...]) -> None:
+        """Runs the action of a merge while all other replicas wait.
 
-        Without the mutex: the action may start a run of its own (merge_call), and the caller looks
-        in on us.
+        Does not hold the mutex: the action may start a run of its own (merge_call), and the
+        caller polls this queue.
         """
         try:
             self._acting = True
-            self._results.update(act_at(self._waiting, met, self._act))
+            self._results.update(act_at(self._waiting, meeting, self._act))
         finally:
             self._acting = False
 
@@ -167,9 +168,9 @@ class RunQueue:
             release_thread_pool()
 
     def _wake_all(self) -> None:
-        """Has everybody who waits, the caller included, find that the run is over."""
+        """Wakes all waiting threads, the caller included: the run is over."""
         self.dismiss()
-        with suppress(RuntimeError):  # it is open
+        with suppress(RuntimeError):  # it is posted already
             self._finished.post(near=False)
 
     def _tell_where(self) -> str:

@@ -1,17 +1,18 @@
-"""Lookout: whether replicas that have the turn stand still, and who begins meanwhile.
+"""StallDetector: finds running replicas that stall on their device, so that the next can start.
 
 [Note: Standing still]
-A replica that waits for its GPU executes no Python: two looks find it at the same instruction.
-Then the next one begins. If that one, too, is never seen to move, all do: they have come to the
-same call, and with a pair of looks for each the last GPU would wait N times as long.
+Problem: a replica that waits for its GPU executes no Python, while the next replica could start.
+Rule: if two polls find it at the same instruction, the next one starts. If that one also never
+moves, all start: they block in the same call, and one pair of polls per replica would delay the
+last GPU N times as long.
 
-    look     1      2          3      4             5
-    r0       seen   still      still  still
-    r1              begins     seen   still
-    r2, r3                            begin         seen
+    poll     1      2          3      4             5
+    r0       seen   stalled    stalled stalled
+    r1              starts     seen   stalled
+    r2, r3                            start         seen
 
-Looks come fast after a turn was given, when replicas block at the same place, and ever slower
-while those that run move: each look takes the interpreter away from them for some microseconds.
+Polls are frequent after a turn begins, because replicas block at the same place. They get rarer
+while the running replicas move: each poll takes the interpreter from them for some microseconds.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from time import monotonic
 
 from mirror.threads.user_frames import positions
 
-# Between two looks. A pause takes the system some 60 us longer than that.
+# Between two polls. The system adds some 60 us to each pause.
 FIRST_SECONDS = 0.00001
 LAST_SECONDS = 0.0003
 
 
 class StallDetector:
-    """What the caller of a run has seen of its replicas.
+    """Polls the replicas of one run, on behalf of the caller of the run.
 
     Args:
-        limit: seconds for which no replica may move; infinite for ever.
-        is_staggered: whether replicas begin when others stand still; otherwise it looks only
-            whether turns are given, once in a limit.
+        limit: seconds after which a run without movement is overdue; may be infinite.
+        is_staggered: whether replicas start when others stall. Otherwise it checks only that
+            turns are given, once per limit.
 
     Attributes:
-        pause_seconds: when to look again.
+        pause_seconds: the time until the next poll.
     """
 
     def __init__(self, limit: float, *, is_staggered: bool) -> None:
@@ -45,20 +46,20 @@ class StallDetector:
         self._limit, self._is_staggered = limit, is_staggered
         self._deadline = monotonic() + limit
         self._seen: tuple[int, Sequence[object]] | None = None
-        self._num_standstills = 0  # in a row, with nothing but a first sight between them
-        self._turns_given = -1  # how many there are if nobody but this has given any since
+        self._num_standstills = 0  # consecutive stalls, with only a first poll between them
+        self._turns_given = -1  # the number of turns if only this detector has given any since
 
     def where(self, running: Iterable[threading.Thread]) -> Sequence[object]:
-        """Returns what changes while any of these threads moves, beside turns."""
+        """Returns a value that changes while any of these threads executes Python."""
         return positions(running) if self._is_staggered else (None,)
 
     def poll(self, num_turns: int, where: Sequence[object], num_next: int) -> int:
-        """Takes note of a look; returns how many replicas should be given their turn.
+        """Records a poll; returns the number of replicas that should get their turn.
 
         Args:
-            num_turns: how many turns have been given so far.
-            where: of those that run; empty if they move for sure.
-            num_next: how many wait for their turn.
+            num_turns: the number of turns given so far.
+            where: the positions of the running replicas; empty if they certainly move.
+            num_next: the number of replicas that wait for their turn.
         """
         before, self._seen = self._seen, (num_turns, where)
         if before != self._seen or not where:

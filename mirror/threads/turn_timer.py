@@ -1,8 +1,8 @@
-"""Pace: whether replicas compute for so long between merges that they should run at once.
+"""TurnTimer: decides whether the turns of replicas are long enough to run the replicas at once.
 
-Python runs in one thread at a time, and to wake another CPU, or to wait for the interpreter there,
-costs more than a small operation takes. So replicas of small operations take turns on one CPU;
-where the first of them keeps its turn for longer, they run at once.
+Python runs in one thread at a time. Waking another CPU, or waiting for the interpreter there,
+costs more than a small operation. So replicas with short turns share one CPU, and replicas with
+long turns run at once.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections import deque
 from time import monotonic
 
 LONG_SECONDS = 0.002
-LOOKS = 4  # the shortest of so many turns counts: the first ones of a program are long
+LOOKS = 4  # the shortest of so many turns counts: the first turns of a program are long
 
 
 class TurnTimer:
-    """How long the first replica of a run that stops has kept its turn.
+    """Measures how long the first replica that stops in a run has kept its turn.
 
-    Turns get longer where replicas run at once, so one decision does not undo itself.
+    Turns get longer when replicas run at once, so a decision does not undo itself.
 
     Attributes:
-        is_long: whether the next run should let the replicas run at once.
+        is_long: whether the replicas of the next run should run at once.
     """
 
     __slots__ = ("_began", "_keeps_turns", "_seconds", "is_long")
@@ -35,7 +35,7 @@ class TurnTimer:
         self._began = monotonic()
 
     def end_turn(self) -> None:
-        """Notes that a turn has ended; the first one after ``begin_turn`` counts."""
+        """Stops the clock; only the first call after ``begin_turn`` counts."""
         if self._began is not None:
             self._seconds.append(monotonic() - self._began)
             self._began = None
@@ -43,5 +43,5 @@ class TurnTimer:
             self.is_long = is_long and not self._keeps_turns
 
     def keep_turns(self) -> None:
-        """Has replicas take turns from the next run on, for good."""
+        """Makes replicas take turns from the next run on, permanently."""
         self.is_long, self._keeps_turns = False, True

@@ -1,4 +1,4 @@
-"""Where a thread stands in the user's code, and what reaches it there."""
+"""Frames of the user's code: positions of threads, warnings and notes on errors."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ import mirror.errors as anchor
 
 _OURS = os.path.dirname(os.path.abspath(anchor.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_looking = threading.Lock()
-_STARTING_SECONDS = 0.1  # that a thread may take to start another one
+_frames_lock = threading.Lock()
+_STARTING_SECONDS = 0.1  # how long a thread may take to start another one
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Returns the frame that another thread is in."""
+    """Returns the current frame of another thread."""
     return _frames().get(thread.ident or -1)
 
 
 def positions(threads: Iterable[threading.Thread]) -> list[tuple[int, int]]:
-    """Returns what changes while any of these threads executes Python."""
-    known = _frames()
-    frames = [known.get(thread.ident or -1) for thread in threads]
+    """Returns a value that changes while any of these threads executes Python."""
+    by_ident = _frames()
+    frames = [by_ident.get(thread.ident or -1) for thread in threads]
     return [(id(frame), -1 if frame is None else frame.f_lasti) for frame in frames]
 
 
 def _frames() -> dict[int, FrameType]:
-    """Returns where all threads are.
+    """Returns the frames of all threads by thread identifier.
 
-    A garbage collection inside ``sys._current_frames`` can freeze CPython 3.11, if a finalizer
-    lets another thread call it, too (gh-106883): so one call at a time, without collections.
+    A garbage collection inside ``sys._current_frames`` can freeze CPython 3.11 if a finalizer
+    lets another thread call it, too (gh-106883). So only one call runs at a time, and the
+    collector is off meanwhile.
     """
-    with _looking:
+    with _frames_lock:
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -53,30 +54,30 @@ def _frames() -> dict[int, FrameType]:
 
 
 def stacks() -> str:
-    """Returns where the main thread stands, and every one that has called mirror, in words.
+    """Returns the stacks of the main thread and of all threads inside mirror, as text.
 
-    Of each the calls, the innermost last; of the calling thread nothing.
+    The innermost call of a stack is last. The calling thread is left out.
     """
-    frames, told = _frames(), []
+    frames, lines = _frames(), []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or -1)
         calls = traceback.extract_stack(frame)
         while calls and calls[0].filename == threading.__file__:
             del calls[0]
         is_ours = any(call.filename.startswith(_OURS) for call in calls)
-        is_told = thread is threading.main_thread() or is_ours
-        if frame is not None and is_told and thread is not threading.current_thread():
-            told += [f'thread "{thread.name}":\n', *traceback.format_list(calls)]
-    return "".join(told).rstrip()
+        is_relevant = thread is threading.main_thread() or is_ours
+        if frame is not None and is_relevant and thread is not threading.current_thread():
+            lines += [f'thread "{thread.name}":\n', *traceback.format_list(calls)]
+    return "".join(lines).rstrip()
 
 
 def active_calls_of(thread: threading.Thread, method: Callable[..., object]) -> list[Any]:
-    """Returns the objects whose ``method`` another thread is in, innermost first."""
+    """Returns the ``self`` of each active call of ``method`` in a thread, innermost first."""
     return calls(thread.ident or -1, method)
 
 
 def calls(ident: int, method: Callable[..., object]) -> list[Any]:
-    """Returns the objects whose ``method`` a thread is in, innermost first; none if it is over."""
+    """Returns the same for a thread identifier; an empty list if that thread has ended."""
     callees, frame = [], _frames().get(ident)
     while frame is not None:
         if frame.f_code is method.__code__:
@@ -86,10 +87,10 @@ def calls(ident: int, method: Callable[..., object]) -> list[Any]:
 
 
 def throw_into_thread(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raises an exception in another thread, before the next Python instruction it executes.
+    """Raises an exception in another thread, before its next Python instruction.
 
-    Not in one that is starting a third: until that one runs, CPython 3.11 and before take it for
-    its parent, and it would never begin, for which its parent would wait for ever.
+    Waits while that thread starts a child thread. Until the child runs, CPython 3.11 and older
+    would raise the exception in the child, which then never starts, and its parent waits forever.
     """
     deadline = monotonic() + _STARTING_SECONDS
     while thread.ident is not None and monotonic() < deadline:
@@ -115,10 +116,10 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def line_of(error: BaseException | None) -> str:
-    """Returns the same of where an exception was raised; without one, of the main thread."""
+    """Returns the user's line of an error, or the main thread's line if ``error`` is None."""
     if error is None:
         return user_line(frame_of(threading.main_thread()))
-    lines = [_line_of_user(*at) for at in traceback.walk_tb(error.__traceback__)]
+    lines = [_line_of_user(*entry) for entry in traceback.walk_tb(error.__traceback__)]
     return next(filter(None, reversed(lines)), "<unknown line>")
 
 
@@ -132,14 +133,14 @@ def _line_of_user(frame: FrameType, number: int) -> str | None:
 
 
 def warn_user(message: str) -> None:
-    """Warns, with the innermost line outside mirror and torch as the one to blame."""
+    """Issues a UserWarning that points at the innermost line outside mirror and torch."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-# What others' errors say, and what to do about it in a replica.
+# Texts in errors of torch, each with its remedy inside a replica.
 _REMEDIES = (
     (
         "Default process group has not been initialized",
@@ -151,7 +152,7 @@ _REMEDIES = (
 
 
 def annotate_error(error: BaseException, name: str) -> None:
-    """Notes on an error which replica has raised it, and what to do about it if that is known."""
+    """Adds notes to an error: the replica that raised it, and the remedy if one is known."""
     add_note(error, f"in {name}")
     text = str(error)
     for part, remedy in _REMEDIES:
@@ -160,7 +161,7 @@ def annotate_error(error: BaseException, name: str) -> None:
 
 
 def call_noted(task: Callable[[], Any], replica: str) -> Any:
-    """Calls a replica's task; notes on an exception that it raises whose it is."""
+    """Calls a replica's task; adds a note with the replica's name to any error."""
     try:
         return task()
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""Watchdog: calls that take too long are broken off, by one thread for the whole process.
+"""Watchdog: one thread per process aborts calls that exceed their deadline.
 
-Who calls notes what, and until when; that is all it costs. The thread begins with the first call
-and ends when there have been none for a while.
+A caller only registers its call and the deadline. The thread starts with the first call and ends
+after a while without calls.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from mirror.base.at_fork import reinit_after_fork
 from mirror.errors import CollectiveTimeoutError
 from mirror.threads.user_frames import active_calls_of, stacks
 
-# How long a call that is broken off may take to end before that is an error of its own.
+# How long an aborted call may take to end before that is logged as an error.
 GRACE_SECONDS = 5.0
-# How long the thread outlives the last call.
+# How long the thread stays alive after the last call.
 IDLE_SECONDS = 1.0
 
 _logger = logging.getLogger("mirror")
 
 
 class WatchedCall:
-    """One call, from when it is made until it has returned.
+    """One call with a deadline.
 
     Args:
-        break_off: ends it, and the others with the same; called by another thread.
-        what: says what it is, for the error.
+        break_off: aborts this call and all calls with the same function; the watchdog's thread
+            calls it.
+        what: returns the name of the call for the error.
 
     Attributes:
-        late: what is said of it once it has been broken off.
+        late: the error message, once the call has been aborted.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class WatchedCall:
         """Makes the call.
 
         Raises:
-            CollectiveTimeoutError: it was broken off, whatever it has returned or raised.
+            CollectiveTimeoutError: the call was aborted, even if it has returned or raised.
         """
         try:
             _watchdog.begin(self)
@@ -69,7 +70,7 @@ class WatchedCall:
         return result
 
     def is_going_on(self) -> bool:
-        """Whether its thread is still in it: an interrupt may have kept it from being ended."""
+        """Whether its thread is still in it; an interrupt may have skipped ``end``."""
         return self in active_calls_of(self._thread, WatchedCall.make)
 
 
@@ -79,8 +80,8 @@ class _Watchdog:
         reinit_after_fork(self)
 
     def after_fork(self) -> None:
-        """Begins anew, as in a forked process, where the thread is not."""
-        self._calls: dict[WatchedCall, None] = {}  # changed by single steps of the dict
+        """Resets the state, as in a forked process, which lacks the thread."""
+        self._calls: dict[WatchedCall, None] = {}  # changed only by atomic dict operations
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._wakes_at = 0.0
@@ -95,7 +96,7 @@ class _Watchdog:
                 if self._thread is None:
                     name = "mirror watchdog"
                     thread = threading.Thread(target=self._watch, name=name, daemon=True)
-                    thread.start()  # before it is noted: an interrupt may come in between
+                    thread.start()  # before it is stored: an interrupt may come in between
                     self._thread = thread
 
     def end(self, call: WatchedCall) -> None:
@@ -108,7 +109,7 @@ class _Watchdog:
             with self._lock:
                 if num_seen == self._num_begun:
                     self._thread = None
-                    if not self._calls:  # now who begins one sees that there is no thread
+                    if not self._calls:  # a new call now sees that there is no thread
                         return
                     self._thread = threading.current_thread()
                 num_seen = self._num_begun
@@ -118,7 +119,7 @@ class _Watchdog:
                 self._lock.wait(max(0.0, self._wakes_at - monotonic()))
 
     def _poll(self) -> None:
-        # Of its own, so that the frame that waits keeps no call alive.
+        # A function of its own, so that the waiting frame keeps no call alive.
         for call in tuple(self._calls):
             if call.deadline <= monotonic():
                 self._expire(call)
@@ -127,14 +128,14 @@ class _Watchdog:
         if not call.is_going_on():
             self.end(call)
         elif call.late is None:
-            said = (
+            message = (
                 f"{call.what()} did not end within timeout_seconds={call.seconds}, and was broken "
                 "off; raise the timeout in CommunicationOptions, or find what it waits for:\n"
                 f"{stacks()}"
             )
             for other in tuple(self._calls):
                 if other.break_off == call.break_off:
-                    other.late, other.deadline = said, monotonic() + GRACE_SECONDS
+                    other.late, other.deadline = message, monotonic() + GRACE_SECONDS
             try:
                 call.break_off()
             except Exception:

@@ -119,7 +119,7 @@ def test_who_times_out_while_it_is_moved_keeps_its_affinity(cpus, monkeypatch):
     thread, done = waits(gate, lambda _: gate.post(near=True))
     assert not done
     assert affinity == {thread: {0, 1, 2, 3}}
-    assert gate._moved is None
+    assert gate._affinities is None
 
 
 @needs_affinity

@@ -164,7 +164,7 @@ def binary(unit: Unit, capability: int) -> Path:
     file = _folder() / name
     if not file.exists():
         made = _compiled(nvrtc, text, options, is_machine_code=architecture.startswith("sm_"))
-        # Whoever else compiles the same, in another process say, never reads half a file.
+        # Another process that compiles the same unit never reads a partial file.
         with replace_atomically(file) as new:
             new.write(made)
     return file

@@ -105,7 +105,7 @@ class CudaDevices:
         self.max_blocks = max_blocks or min(_DEFAULT_BLOCKS, most)
         _open_memory(linked)
         num_bytes = workspace_bytes(self.max_blocks, scratch_bytes)
-        # They outlive the inference mode and the default device of whoever makes them.
+        # They outlive the inference mode and the default device of their creator.
         with torch.inference_mode(False):
             # The caching allocator aligns to 512 bytes. Zeroed on the current streams: wait.
             self._workspaces = [
@@ -193,7 +193,7 @@ def missing_reason(pairs: Sequence[tuple[torch.device, torch.device]]) -> str | 
 
 @cache
 def _load(unit: Unit, devices: tuple[torch.device, ...]) -> dict[_Place, _Loaded]:
-    """Loads a unit on every device; compiles it if nobody has."""
+    """Loads a unit on every device; compiles it first if needed."""
     cupy = import_module("cupy")
     kernels: dict[_Place, _Loaded] = {}
     for device in devices:

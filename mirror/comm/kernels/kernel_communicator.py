@@ -40,7 +40,7 @@ class Machine(Protocol):
     bytes_per_block: int
 
     def prepare(self, calls: Iterable[tuple[str, torch.dtype, KernelArguments]]) -> None:
-        """Compiles what such calls of ``run`` need; nobody has to ask for it before them."""
+        """Compiles the kernels that such calls of ``run`` need; ``run`` does so itself if not."""
 
     def run(
         self, kernel: str, dtype: torch.dtype, arguments: KernelArguments, blocks: int

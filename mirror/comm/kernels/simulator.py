@@ -136,6 +136,6 @@ def library() -> ctypes.CDLL:
 
 def _aligned_zeros(num_bytes: int) -> Tensor:
     """Returns zeros that begin where a flag may."""
-    # By numpy: what nobody touches costs nothing, and a workspace is hardly ever used in full.
+    # By numpy: untouched pages cost nothing, and a workspace is hardly ever used in full.
     memory = torch.from_numpy(np.zeros(num_bytes + FLAG_BYTES, dtype=np.uint8))
     return memory[-memory.data_ptr() % FLAG_BYTES :][:num_bytes]

@@ -3,11 +3,10 @@
 [Note: An end to every wait]
 NCCL has no time-out: a kernel whose peer does not come spins until its communicator is aborted.
 The communicators are non-blocking, so a call that has to wait says "in progress" and the caller
-asks again, up to the deadline of the operation. What has been enqueued is watched by a thread: it
-looks at the events behind it and at NCCL's asynchronous errors. Whoever finds that something is
-wrong gives the clique up: notes the failure and aborts *all* communicators, which ends their
-kernels. That thread cannot raise, so what it finds is raised by the next call. What a collective
-that was given up leaves behind is garbage, on every device.
+asks again, up to the deadline of the operation. A thread watches the enqueued work: it queries the
+events behind it and NCCL's asynchronous errors. A thread that finds an error stores it and aborts
+*all* communicators, which ends their kernels. The watching thread cannot raise, so the next call
+raises its error. An aborted collective leaves garbage in its outputs, on every device.
 
 An aborted communicator is freed, so no call to it may follow: ``_mutex`` is held for each single
 call, or for the calls of one collective, and the note is looked at under it. A call that itself
@@ -89,7 +88,7 @@ class Clique:
         self._devices = tuple(devices)
         self.timeout_seconds = timeout_seconds
         self._communicators = Communicators(library, self._devices, place)
-        self._state_word = ctypes.c_int(SUCCESS)  # of whoever has the mutex
+        self._state_word = ctypes.c_int(SUCCESS)  # used only by the owner of the mutex
         self._state_address = ctypes.byref(self._state_word)
         self._turn = threading.Lock()
         self._mutex = threading.Lock()
@@ -163,7 +162,7 @@ class Clique:
         return not self._under_way or self._failure is not None
 
     def abort(self, *, is_told: bool = False) -> None:
-        """Gives it up from any thread; ``is_told``: whoever closes it need not hear of that."""
+        """Aborts the clique from any thread; with ``is_told``, ``close`` does not report it."""
         at = [operation.what for operation in (self._calling, *self._under_way) if operation]
         self._give_up(self._failed(", ".join(at[:1]) or "rest", "it was told to abort"))
         self._failure_was_raised |= is_told
@@ -177,7 +176,7 @@ class Clique:
 
     @contextmanager
     def _operation(self, what: str, seconds: float | None = None) -> Iterator[Work]:
-        """Gives the caller its turn; whatever goes wrong in it is the clique's end."""
+        """Gives the caller its turn; any error in it aborts the clique."""
         with self._turn:
             self._raise_failure()
             seconds = self.timeout_seconds if seconds is None else seconds
@@ -189,7 +188,7 @@ class Clique:
                 self._give_up(self._failed(what, str(refused)))
                 self._raise_failure()
             except BaseException as error:
-                # Ctrl-C, for instance: nobody knows what has been enqueued on which device.
+                # Ctrl-C, for instance: it is unknown what has been enqueued on which device.
                 self._give_up(self._failed(what, f"a {type(error).__name__} broke it off"))
                 self._failure_was_raised = True
                 raise
@@ -256,7 +255,7 @@ class Clique:
             return self._locked_call(function, *arguments)
 
     def _locked_call(self, function: str, *arguments: object) -> int:
-        """Does the same for whoever holds the mutex."""
+        """Does the same in a thread that holds the mutex."""
         if self._failure is not None:
             raise _CallRefused
         result = self._library.functions[function](*arguments)

@@ -1,12 +1,10 @@
-"""Operations: what a caller has NCCL do, until the devices are known to have done it.
+"""NCCL communicators of this process, and their operations until the devices have finished them.
 
 [Note: One witness]
 To record an event on each of 8 devices takes longer than NCCL's calls. Where no replica's part can
 end before all the others' have begun (``are_joint``), the last device's event stands for all: once
-it has happened nobody is late any more, and the next operation is for all devices again. If it has
-not happened in time, the other streams are asked whether they have work left, to say whose.
-
-NCCL's communicators of this process, as NCCL hands them out: made, and ended in a thread.
+it has happened, all replicas are done, and the next operation again involves all devices. If it
+has not happened in time, the other streams are queried, to name the late replicas.
 
 A clique may reach over several processes, each with the ranks of its own devices; what they have
 in common is an identifier, which one of them makes (``new_identifier``) and tells the others.
@@ -59,7 +57,7 @@ class Work:
         return all(event.query() for event in self.events)
 
     def timeout_message(self, devices: Sequence[torch.device]) -> str:
-        """Returns who is not known to be done."""
+        """Returns the replicas that are not known to be done."""
         unasked = len(devices) - len(self.events)
         who = []
         for i, device in enumerate(devices):

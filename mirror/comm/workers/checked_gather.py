@@ -1,22 +1,17 @@
-"""Wire: tensors and numbers as bytes, by hand, as nothing that arrives may be run.
+"""Checked gathers: workers exchange payloads in envelopes of one size, after a check of the call.
 
-Envelope: what a worker says to the others, as bytes of a number that all of them know.
+Payloads are encoded by hand, without pickle, because received bytes must never run as code.
 
 [Note: Envelopes]
-gloo ends the process, beyond any ``except``, when the sizes of two workers' buffers differ, and
-NCCL hangs. So before anything travels whose size one worker alone knows, all gather envelopes of
-one size, and an envelope tells what is meant: a hash of the operation, its number and its
-signature; the user's line, in words; how long the payload is; and the payload itself, where it
-fits. If somebody's does not, all know from the lengths, and a second gathering of the longest
-length follows. Who is at something else is found before a shape has met another.
+Problem: gloo ends the process when the buffer sizes of two workers differ, and NCCL hangs.
+Rule: all workers first gather envelopes of one size; a payload that does not fit follows in a
+second gather of the longest length. A worker in another operation is found by the hash.
 
     8 bytes   hash of number, operation, signature
     8 bytes   length of the payload
     2 bytes   length of the words
     words     "all_reduce(sum) of float32[3] at train.py:12"
-    payload   or nothing, if it is longer than what is left
-
-Talk: what workers say to each other by one link, in envelopes.
+    payload   empty if it is longer than the remaining space
 """
 
 from __future__ import annotations

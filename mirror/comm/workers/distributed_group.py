@@ -1,14 +1,15 @@
-"""Workers: several processes of one training, over torch.distributed.
+"""DistributedGroup: the worker processes of one training, over torch.distributed.
 
-The engine is torch.distributed's, its process groups and its store: who is lost is found out, see
-[Note: Nobody hangs], and started again by whoever started the workers (torchrun).
+Process groups and the store are torch.distributed's. A lost worker is detected, see
+[Note: Nobody hangs], and the launcher (torchrun) starts it again.
 
 [Note: One size, one group]
-gloo ends the process when buffers of two sizes meet, and buckets of gradients cannot wait for an
-envelope. So there is a process group for every size of them: workers that have parted ways, where
-one reduces another network's gradients for instance, wait in two groups, and are found there. It
-is made when the size comes for the first time. Buckets that are one too many for that are
-announced in an envelope.
+Problem: gloo ends the process when buffers of two sizes meet, and buckets of gradients cannot
+wait for an envelope.
+Rule: each bucket size has its own process group, created when the size first occurs. If there are
+too many sizes, further buckets are announced in an envelope.
+Consequence: workers that diverge, for example by reducing gradients of different networks, wait
+in two groups, where the wait is detected.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ReplicaSums(Protocol):
 class DistributedWorkerGroup(LocalWorkerGroup):
     """Several workers, of which this process is one.
 
-    Uses the default process group, and makes it if nobody has; has process groups of its own.
+    Uses the default process group, which it creates if there is none, and its own process groups.
 
     Args:
         num_local: the number of this worker's replicas.
@@ -126,7 +127,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         return told
 
     def broadcast(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Writes worker 0's values to the tensors of all, whose shapes and dtypes are equal."""
+        """Broadcasts worker 0's values into all workers' tensors, of equal shapes and dtypes."""
         described = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
         self.exchange(what, described)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -164,7 +165,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
         return finish
 
     def sum_replicas_by(self, sums: ReplicaSums) -> None:
-        """Has ``all_reduce_replicas`` use these from now on, on all workers alike."""
+        """Makes ``all_reduce_replicas`` use these from now on; all workers must call it."""
         self._replica_sums, self.sums_replicas = sums, True
 
     def all_reduce_replicas(self, what: str, buffers: Sequence[Tensor]) -> Callable[[], None]:
@@ -231,7 +232,7 @@ class DistributedWorkerGroup(LocalWorkerGroup):
                 self._replica_sums.close()
 
     def outermost(self, run: Callable[[], T]) -> T:
-        """Makes an outermost run; notes what it raises, for who waits for this worker."""
+        """Calls an outermost run; publishes its error for workers that wait for this one."""
         self._check_usable()
         self._board.note = ""
         try:

@@ -1,4 +1,4 @@
-"""Links: the process groups of one strategy, and what was begun there."""
+"""SequencedGroup: a process group of one strategy that counts the operations started on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAID_SECONDS = 1.0
 
 
 class SequencedGroup:
-    """A process group, whose operations all workers begin in the same order.
+    """A process group in which all workers start the operations in the same order.
 
     Args:
         name: "NUMBER/...", by the strategy's number.
@@ -60,10 +60,10 @@ class SequencedGroup:
         self._begun.pop(number, None)
 
     def drop(self, *, forgets: bool) -> None:
-        """Lets go of the group, or has nobody ever end it.
+        """Drops the group, or leaks it if it must never be destroyed.
 
-        What ends a group waits for its works: for those that wait for a worker who will not come,
-        up to the group's time-out, in whatever ends the last reference, the interpreter's end too.
+        The destructor of a group waits for its works, up to the group's timeout if a worker is
+        lost. It would do so wherever the last reference ends, also at the interpreter's exit.
         """
         works, self._begun = list(self._begun.values()), {}
         group, self.group = self.group, None

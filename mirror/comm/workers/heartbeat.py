@@ -1,8 +1,8 @@
-"""Board: where every worker says where it stands, for whoever waits for it too long.
+"""HeartbeatStore: publishes this worker's status and reads the status of the other workers.
 
-One for a process, in the store of torch.distributed, which is in worker 0's process or in that of
-its launcher. A thread says it once a second, and reads what others say while somebody waits, else
-seldom; no other one touches the store, which does not answer while its process is stopped.
+There is one per process, in torch.distributed's store, which lives in worker 0 or its launcher. A
+thread writes the status once a second. It reads the others' often while a wait is in progress,
+else rarely. No other thread uses the store, because a store in a stopped process never answers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mirror.base.at_fork import reinit_after_fork
 from mirror.comm.workers.worker_status import Exit, PendingOp, WorkerStatus
 
 _BEAT_SECONDS, _LOOK_SECONDS = 1.0, 0.5
-_BEATS_PER_LOOK = 10  # while nobody waits: the store may be gone when somebody does
-# For how long worker 0, whose process has the store, waits for the others to read its last words.
+_BEATS_PER_LOOK = 10  # while no wait is in progress: the store may be gone at the next wait
+# How long worker 0, which hosts the store, waits at exit for the others to read its last status.
 _LAST_SECONDS = 3.0
-_GONE_SECONDS = 2.0  # who has been silent for that long is not waited for
+_GONE_SECONDS = 2.0  # worker 0 does not wait for a worker that has been silent for so long
 _KEPT_ENDS = 8
 
-# Tells the user's line where an error was raised, or, of none, where the main thread is.
+# Returns the user's line of an error, or the main thread's line.
 LineOf = Callable[[BaseException | None], str]
 
 
@@ -51,16 +51,16 @@ class HeartbeatSnapshot:
 
 
 class HeartbeatStore:
-    """What all workers say of themselves.
+    """The status of all workers.
 
     Args:
         line_of: see ``LineOf``.
 
     Attributes:
-        begun: by link, how many operations this worker has begun: whoever begins one counts.
-        look: what was read last, while somebody waits.
-        broken: why the store does not answer any more, and since when; ``None`` if it does.
-        note: what else is to be said of this worker.
+        begun: by link, the number of operations that this worker has started.
+        look: the last read, while a wait is in progress.
+        broken: the reason and the time of the store's failure; ``None`` while it answers.
+        note: a further note on this worker.
     """
 
     def __init__(self, store: Store, rank: int, size: int, line_of: LineOf) -> None:

@@ -1,18 +1,17 @@
-"""Errand: a call that takes as long as others like, in a thread, so that who waits can look up.
+"""MonitoredWait: a worker waits for other workers in short slices, and reads their status between.
 
-Watch: how one worker waits for the others, so that it never waits in vain for long.
+``BackgroundCall`` gives a blocking call the interface of such a wait.
 
 [Note: Nobody hangs]
-A wait is made of short ones, which raise an error when their time is over, do no harm and can be
-repeated; between two of them Ctrl-C comes through. As long as all is well that is all. Who has
-waited for the first of them says where it stands, and looks where the others do:
+A wait consists of short waits that can time out and be repeated; Ctrl-C arrives between two of
+them. After the first one the worker publishes its status, and reads the status of the others:
 
-    another one's end    of its strategy or its program, who has not begun this operation: raised
-    a circle             of workers that wait for each other: [Note: Who waits in vain]
-    a broken connection  whoever says no more, or had the store, is lost
-    nothing              for ``timeout_seconds``: whoever has said nothing for longest is lost
+    another worker has ended    its strategy or program, without starting this operation: raises
+    deadlock                    workers wait for each other: [Note: Who waits in vain]
+    a connection is broken      a worker that is silent, or that hosted the store, is lost
+    ``timeout_seconds`` is over the worker that has been silent longest is lost
 
-An error is the strategy's end on this worker, and the others see that.
+After an error this worker's strategy is over, and the other workers read that in its status.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ TIMED_OUT = "timed out"  # what the errors of works that are not done yet have i
 
 
 class BackgroundCall(Generic[T]):
-    """A call that is waited for as the works of torch.distributed are.
+    """A call in a thread, with the ``wait`` of torch.distributed's works.
 
-    Ctrl-C reaches who waits for it, and no call of torch that waits for other processes.
+    Ctrl-C interrupts this wait; it does not interrupt torch's own calls that wait for processes.
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -76,9 +75,9 @@ class BackgroundCall(Generic[T]):
 T_co = TypeVar("T_co", covariant=True)
 
 _SLICE_SECONDS = 0.5
-# How long the others have to say why a connection has broken: more than one beat of theirs. It
-# counts from the first look after that to another: on a busy machine looks are late, and who says
-# no more is known only from two. Nobody waits longer than the most.
+# How long the other workers have to report why a connection broke: more than one heartbeat. The
+# time starts at the first read after that, because reads are late on a busy machine and silence
+# takes two reads to see. The second number is the limit.
 _REASON_SECONDS, _MOST_REASON_SECONDS = 2.5, 7.5
 _RESTART = (
     "the strategy is of no more use here; end this process, and start all workers again from the "

@@ -1,13 +1,13 @@
-"""NcclAllReduce: sums over the replicas of all workers on their GPUs, by one clique of NCCL's.
+"""NcclAllReduce: sums over the replicas of all workers on their GPUs, with one NCCL clique.
 
 [Note: Sums on GPUs]
-Every replica of every worker is a rank of its own, so NCCL finds all links there are: NVLink in a
-machine, all network cards between. Workers tell each other, beside, what they sum: where sizes
-differ NCCL itself waits in vain. What is enqueued is waited for as a work of torch.distributed is,
-so [Note: Nobody hangs] holds: an error that is found ends the clique, and with it its kernels.
+Every replica of every worker is an NCCL rank, so NCCL uses all links: NVLink in a machine, and all
+network cards between machines. NCCL hangs if sizes differ, so the workers also exchange what they
+sum. Enqueued sums have the interface of torch.distributed's works, so [Note: Nobody hangs]
+applies: an error aborts the clique, which ends its kernels.
 
-A first sum of a size has NCCL connect, within the call: a worker that is lost at that moment is
-found after ``timeout_seconds``.
+The first sum of a size makes NCCL connect inside the call. If a worker is lost at that moment,
+the others find out after ``timeout_seconds``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Alone: the workers of a strategy in one process, of which there is one."""
+"""LocalWorkerGroup: the interface of the workers of a strategy, for a single process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST_COUNTED = 64  # calls of one backward pass that are looked at
 
 
 class Message(NamedTuple):
-    """What one worker says to the others.
+    """A message from one worker to the others.
 
     Attributes:
-        tensors: on the CPU, of any shapes.
-        numbers: beside them.
+        tensors: CPU tensors of any shapes.
+        numbers: further numbers.
     """
 
     tensors: list[Tensor]
@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
 
 class LocalWorkerGroup:
-    """Stands where other workers could be: whoever asks these has an answer at once.
+    """A group of one worker: its collectives return immediately.
 
     A *worker* is a process with replicas of its own; all run one program. Replica r of this worker
     is replica ``first + r`` of all.
@@ -112,7 +112,7 @@ class LocalWorkerGroup:
         return lambda: [number]
 
     def broadcast(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Writes worker 0's values to the tensors of all, whose shapes and dtypes are equal."""
+        """Broadcasts worker 0's values into all workers' tensors, of equal shapes and dtypes."""
 
     def all_reduce(self, what: str, buffer: Tensor) -> Callable[[], None]:
         """Begins to sum a flat buffer over the workers, in place; returns what waits for it.

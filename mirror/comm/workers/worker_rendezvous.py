@@ -1,11 +1,9 @@
-"""Attempts: a part of the store where nobody has been before.
+"""Rendezvous of the workers, through torch's default process group and a fresh part of its store.
 
-torchrun keeps one store for all its attempts. Who is started again would find there what those
-that are gone have left, addresses among it, and would wait for them for ever. The number of the
-attempt is no help: agents of several machines count apart. So worker 0 makes up a name, and tells
-it to the others, each under a name that this one has made up: nobody takes an old answer for his.
-
-Meeting: how this process finds the others, through torch's default process group.
+torchrun keeps one store for all its attempts. A restarted worker would find addresses of ended
+workers there, and would wait for them forever. The attempt's number does not help, because the
+agents of several machines count separately. So worker 0 chooses a random prefix and sends it to
+each worker under a key that this worker has chosen: no worker mistakes an old answer for its own.
 """
 
 from __future__ import annotations
@@ -65,10 +63,10 @@ _boards: list[tuple[Store, HeartbeatStore]] = []  # one; another one with anothe
 
 
 def join_rendezvous(seconds: float, line_of: LineOf) -> HeartbeatStore:
-    """Returns the board of all workers; makes the default process group if nobody has.
+    """Returns the heartbeat store of all workers; creates the default process group if needed.
 
     Raises:
-        WorkerLostError: somebody has not come.
+        WorkerLostError: a worker has not joined.
     """
     if not dist.is_initialized():
         begin = BackgroundCall(lambda: _begin(seconds))

@@ -1,16 +1,15 @@
-"""Position: what a worker says of where it stands; and who of those that wait waits in vain.
+"""WorkerStatus: the status that a worker publishes, and the detection of deadlocked workers.
 
 [Note: Who waits in vain]
-Workers begin the operations of one link (a process group) in the same order, and count them. Who
-waits for operation n of a link needs everybody to have begun n there. Whoever has not either goes
-on, and may come yet; or is over, which ends the wait, by an error; or waits, for something else,
-which needs others in turn. So those that go on may come, and so may who waits for nobody but
-workers that may come, or for one that is over. Who is left waits in a circle: in vain.
+Workers start the operations of a link (a process group) in the same order and count them. A wait
+for operation n needs all workers to have started n. A worker that has not is running, and may
+come; or has ended, which ends the wait with an error; or waits for another operation.
+Rule: a wait may end if all missing workers may come, or if one of them has ended. A worker may
+come if it runs, or if one of its waits (one per thread) may end. The remaining workers wait for
+each other: a deadlock.
 
-Counts only grow, so what was seen of workers at different moments fits together well enough for a
-suspicion; that is a finding once all have been looked at again, and stand where they stood.
-
-A worker may wait in several threads, for several strategies; one wait that may end is enough.
+Counts only grow, so statuses read at different moments are enough for a suspicion. It counts as a
+deadlock once a second read of all workers shows the same.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 
 class PendingOp(NamedTuple):
-    """What a worker waits for: operation ``number`` of a link."""
+    """Operation ``number`` of a link, for which a worker waits."""
 
     link: str
     number: int
@@ -100,7 +99,7 @@ class WorkerStatus:
 
 
 def ended_without(wait: PendingOp, positions: Sequence[WorkerStatus]) -> list[tuple[int, Exit]]:
-    """Returns who has come to its end and has never begun what is waited for, by rank."""
+    """Returns the workers that ended without starting the awaited operation, by rank."""
     found = []
     for rank, position in enumerate(positions):
         end = position.end_of(wait.link)
@@ -110,7 +109,7 @@ def ended_without(wait: PendingOp, positions: Sequence[WorkerStatus]) -> list[tu
 
 
 def find_deadlocks(positions: Sequence[WorkerStatus]) -> frozenset[tuple[int, PendingOp]]:
-    """Returns the waits, by rank, that never end. See [Note: Who waits in vain]."""
+    """Returns the waits that never end, by rank. See [Note: Who waits in vain]."""
     waits = {(rank, wait) for rank, position in enumerate(positions) for wait in position.waits}
     stuck = {rank for rank, _ in waits}
 
