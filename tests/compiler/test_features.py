@@ -95,6 +95,48 @@ def test_models(name):
     assert beside.compiled.num_traces == 1
 
 
+class WrittenBuffers(nn.Module):
+    """Buffers that each call writes without looking at the batch, in place or anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("factor", torch.ones(3))
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+            self.factor = self.factor * 0.9 + 0.2
+        return self.head(x) * self.factor + self.count
+
+
+class InDouble(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body.double()
+
+    def forward(self, x):
+        return self.body(x.double())
+
+
+BUFFERS = {
+    "written": WrittenBuffers,
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("name", BUFFERS)
+def test_replicas_that_were_idle_have_the_buffers_of_the_others(name, num_replicas):
+    beside = Beside(num_replicas, lambda: InDouble(BUFFERS[name]()))
+    sizes = [1, 1, 1, 1, 2, 2, 1, 1, 3, 2, 2, 3]
+    beside.train(batches(sizes), rtol=1e-10, atol=1e-10)
+    assert beside.compiled.num_traces
+    for key, value in beside.plain.state_dict().items():
+        torch.testing.assert_close(beside.model.state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
 # Steps: each is made of a model and its optimizer
 
 
