@@ -317,3 +317,31 @@ def test_inductors_dropout_draws_anew_and_by_the_seed():
     assert not torch.equal(found[1][0], found[2][0])
     again = run()
     assert all(map(torch.equal, found[2], again[2]))
+
+
+class MaxNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.embedding((3 * x.abs()).long().clamp(max=8)).mean(1))
+
+
+REFUSED = {
+    "max_norm": (MaxNorm, None, "leave max_norm out"),
+    "batch norm": (normalized(lambda n: nn.BatchNorm1d(n, momentum=None)), None, "a number asked"),
+    "sync": (normalized(lambda n: nn.SyncBatchNorm(n, momentum=None)), None, "a number asked"),
+    "adafactor": (linear, lambda p: torch.optim.Adafactor(p, 0.1), "a number asked"),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_and_optimizers_that_ask_for_values_are_refused(name, num_replicas):
+    make_model, make_optimizer, remedy = REFUSED[name]
+    beside = Beside(num_replicas, make_model, make_optimizer)
+    first, second = beside.strategy.distribute_dataset(batches([8, 8]))
+    beside.compiled(*first)
+    with pytest.raises(mirror.errors.CompileError, match=f"{remedy}.* fallback='eager'"):
+        beside.compiled(*second)
