@@ -221,6 +221,12 @@ queue_callback: Callable[[Callable[[], None]], None] = _find(
 num_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", lambda: 1)
 num_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
 functions_interpreter: Callable[[], object] = _find("torch._C._functorch.peek_interpreter_stack")
+_is_transformed: Callable[[Tensor], bool] = _find(
+    "torch._C._functorch.is_functorch_wrapped_tensor"
+)
+_is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtensor")
+_is_differentiated: Callable[[Tensor], bool] = _find("torch._C._functorch.is_gradtrackingtensor")
+_without_transform: Callable[[Tensor], Tensor] = _find("torch._C._functorch.get_unwrapped")
 set_grad_enabled: Callable[[bool], object] = _find(
     "torch._C._set_grad_enabled", torch.set_grad_enabled
 )
@@ -284,6 +290,18 @@ forward_class: Callable[[Any], type] = operator.attrgetter("_forward_cls")
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 # Of nodes written in Python.
 set_sequence_number: Callable[[Any, int], None] = _find("torch._C._FunctionBase._set_sequence_nr")
+
+
+def transforms_of(tensor: Tensor) -> set[str]:
+    """Returns which of torch.func's transforms follow a tensor: "grad" (or jvp), "vmap"."""
+    found = set()
+    while _is_transformed(tensor):
+        if _is_batched(tensor):
+            found.add("vmap")
+        elif _is_differentiated(tensor):
+            found.add("grad")
+        tensor = _without_transform(tensor)
+    return found
 
 
 def arriving_shape(node: Any, number: int) -> tuple[int, ...]:

@@ -95,6 +95,48 @@ def test_models(name):
     assert beside.compiled.num_traces == 1
 
 
+class WrittenBuffers(nn.Module):
+    """Buffers that each call writes without looking at the batch, in place or anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("factor", torch.ones(3))
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+            self.factor = self.factor * 0.9 + 0.2
+        return self.head(x) * self.factor + self.count
+
+
+class InDouble(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body.double()
+
+    def forward(self, x):
+        return self.body(x.double())
+
+
+BUFFERS = {
+    "written": WrittenBuffers,
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("name", BUFFERS)
+def test_replicas_that_were_idle_have_the_buffers_of_the_others(name, num_replicas):
+    beside = Beside(num_replicas, lambda: InDouble(BUFFERS[name]()))
+    sizes = [1, 1, 1, 1, 2, 2, 1, 1, 3, 2, 2, 3]
+    beside.train(batches(sizes), rtol=1e-10, atol=1e-10)
+    assert beside.compiled.num_traces
+    for key, value in beside.plain.state_dict().items():
+        torch.testing.assert_close(beside.model.state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
 # Steps: each is made of a model and its optimizer
 
 
@@ -275,3 +317,31 @@ def test_inductors_dropout_draws_anew_and_by_the_seed():
     assert not torch.equal(found[1][0], found[2][0])
     again = run()
     assert all(map(torch.equal, found[2], again[2]))
+
+
+class MaxNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.embedding((3 * x.abs()).long().clamp(max=8)).mean(1))
+
+
+REFUSED = {
+    "max_norm": (MaxNorm, None, "leave max_norm out"),
+    "batch norm": (normalized(lambda n: nn.BatchNorm1d(n, momentum=None)), None, "a number asked"),
+    "sync": (normalized(lambda n: nn.SyncBatchNorm(n, momentum=None)), None, "a number asked"),
+    "adafactor": (linear, lambda p: torch.optim.Adafactor(p, 0.1), "a number asked"),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_and_optimizers_that_ask_for_values_are_refused(name, num_replicas):
+    make_model, make_optimizer, remedy = REFUSED[name]
+    beside = Beside(num_replicas, make_model, make_optimizer)
+    first, second = beside.strategy.distribute_dataset(batches([8, 8]))
+    beside.compiled(*first)
+    with pytest.raises(mirror.errors.CompileError, match=f"{remedy}.* fallback='eager'"):
+        beside.compiled(*second)

@@ -25,7 +25,16 @@ def renormalize_everywhere(module: Any, replica: Replica, indices: Tensor) -> No
     """Renormalizes, on every replica alike, the rows that any replica is about to look up.
 
     A collective: all replicas must call the module.
+
+    Raises:
+        CompileError: a step is being traced: how many rows are looked up depends on values.
     """
+    if replica.tracing is not None:
+        replica.tracing.refuse(
+            f"{type(module).__name__}(max_norm={module.max_norm}), which writes the rows that it "
+            "looks up,",
+            "leave max_norm out and bound the rows of the weight after the step",
+        )
     rows = torch.unique(all_gather(replica, indices.detach().reshape(-1)))
     weight = module.weight.detach()
     with torch.no_grad():

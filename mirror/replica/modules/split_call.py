@@ -12,8 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mirror.base.dynamo import DynamoCallback, call_under_dynamo, limits_for, resume_dynamo
-from mirror.base.torch_private import WHOLE_CALL, Loss, functions_interpreter, is_tracing
+from mirror.base.torch_private import (
+    WHOLE_CALL,
+    Loss,
+    functions_interpreter,
+    is_tracing,
+    transforms_of,
+)
 from mirror.data.split_batch import split_sizes
+from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
 from mirror.execution.runner import Runner
 from mirror.replica.modules.call_interceptor import ModuleRecorder
@@ -67,9 +74,12 @@ def call_split(
 
     Raises:
         BatchError: an argument is a PackedSequence, which cannot be split along its data.
-        StrategyError: an argument is an iterator, or was changed in ways that cannot be joined.
+        StrategyError: an argument is an iterator, or was changed in ways that cannot be joined; or
+            torch.func differentiates by parameters where several workers take part.
     """
     if _is_tracing():
+        if modules.runner.replicas.workers.is_multi_process:
+            _refuse_own_gradients(module, args, kwargs)
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
     modules.mirror_recorded()
     runner, replicas = modules.runner, modules.replicas
@@ -301,6 +311,26 @@ def _splits(module: nn.Module) -> bool:
 def _is_tracing() -> bool:
     """Whether something follows this thread through one plain module: tracing, torch.func."""
     return is_tracing() or torch.compiler.is_exporting() or functions_interpreter() is not None
+
+
+def _refuse_own_gradients(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises StrategyError where torch.func differentiates by the parameters of a module.
+
+    Its transforms end in C, where no other worker's gradient can be added. What ``vmap`` makes of
+    single examples is this worker's as the examples are, and what it makes by inputs, too.
+    """
+    found = set().union(*map(transforms_of, module.parameters()))
+    if "grad" not in found:
+        return
+    inputs = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor)]
+    if "vmap" not in found and any("vmap" in transforms_of(leaf) for leaf in inputs):
+        return
+    raise StrategyError(
+        f"torch.func differentiates a mirrored {type(module).__name__} by its parameters outside "
+        "run, on one of several workers: the gradient would be of this worker's examples alone; "
+        "use loss.backward() or torch.autograd.grad(loss, parameters), which give that of all "
+        "workers"
+    )
 
 
 def _is_lazy(module: nn.Module) -> bool:

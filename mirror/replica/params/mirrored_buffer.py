@@ -163,13 +163,11 @@ class ReplicatedBuffer:
 
     def wrote(self, active: tuple[int, ...]) -> None:
         """Notes that these replicas have written their copies."""
-        if not self._stale or self._ran != active:
-            self._ran = active
-            self._stale = self._apart = True
-            idle = [r for r in range(len(self.copies)) if r not in active]
-            if idle:
-                with torch.no_grad():
-                    self.sync_idle(idle)
+        self._ran = active
+        self._stale = self._apart = True
+        if len(active) < len(self.copies):  # in every such step: idle replicas follow the others
+            with torch.no_grad():
+                self.sync_idle([r for r in range(len(self.copies)) if r not in active])
 
     @torch.no_grad()
     def combine(self) -> bool:

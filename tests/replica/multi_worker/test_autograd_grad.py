@@ -103,3 +103,73 @@ def with_a_graph():
 
 def test_gradients_of_parameters_with_a_graph_are_refused(crew):
     assert crew(2).run(with_a_graph) == [0, 1]
+
+
+def loss_of(model, x):
+    return lambda params: torch.func.functional_call(model, params, (x,)).square().mean()
+
+
+DERIVATIVES = {
+    "grad": lambda loss, p: torch.func.grad(loss)(p),
+    "grad_and_value": lambda loss, p: torch.func.grad_and_value(loss)(p),
+    "vjp": lambda loss, p: torch.func.vjp(loss, p)[1](torch.ones(())),
+    "jvp": lambda loss, p: torch.func.jvp(loss, (p,), (p,)),
+    "jacrev": lambda loss, p: torch.func.jacrev(loss)(p),
+    "jacfwd": lambda loss, p: torch.func.jacfwd(loss)(p),
+    "hessian": lambda loss, p: torch.func.hessian(loss)(p),
+    "several models": lambda loss, p: torch.func.vmap(torch.func.grad(loss))(
+        {name: torch.stack([value, value]) for name, value in p.items()}
+    ),
+}
+
+
+def by_torch_func(case, num_local, detached, inside):
+    with strategy_of(num_local) as strategy:
+        with strategy.scope():
+            model = Net()
+        with strategy.scope() if inside else nullcontext():
+            params = {n: p.detach() if detached else p for n, p in model.named_parameters()}
+            with pytest.raises(StrategyError, match=r"a mirrored Net .* loss\.backward\(\) or"):
+                DERIVATIVES[case](loss_of(model, X), params)
+            model(X).mean().backward()  # all goes on
+            return model.last.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("num_local", [1, 2])
+@pytest.mark.parametrize("case", DERIVATIVES)
+def test_derivatives_of_torch_func_by_parameters_are_refused(crew, case, num_local, inside):
+    first, second = crew(2).run(by_torch_func, case, num_local, num_local == 1, inside)
+    assert first == second
+
+
+def own_by_torch_func(kind, num_local):
+    """Returns what is this worker's own, and the same of a plain model."""
+    with strategy_of(num_local) as strategy:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = Net()
+        torch.manual_seed(0)
+        found = []
+        for one in (model, Net()):
+            params = {name: p.detach() for name, p in one.named_parameters()}
+            if kind == "inputs":
+                found.append([torch.func.grad(lambda x, one=one: one(x).mean())(X)])
+            if kind == "examples":
+                grads = torch.func.vmap(
+                    torch.func.grad(lambda p, x, one=one: loss_of(one, x)(p)), (None, 0)
+                )
+                found.append(list(grads(params, X[:, None]).values()))
+            if kind == "no gradient":
+                found.append([loss_of(one, X)(params)])
+        return [[t.tolist() for t in one] for one in found]
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+@pytest.mark.parametrize("kind", ["inputs", "examples", "no gradient"])
+def test_what_torch_func_gives_of_inputs_and_single_examples_is_the_workers_own(
+    crew, kind, num_local
+):
+    for found, expected in crew(2).run(own_by_torch_func, kind, num_local):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other))

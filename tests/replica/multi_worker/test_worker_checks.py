@@ -1,10 +1,14 @@
 """Workers that have drifted apart are named on all of them, with what differs."""
 
+import gc
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
-from mirror.errors import ReplicaMismatchError
+import mirror
+from mirror.errors import DivergenceError, ReplicaMismatchError
 from tests.replica.multi_worker.programs import rank, strategy_of
 
 
@@ -40,3 +44,58 @@ def drift(of):
 def test_what_differs_is_named_on_all_workers(crew, of, told):
     for message in crew(2).run(drift, of):
         assert told in message
+
+
+def make_cyclic():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model.itself = [model]  # only a garbage collection frees it
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model, optimizer):
+    model(torch.ones(4, 4)).sum().backward()
+    optimizer.step()
+
+
+def drop(case, num_local, inside):
+    guards = mirror.Guards(replicas_every=1)
+    gc.collect()
+    gc.disable()
+    try:
+        with strategy_of(num_local, guards=guards) as strategy:
+            with strategy.scope():
+                kept = make_cyclic()
+                dropped = [make_cyclic(), make_cyclic()]
+            with strategy.scope() if inside else nullcontext():
+                train(*kept)
+                train(*dropped[0])
+                train(*dropped[1])
+                if case == "one has them" and rank() == 0:
+                    dropped.clear()
+                    gc.collect()
+                if case == "each has another":
+                    del dropped[rank()]
+                    gc.collect()
+                if case != "one keeps them" or rank() == 0:
+                    dropped.clear()
+                if case == "one keeps them":
+                    with pytest.raises(DivergenceError) as caught:
+                        strategy.check_replicas()
+                    return str(caught.value)
+                train(*kept)  # the guard looks
+                return strategy.check_replicas()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("num_local", [1, 2])
+@pytest.mark.parametrize("case", ["one has them", "each has another"])
+def test_what_only_a_garbage_collection_frees_is_not_compared(crew, case, num_local, inside):
+    assert crew(2).run(drop, case, num_local, inside) == [4, 4]
+
+
+def test_what_one_worker_alone_keeps_is_a_divergence(crew):
+    for message in crew(2).run(drop, "one keeps them", 1, inside=True):
+        assert "worker 0 of 2: check_replicas of 8 " in message
+        assert "worker 1 of 2: check_replicas of 24 " in message
