@@ -28,7 +28,8 @@ class EveryNSteps:
         self.num_steps_done += 1
         self._num_remaining -= 1
         # In a merge, or in a parallel backward pass, the replicas are not done.
-        if self._num_remaining <= 0 and self._runner.is_between_runs:
+        is_due = self._num_remaining <= 0 and not self._runner.is_closed
+        if is_due and self._runner.is_between_runs:
             before, self._last = self._last, self.num_steps_done
             self._num_remaining = self._every
             try:

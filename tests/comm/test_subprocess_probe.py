@@ -177,7 +177,7 @@ def test_only_the_first_strategy_of_a_machine_pays(child, monkeypatch, program, 
 
 
 def test_nothing_of_it_happens_for_one_device_the_cpu_and_backends_without_risk(monkeypatch):
-    for name in ("ask", "recall", "_facts"):
+    for name in ("run_probe", "load", "_facts"):
         monkeypatch.setattr(subprocess_probe, name, lambda *_: pytest.fail("it costs something"))
     cpu = torch.device("cpu")
     for devices in ([cpu], [cpu] * 4, TWO[:1], TWO[:1] * 8):

@@ -207,11 +207,11 @@ BUGS = {
         training("callers"),
     ),
     "who acts for all does not know where they are": (
-        of(ReplicaStreams, "note", "self._noted.setdefault(gpu, {})[stream] = None"),
+        of(ReplicaStreams, "record", "self._noted.setdefault(gpu, {})[stream] = None"),
         training("replicas"),
     ),
     "of several replicas on one GPU one is waited for": (
-        of(ReplicaStreams, "joined", "chosen.wait_stream(stream)", "pass"),
+        of(ReplicaStreams, "make_caller_wait", "chosen.wait_stream(stream)", "pass"),
         lambda: train(["cuda:0"] * 2, "replicas"),
     ),
     "a bucket is launched before all have told of their streams": (

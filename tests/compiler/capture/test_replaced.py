@@ -163,6 +163,6 @@ def test_a_buffer_replaced_by_one_of_another_shape_is_refused(make_strategy):
     step = strategy.compile(lambda x: model(x).mean(), mode="trace")
     with pytest.raises(mirror.CompileError, match=r"seen.* is replaced"):
         for _ in range(3):
-            model.recording = torch.zeros(2)
+            model.seen = torch.zeros(2)
             step(X)
     strategy.close()

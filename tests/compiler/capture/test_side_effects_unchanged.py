@@ -78,7 +78,7 @@ def test_what_a_model_consists_of_is_not_changed_by_a_compiled_step(change):
     beside.compiled(*first)
     done.append(True)
     linear, bias = beside.model.linear, beside.model.linear.bias
-    with pytest.raises(mirror.CompileError, match=r"test_unchanged\.py"):
+    with pytest.raises(mirror.CompileError, match=r"test_side_effects_unchanged\.py"):
         beside.compiled(*second)
     assert beside.model.linear is linear
     assert beside.model.linear.bias is bias
