@@ -229,7 +229,7 @@ MUTANTS = [
     # The batch is not copied, or late; results are not; nothing is launched, or twice.
     (cuda_graphs._Captured, "launch", "if mine is not tensor", "if False"),
     (cuda_graphs._Captured, "launch", "if into:", "self.graph.launch()\n    if into:"),
-    (cuda_graphs.CapturedPieces, "_kept", "in self._owned]", "in ()]"),
+    (cuda_graphs.CapturedPieces, "_keep", "in self._owned]", "in ()]"),
     (cuda_graphs._Captured, "launch", "self.graph.launch()", "pass"),
     (cuda_graphs.CapturedPieces, "_launch", "captured.launch(fed)", "captured.launch(fed);" * 2),
     # The user's batch is what the graph reads; it is let go of.
