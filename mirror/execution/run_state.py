@@ -8,7 +8,7 @@ from typing import Any
 
 from mirror.base.dynamo import resume_dynamo, suspend_dynamo
 from mirror.base.timeline import WAITING
-from mirror.data.split_batch import ExampleCounts, GivenWeights, counts_of
+from mirror.data.split_batch import ExampleCounts, GivenWeights
 from mirror.device.current_streams import ReplicaStreams
 from mirror.device.events import Stopwatch
 from mirror.errors import StrategyError
@@ -88,7 +88,14 @@ class Run:
         self.results: dict[int, Any] = {}
         self.is_weighted = weights is not None
         self.is_given = type(weights) is GivenWeights
-        self.counts = None if weights is None else counts_of(weights)
+        # As counts_of has it, without a call in every run.
+        self.counts: Sequence[float] | None = (
+            weights
+            if type(weights) is ExampleCounts
+            else weights.counts
+            if type(weights) is GivenWeights
+            else None
+        )
         self.is_default = is_default
         self.is_left = self.is_split = self.has_stepped = False
         self.outer = outer

@@ -279,3 +279,10 @@ def test_train_compares_several_workers_with_ddp(run, tmp_path):
         "mirror 2 x 2, way 3, step in run",
     ]
     assert rows["DDP 2 x 1"]["ratio"] == 1.0
+
+
+def test_files_that_host_time_is_divided_among_exist(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    host_time = importlib.import_module("host_time")
+    files = [name for names in host_time.FILES.values() for name in names]
+    assert [name for name in files if not (ROOT / "mirror" / name).exists()] == []

@@ -1,4 +1,4 @@
-"""The nursery: a process's hold on its fork server, and on the actors that came from there.
+"""A process's client of its fork server, and of the actors that were forked there.
 
 One for the whole process, made when the first engine wants it, and anew when its fork server has
 ended. One thread of it hears who has ended, and passes on what actors print.
@@ -220,14 +220,14 @@ class ForkServer:
 
 
 _lock = threading.Lock()
-_nursery: ForkServer | None = None
+_fork_server: ForkServer | None = None
 
 
 def fork_server() -> ForkServer:
     """Returns this process's, which may still be importing torch."""
-    global _nursery
+    global _fork_server
     with _lock:
-        if _nursery is None or not _nursery.is_usable:
-            _nursery = ForkServer()
-            atexit.register(_nursery.close)
-        return _nursery
+        if _fork_server is None or not _fork_server.is_usable:
+            _fork_server = ForkServer()
+            atexit.register(_fork_server.close)
+        return _fork_server

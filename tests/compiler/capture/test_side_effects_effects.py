@@ -91,7 +91,8 @@ def test_what_calls_would_be_missing_is_refused_and_put_back(body):
     beside.compiled(*first)
     kept = beside.step.kept
     before = kept.value, kept.count, list(kept.log)
-    with pytest.raises(mirror.CompileError, match=r"effects\.py:\d+ `.*fallback='eager'"):
+    line = r"test_side_effects_effects\.py:\d+ `.*fallback='eager'"
+    with pytest.raises(mirror.CompileError, match=line):
         beside.compiled(*second)
     assert kept.value is before[0]
     assert (kept.count, len(kept.log)) == (before[1], len(before[2]))
