@@ -1,8 +1,7 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
 # make test   the linters, the type checker and all tests but those marked slow: eight minutes
 # make quick  the contract on two simulated devices, the layers, the public API: half a minute
-# make affected   the tests that run what differs from main, as tests/scripts/affected/chart.txt has it
-# make chart   draws that chart anew: of each test two cases, over a copy that notes what runs
+# make affected   the tests of what differs from main: by file names and folders
 # make mutants IN=mirror/execution   how many of 50 small faults the tests find
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make exhaustive-test   whole products, long soaks, every fault at every point: hours
@@ -22,9 +21,8 @@ VENV ?= .venv
 TORCH ?= 2.13.0
 PLATFORM ?= manylinux_2_28_$(shell uname -m)
 
-# What `make affected` compares with, and the seconds of processor time that it may take.
+# What `make affected` compares with, and where `make mutants` makes faults.
 BASE ?= main
-WITHIN ?= 120
 IN ?= mirror
 
 # Some environments keep Python from writing .pyc files; the tests start it many times, and import.
@@ -37,7 +35,7 @@ QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.p
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo docs test quick affected chart mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here clean
+.PHONY: demo docs test quick affected mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -51,10 +49,7 @@ quick: $(VENV)/test.stamp
 	    $(PARALLEL) $(QUICK)
 
 affected: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.affected --base $(BASE) --seconds $(WITHIN)
-
-chart: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.affected record --cases 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.affected --base $(BASE)
 
 mutants: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.mutants $(IN)

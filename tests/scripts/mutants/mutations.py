@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.scripts.affected.marked import functions
-
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
     **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
@@ -18,9 +16,10 @@ OTHER: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult},
     **{ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitOr: ast.BitAnd},
 }
-# What a person reads says nothing that a test should hold word for word.
-SPOKEN = {"__repr__", "__str__"}
+# No test should fix the words of texts for people.
+TEXTS = {"__repr__", "__str__"}
 FOR_PEOPLE = {"stacklevel"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Their negation is what OTHER has for them already.
 OPPOSITES = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
@@ -46,17 +45,17 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """What stays the same while other lines of the file change."""
+        """A name that stays the same while other lines of the file change."""
         was, now = (" ".join(each.split()) for each in (self.was, self.now))
         number = f" (number {self.number + 1})" if self.number else ""
         return f"{self.file}:{self.function}: {was} -> {now}{number}"
 
 
 def spread(mutants: list[Mutant], size: int, seed: int) -> list[Mutant]:
-    """Returns so many mutants, of every file its share, at random.
+    """Returns so many mutants at random, in proportion from every file.
 
-    Each has a place of its own that the seed and its name give: a change elsewhere hardly
-    changes which are drawn.
+    The seed and the name of a mutant give its position: a change of other code hardly changes
+    which mutants are drawn.
     """
     of_file = Counter(mutant.file for mutant in mutants)
     before: Counter[str] = Counter()
@@ -81,9 +80,9 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
         starts.append(starts[-1] + len(line))
     seen = set()
     numbers: Counter[tuple[str, str, str]] = Counter()
-    # The innermost function first: what is in it is that one's.
+    # The innermost function first, so that its code is not counted for the outer one.
     for name, function in reversed(list(functions(ast.parse(text)))):
-        if function.name in SPOKEN or _speaks(function):
+        if function.name in TEXTS or _returns_text(function):
             continue
         for node, other in _changes(function):
             assert node.end_lineno is not None
@@ -102,8 +101,17 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
             yield Mutant(file, name, node.lineno, was, now, number, changed)
 
 
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Yields the functions of a module, or of a part of it, by their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function):
+            yield f"{prefix}{node.name}", node
+        inside = f"{prefix}{node.name}." if isinstance(node, Function | ast.ClassDef) else prefix
+        yield from functions(node, inside)
+
+
 def _changes(function: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
-    """Yields nodes, and what may stand in their place."""
+    """Yields nodes, each with what replaces it."""
     for node in _walk(function):
         if isinstance(node, ast.Compare):
             for i, operator in enumerate(node.ops):
@@ -134,8 +142,8 @@ def _changes(function: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]
 
 
 def _walk(function: ast.AST) -> Iterator[ast.AST]:
-    """Walks what runs: no annotations, decorators, assertions, nor what an error says."""
-    if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+    """Walks what runs: no annotations, decorators, assertions, nor texts of errors."""
+    if isinstance(function, Function):
         defaults = [d for d in [*function.args.defaults, *function.args.kw_defaults] if d]
         children: list[ast.AST] = [*function.body, *defaults]
     elif _is_for_people(function):
@@ -149,8 +157,8 @@ def _walk(function: ast.AST) -> Iterator[ast.AST]:
         yield from _walk(child)
 
 
-def _speaks(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function makes a text for people: all that it returns is put together here."""
+def _returns_text(function: Function) -> bool:
+    """Whether a function returns nothing but texts for people, which it builds itself."""
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
     if not isinstance(function.returns, ast.Name) or function.returns.id != "str":
         return False
