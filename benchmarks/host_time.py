@@ -61,7 +61,7 @@ FILES = {
         "threads/lockstep.py",
         "threads/stall_detector.py",
         "threads/merge_point.py",
-        "threads/turn_timer.py",
+        "threads/run_queue.py",
         "execution/replica_rng.py",
         "execution/run_state.py",
         "execution/replica_thread.py",

@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,12 @@ else:
     _IS_KNOWN = True
 
 DynamoCallback = Any  # None, False (only run code that is compiled already), or a callable
+
+# Suspends Dynamo on the calling thread, and returns its callback for ``resume_dynamo``, which
+# restores it there. Every split call and every merge needs both, so they are functions in C.
+suspend_dynamo: Callable[[], DynamoCallback] = partial(set_eval_frame, None) if _IS_KNOWN else bool
+resume_dynamo: Callable[[DynamoCallback], object] = set_eval_frame if _IS_KNOWN else bool
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _WHY = (
@@ -75,17 +82,6 @@ def skip_frame(function: FunctionT) -> FunctionT:
     if _IS_KNOWN:
         _set_actions(function, _FrameAction.SKIP, _FrameAction.DEFAULT)
     return function
-
-
-def suspend_dynamo() -> DynamoCallback:
-    """Suspends Dynamo on the calling thread; returns its callback for ``resume_dynamo``."""
-    return set_eval_frame(None) if _IS_KNOWN else None
-
-
-def resume_dynamo(hold: DynamoCallback) -> None:
-    """Restores Dynamo's callback on the calling thread."""
-    if _IS_KNOWN:
-        set_eval_frame(hold)
 
 
 def call_under_dynamo(hold: DynamoCallback, module: nn.Module, args: Any, kwargs: Any) -> Any:

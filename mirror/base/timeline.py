@@ -46,18 +46,18 @@ CROSS, OVERLAPPED = -2, -1  # the lanes that belong to no replica
 _STEPS_KEPT = 1000
 
 
-class _Latest(threading.local):
-    """The timeline that the calling thread last used."""
+class _LastUsed(threading.local):
+    """The timeline that the calling thread last used, as a weak reference."""
 
     reference: weakref.ref[Timeline] | None = None
 
 
-_latest = _Latest()
+last_used = _LastUsed()
 
 
 def latest() -> Timeline | None:
     """Returns the timeline that this thread last used: that of its cross-replica context."""
-    return None if _latest.reference is None else _latest.reference()
+    return None if last_used.reference is None else last_used.reference()
 
 
 @dataclass(slots=True)
@@ -90,10 +90,12 @@ class Timeline:
         steps: for each of the last steps, its duration and the self seconds of each kind by lane.
         compiled: statistics of compiled steps.
         at_step_ends: callbacks for the end of each step.
+        reference: a weak reference to this timeline, for ``last_used``.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.num_replicas = len(names)
+        self.reference = weakref.ref(self)
         self.names = (*names, "cross-replica context", "reductions beside backward")
         self.steps: deque[tuple[float, list[dict[str, float]]]] = deque(maxlen=_STEPS_KEPT)
         self.compiled = Compiled()
@@ -107,8 +109,7 @@ class Timeline:
 
     def use(self) -> None:
         """Makes this the timeline of the calling thread's cross-replica context."""
-        if _latest.reference is None or _latest.reference() is not self:
-            _latest.reference = weakref.ref(self)
+        last_used.reference = self.reference
 
     def begin(self, lane: int, kind: str, name: str = "") -> None:
         """Opens a span on a lane: a replica's id, ``CROSS`` or ``OVERLAPPED``."""

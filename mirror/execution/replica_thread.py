@@ -1,10 +1,19 @@
-"""The task of a replica's thread: the user's function under the caller's thread-local state."""
+"""What a replica's thread runs: the user's function, as this replica, under the caller's state.
+
+``replica_tasks`` returns one task per replica. A task makes two calls before the user's function:
+
+    ThreadState.call    the thread gets the caller's grad mode, autocast, threads, streams, ...
+    call_as             the replica becomes the current one, with its random stream
+
+A single replica on the CPU runs in the caller's thread, which has this state: it needs only
+``call_as``.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,14 +21,15 @@ from typing import Any
 
 import torch
 
-from mirror.base.timeline import FORWARD
+from mirror.base.timeline import FORWARD, last_used
 from mirror.base.torch_private import num_function_modes, set_grad_enabled, top_saved_tensors_hooks
 from mirror.device.current_streams import CallerStreams
 from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import backward_in_calling_thread, using
-from mirror.execution.current_replica import current, push_context, renaming, save_context
-from mirror.execution.replicas import Replicas
+from mirror.execution.current_replica import current, renaming
+from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.run_state import Run
+from mirror.threads.merge_point import Tasks
 
 _CPU = torch.device("cpu")
 
@@ -32,9 +42,10 @@ class ThreadState:
 
     Attributes:
         num_threads: intra-op threads of the caller.
-        sharers: the number of replicas that compute at once and share these threads.
+        num_threads_each: the part of these that each of the replicas at work gets.
         places: the device mesh, if replicas have several devices.
         streams: the current streams of the GPUs, if any. See [Note: Whose stream is current].
+        is_plain: whether grad mode and number of threads are all that a new thread lacks.
     """
 
     grad: bool
@@ -44,67 +55,76 @@ class ThreadState:
     default_device: torch.device
     saved_tensors_hooks: Any
     num_threads: int
-    sharers: int
+    num_threads_each: int
     streams: CallerStreams | None
     places: DeviceMesh | None = None
+    is_plain: bool = False
     _has_set_threads: bool = False
     _caller: int = field(default_factory=threading.get_ident)
 
     @classmethod
     def capture(cls, replicas: Replicas, sharers: int) -> ThreadState:
-        """Returns the state of the calling thread."""
-        return cls(
+        """Returns the state of the calling thread.
+
+        Args:
+            sharers: the number of replicas that compute at once and share the caller's threads.
+        """
+        num_threads, autocast = torch.get_num_threads(), list[tuple[str, torch.dtype]]()
+        for kind in replicas.device_types:
+            if torch.is_autocast_enabled(kind):
+                autocast.append((kind, torch.get_autocast_dtype(kind)))
+        state = cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                (kind, torch.get_autocast_dtype(kind))
-                for kind in replicas.device_types
-                if torch.is_autocast_enabled(kind)
-            ),
+            autocast=tuple(autocast),
             autocast_cache=torch.is_autocast_cache_enabled(),
             # A default device is a function mode; torch.get_default_device() takes 10 us.
             default_device=torch.get_default_device() if num_function_modes() else _CPU,
             saved_tensors_hooks=top_saved_tensors_hooks(),
-            num_threads=torch.get_num_threads(),
-            sharers=sharers,
-            streams=(None if replicas.are_simulated else CallerStreams(replicas.places.devices)),
+            num_threads=num_threads,
+            num_threads_each=max(1, num_threads // sharers),
+            streams=None if replicas.are_simulated else CallerStreams(replicas.places.devices),
             places=replicas.places if replicas.places.is_model_parallel else None,
         )
+        needs_contexts = state.inference or autocast or state.saved_tensors_hooks is not None
+        is_default = state.default_device == _CPU and state.streams is None
+        state.is_plain = is_default and state.places is None and not needs_contexts
+        return state
 
-    def call(self, fn: Callable[[], Any], device: torch.device) -> Any:
-        """Calls ``fn`` for a replica under this state, in any thread, and then restores the state.
+    def call(self, device: torch.device, fn: Callable[..., Any], *args: Any) -> Any:
+        """Calls ``fn(*args)`` for a replica under this state, in any thread; then restores it.
 
         A default GPU becomes the replica's own.
         """
-        num_threads = max(1, self.num_threads // self.sharers)
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
+        if torch.get_num_threads() != self.num_threads_each:
+            torch.set_num_threads(self.num_threads_each)
             self._has_set_threads = True
         before = torch.is_grad_enabled()
         set_grad_enabled(self.grad)
         try:
-            is_caller = threading.get_ident() == self._caller  # it has this state already
-            if not is_caller and self._needs_contexts():
-                fn = partial(self._call_in_contexts, fn)
-            if self.streams is not None and not is_caller:
-                fn = partial(_call_in, self.streams, device, fn)
-            same_kind = self.default_device.type == device.type
-            default_device = device if same_kind else self.default_device
-            if self.places is not None:
-                default_device = self.places.translate(self.default_device, device)
-            if default_device == (self.default_device if is_caller else _CPU):
-                return fn()
-            with default_device:
-                return fn()
+            if self.is_plain:
+                return fn(*args)
+            with self._entered(device):
+                return fn(*args)
         finally:
             set_grad_enabled(before)
 
-    def _needs_contexts(self) -> bool:
-        """Whether the state differs from that of a new thread."""
-        return bool(self.inference or self.autocast or self.saved_tensors_hooks is not None)
-
-    def _call_in_contexts(self, fn: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _entered(self, device: torch.device) -> Iterator[None]:
+        """Enters the contexts that the calling thread lacks; the caller's own lacks only some."""
+        is_caller = threading.get_ident() == self._caller
+        same_kind = self.default_device.type == device.type
+        default_device = device if same_kind else self.default_device
+        if self.places is not None:
+            default_device = self.places.translate(self.default_device, device)
         with ExitStack() as stack:
+            if default_device != (self.default_device if is_caller else _CPU):
+                stack.enter_context(default_device)
+            if is_caller:
+                yield
+                return
+            if self.streams is not None:
+                stack.enter_context(self.streams.entered(device))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
                 set_grad_enabled(self.grad)
@@ -115,7 +135,7 @@ class ThreadState:
             if self.saved_tensors_hooks is not None:
                 hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
                 stack.enter_context(hooks)
-            return fn()
+            yield
 
     def restore(self) -> None:
         """Restores the caller's number of intra-op threads."""
@@ -124,72 +144,74 @@ class ThreadState:
             torch.set_num_threads(self.num_threads)
 
 
-def _call_in(streams: CallerStreams, device: torch.device, fn: Callable[[], Any]) -> Any:
-    with streams.entered(device):
-        return fn()
-
-
-def task_of(
-    run: Run, replica_id: int, fn: Callable[[int], Any], state: ThreadState | None
-) -> Callable[[], Any]:
-    """Returns a task that calls ``fn(replica_id)`` as that replica, under the caller's state.
+def replica_tasks(run: Run, fn: Callable[[int], Any], state: ThreadState | None) -> Tasks:
+    """Returns, for each active replica, a task that calls ``fn(replica_id)`` as that replica.
 
     Args:
         state: ``None`` for a single replica on the CPU, which runs in the caller's thread.
     """
-    replica, replicas = run.members[replica_id], run.replicas
-    device = replica.device
-    strategy, timeline = replicas.strategy, replicas.timeline
+    replicas, streams = run.replicas, run.streams
+    strategy, timeline, stopwatches = replicas.strategy, replicas.timeline, run.stopwatches
+    function = _remapped(run, fn) if replicas.places.is_model_parallel else fn
 
-    def call() -> Any:
-        before = save_context()
+    def call_as(replica: Replica) -> Any:
+        """Calls the function with the replica current; see [Note: Interrupts]."""
+        replica_id = replica.replica_id
+        before = current.replica, current.strategy, current.below
         try:
-            push_context(strategy, replica)
-            timeline.use()  # in a merge, this thread may run the cross-replica context
+            current.below = before
+            current.replica, current.strategy = replica, strategy
+            # In a merge, this thread may run the cross-replica context.
+            last_used.reference = timeline.reference
             timeline.begin(replica_id, FORWARD)
             replica.has_begun = True
-            return _call(fn, run, replica_id)
+            if streams is not None and streams.inside != replica_id:
+                streams.enter(replica_id)
+            result = _measured(run, replica_id, function) if stopwatches else function(replica_id)
+            for optimizer, options in run.stepped.items():
+                options[replica_id] = optimizer.options()
+            return result
         finally:
             current.replica, current.strategy, current.below = before
             timeline.end(replica_id, FORWARD)
             if replica.lent:
                 replica.give_back()
 
-    if state is None:
-        return call
-    variables = copy_context()
+    tasks: Tasks = {}
+    # A lone replica runs in the caller's thread.
+    is_lone = len(run.active) == 1 and not replicas.places.is_model_parallel
+    for replica_id, replica in run.members.items():
+        if state is None or is_lone:
+            tasks[replica_id] = partial(call_as, replica)
+        else:
+            enter = copy_context().run
+            tasks[replica_id] = partial(state.call, replica.device, enter, call_as, replica)
+        if not replicas.are_simulated:  # the CPU needs no device context
+            call = tasks[replica_id]
+            tasks[replica_id] = partial(_call_on_device, replica.device, call, is_lone=is_lone)
+    return tasks
 
-    def renamed() -> Any:
-        with renaming(replica):
+
+def _call_on_device(device: torch.device, call: Callable[[], Any], *, is_lone: bool) -> Any:
+    """Makes a replica's call with its GPU as the current device."""
+    if is_lone:
+        with using(device):
             return call()
-
-    def task() -> Any:
-        if replicas.places.is_model_parallel:
-            with using(device), backward_in_calling_thread((device,)):
-                return state.call(partial(variables.run, renamed), device)
-        if len(run.active) == 1:
-            with using(device):
-                return call()
-        if replicas.are_simulated:  # the CPU needs no device context
-            return state.call(partial(variables.run, call), device)
-        with using(device), backward_in_calling_thread((device,)):
-            return state.call(partial(variables.run, call), device)
-
-    return task
+    with using(device), backward_in_calling_thread((device,)):
+        return call()
 
 
-def _call(fn: Callable[[int], Any], run: Run, replica_id: int) -> Any:
-    """Calls a replica's function with the replica's random stream."""
-    if run.streams is not None and run.streams.inside != replica_id:
-        run.streams.enter(replica_id)
-    result = _measured(fn, run, replica_id) if run.stopwatches else fn(replica_id)
-    if run.stepped:
-        for optimizer, options in run.stepped.items():
-            options[replica_id] = optimizer.options()
-    return result
+def _remapped(run: Run, fn: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Returns ``fn`` with the names of devices mapped to the replica's own. [Note: Places]."""
+
+    def call(replica_id: int) -> Any:
+        with renaming(run.members[replica_id]):
+            return fn(replica_id)
+
+    return call
 
 
-def _measured(fn: Callable[[int], Any], run: Run, replica_id: int) -> Any:
+def _measured(run: Run, replica_id: int, fn: Callable[[int], Any]) -> Any:
     watch = run.stopwatches[replica_id]
     watch.start()
     try:

@@ -1,15 +1,18 @@
 """Runner: runs a function on every replica and calls the lifecycle hooks around it.
 
 The hooks keep the replicas equal between runs: [Note: Parts] in ``execution/lifecycle.py``.
+``ExclusiveRun`` admits one thread at a time; ``LockstepStack`` has the replicas' threads.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from mirror.base.at_fork import reinit_after_fork
+from mirror.base.timeline import last_used
 from mirror.device.events import Stopwatch
 from mirror.device.side_streams import CopyStreams
 from mirror.devices import generators_of, separate_streams
@@ -21,15 +24,15 @@ from mirror.execution.current_replica import (
     replica_of,
 )
 from mirror.execution.lifecycle import AllLifecycleHooks, GoesAlone, LifecycleHooks, nothing
-from mirror.execution.lockstep_stack import LockstepStack
-from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
-from mirror.execution.replica_thread import ThreadState, task_of
+from mirror.execution.replica_rng import RngPool, with_rng_of
+from mirror.execution.replica_thread import ThreadState, replica_tasks
 from mirror.execution.replicas import Replica, Replicas, WeakReplicaMap
 from mirror.execution.run_state import Run
 from mirror.execution.step_ends import step_ends
+from mirror.threads.lockstep import Lockstep
+from mirror.threads.merge_point import Tasks
 from mirror.threads.policies import Schedule
-from mirror.threads.replica_threads import ExclusiveRun
-from mirror.threads.run_queue import Tasks
+from mirror.threads.user_frames import calls
 
 T = TypeVar("T")
 
@@ -132,12 +135,16 @@ class Runner:
             StrategyError: called from one of the replicas, by two threads at once, or after
                 ``close``.
         """
-        call = self._run_of_worker if self.replicas.workers.is_multi_process else self._run
-        begin = partial(call, fn, tuple(active), weights)
-        belongs = self.running is not None and is_active_in(self.replicas)
+        active = tuple(active)
         # Called by a replica, in a merge, or in a parallel pass, where it waits for the others.
-        is_within = belongs or self.parallel_pass is not None
-        run = begin() if is_within else self._claim.call(begin)
+        if self.parallel_pass is not None or (
+            self.running is not None and is_active_in(self.replicas)
+        ):
+            run = self._run(fn, active, weights)
+        elif self.replicas.workers.is_multi_process:
+            run = self._claim.call(self._run_of_worker, fn, active, weights)
+        else:
+            run = self._claim.call(self._run, fn, active, weights)
         if run.has_stepped:
             step_ends.run_ended(run)
         return run
@@ -172,19 +179,16 @@ class Runner:
     def _run(
         self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None
     ) -> Run:
-        self.check_usable()
-        if replica_of(self.replicas) is not None:
-            raise StrategyError(
-                "run was called inside run, on one replica; start a run in the cross-replica "
-                "context, which merge_call gives: get_replica_context().merge_call(fn)"
-            )
+        if self.is_closed or self._is_forked:
+            self.check_usable()
         if current.replica is not None:
-            refuse_within_another(self.replicas, "run")
+            self._refuse_within_run()
         outer = self.running
         self.prepare("run")
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.at_depth(depth)
+        has_streams = len(active) > 1 and self._streams.are_apart
         run = Run(
             self.replicas,
             lockstep,
@@ -192,7 +196,7 @@ class Runner:
             weights,
             outer,
             stopwatches=self.stopwatches,
-            streams=self._begin_streams(active),
+            streams=self._streams.begin(active[0]) if has_streams else None,
             checks=self._parts.at_merging,
         )
         for generators in self._generators:
@@ -205,11 +209,11 @@ class Runner:
         if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
             sharers = len(active) if policy.shares_threads else 1
             state = ThreadState.capture(self.replicas, sharers)
-        tasks = {r: task_of(run, r, fn, state) for r in active}
+        tasks = replica_tasks(run, fn, state)
         try:
             try:
                 self.unfinished, self._unended, self.running = True, (run, state), run
-                self.replicas.timeline.use()
+                last_used.reference = self.replicas.timeline.reference
                 # Activation checkpointing needs tensors to be saved in one order.
                 may_be = state is not None and state.saved_tensors_hooks is None
                 at_once = None if may_be and self.schedule.may_move_at_once else False
@@ -235,6 +239,15 @@ class Runner:
                 raise
             raise
         return run
+
+    def _refuse_within_run(self) -> None:
+        """Raises StrategyError on one replica of a run, of this strategy or another one."""
+        if replica_of(self.replicas) is not None:
+            raise StrategyError(
+                "run was called inside run, on one replica; start a run in the cross-replica "
+                "context, which merge_call gives: get_replica_context().merge_call(fn)"
+            )
+        refuse_within_another(self.replicas, "run")
 
     def _end(self, run: Run, state: ThreadState | None) -> None:
         """Restores the caller's thread state and random stream after a run."""
@@ -289,11 +302,6 @@ class Runner:
         """Returns the only replica, for code without any strategy."""
         run = Run(self.replicas, self.locksteps.at_depth(0), (0,), is_default=True)
         return run.members[0]
-
-    def _begin_streams(self, active: tuple[int, ...]) -> ReplicaRng | None:
-        if len(active) > 1 and self._streams.are_apart:
-            return self._streams.begin(active[0])
-        return None
 
     # Measuring how long each replica computes, to split batches over devices of unequal speed.
 
@@ -350,3 +358,81 @@ class Runner:
             raise StrategyError("close() was called inside run; close the strategy after it")
         self.is_closed = True
         self.locksteps.close()
+
+
+class ExclusiveRun:
+    """Admits one thread at a time to run the replicas of a strategy."""
+
+    def __init__(self) -> None:
+        self._claims: dict[str, int] = {}
+
+    def call(self, run: Callable[..., T], *args: Any) -> T:
+        """Calls ``run(*args)`` unless another thread's call is in progress.
+
+        Raises:
+            StrategyError: another thread's call is in progress.
+        """
+        thread = threading.get_ident()
+        claims = self._claims
+        try:
+            # setdefault is atomic. An interrupt may have left this thread's own claim behind.
+            claimed = claims.setdefault("run", thread)
+            if claimed != thread:
+                if self in calls(claimed, ExclusiveRun.call):
+                    raise StrategyError(
+                        "run was called while another thread's run of the same strategy is going "
+                        "on; call it when that has returned, or give each thread a strategy of "
+                        "its own"
+                    )
+                claims["run"] = thread  # that thread's claim is also a leftover
+            return run(*args)
+        finally:
+            if claims.get("run") == thread:
+                claims.clear()
+
+
+class LockstepStack(list[Lockstep]):
+    """The locksteps by depth of nested runs, created when first needed.
+
+    Args:
+        schedule: the schedule of the replicas, see [Note: Turns].
+        timeout_seconds: a run fails if no replica moves for so long; ``None``: no limit.
+    """
+
+    def __init__(self, replicas: Replicas, schedule: str, timeout_seconds: float | None) -> None:
+        self._names, self._break_off = replicas.names, replicas.communicator.abort
+        self.schedule, self._timeout_seconds = schedule, timeout_seconds
+
+    def at_depth(self, depth: int) -> Lockstep:
+        """Returns the lockstep for a nesting depth; replaces one that an interrupt has hit."""
+        while len(self) <= depth:
+            self.append(self._make())
+        lockstep = self[depth]
+        if lockstep.is_busy or not lockstep.usable:
+            lockstep.dismiss()
+            lockstep = self[depth] = self._make()
+        return lockstep
+
+    def close(self) -> None:
+        """Ends and joins the threads."""
+        for lockstep in self:
+            lockstep.close()
+        self.clear()
+
+    def abandon_threads(self) -> None:
+        """Drops the locksteps in a forked process: the threads exist only in the parent."""
+        for lockstep in self:
+            lockstep.abandon_threads()
+        self.clear()
+
+    def _make(self) -> Lockstep:
+        limit = self._timeout_seconds
+        lockstep = Lockstep(self._names, schedule=self.schedule, timeout_seconds=limit)
+        lockstep.break_off = self._break_off
+        return lockstep
+
+
+def close_threads(locksteps: Sequence[Lockstep]) -> None:
+    """Makes the threads of a deleted strategy end at their next wait."""
+    for lockstep in locksteps:
+        lockstep.dismiss()

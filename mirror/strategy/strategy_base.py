@@ -21,8 +21,8 @@ from mirror.data.input_options import InputContext, InputOptions, ValueContext
 from mirror.device.device_mesh import DeviceMesh
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
-from mirror.execution.lockstep_stack import close_threads
 from mirror.execution.replicas import Replica
+from mirror.execution.runner import close_threads
 from mirror.replica.collectives.reduce_ops import Op
 from mirror.strategy.compiled_steps import compiled_step
 from mirror.strategy.group import Group

@@ -27,20 +27,30 @@ which replicas meet, and none waits forever.
 from __future__ import annotations
 
 import math
+import sys
 import threading
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from mirror.device.openmp import release_thread_pool
 from mirror.errors import CollectiveTimeoutError, StrategyError
+from mirror.threads.baton import Baton
 from mirror.threads.cancellation import cancel_and_join
-from mirror.threads.desync_report import timeout
-from mirror.threads.merge_point import Act, MergeError, MergePoint, RunCancelled
+from mirror.threads.desync_report import describe_all, divergence, timeout
+from mirror.threads.merge_point import (
+    Act,
+    Failure,
+    MergeError,
+    MergePoint,
+    RunCancelled,
+    Tasks,
+    just_act,
+)
 from mirror.threads.replica_threads import ReplicaThreads
-from mirror.threads.run_queue import RunQueue, Tasks
+from mirror.threads.run_queue import RunQueue, TurnTimer
 from mirror.threads.stall_detector import StallDetector
-from mirror.threads.turn_timer import TurnTimer
-from mirror.threads.user_frames import call_noted
+from mirror.threads.user_frames import call_noted, frame_of
 
 
 class NullLockstep:
@@ -69,7 +79,7 @@ class NullLockstep:
 DRAIN_SECONDS, LATE_SECONDS = 5.0, 0.2
 
 
-class Lockstep(RunQueue):
+class Lockstep:
     """The threads of one group of replicas; runs one set of tasks at a time.
 
     Args:
@@ -78,16 +88,42 @@ class Lockstep(RunQueue):
         timeout_seconds: the run fails if no replica moves for so long; ``None``: no limit.
 
     Attributes:
+        pace: measures whether turns are long, under ``"concurrent"``.
+        takes_turns: whether the replicas of this run move one at a time.
+        is_eager: whether they all start at once.
+        ends_teams: whether a thread that passes its turn on ends its OpenMP team. See
+            [Note: Teams].
         is_busy: whether it runs tasks. If an interrupt leaves it busy, it is not used again.
+        usable: whether another run is possible; False once closed, or hit by an exception.
     """
 
     def __init__(
         self, names: tuple[str, ...], *, schedule: str, timeout_seconds: float | None
     ) -> None:
-        super().__init__(names, ReplicaThreads(names, self._work), schedule=schedule)
-        self.break_off: Callable[[], object] = bool  # ends waits for devices; set by the owner
+        self.names, self._schedule = names, schedule
         self._limit = math.inf if timeout_seconds is None else timeout_seconds
+        self.break_off: Callable[[], object] = bool  # ends waits for devices; set by the owner
+        self.pace, self.ends_teams = TurnTimer(), False
+        # _is_struck: an exception has hit our own code, so the state of the turns is unknown.
+        self.usable, self._is_struck = True, False
         self.is_busy = self._is_forked = False
+        self._threads = ReplicaThreads(names, self._work)
+        self._mutex, self._finished = threading.Lock(), Baton()
+        self._begin_run({})
+
+    def _begin_run(
+        self, tasks: Tasks, at_once: bool | None = None, act: Act | None = None
+    ) -> None:
+        """Sets the state of a new run; without tasks, drops the references to the last one."""
+        self._tasks, self._act = tasks, act or just_act
+        self._threads.caller, self._threads.here = threading.current_thread(), None
+        self._queue, self._failure, self._results = RunQueue(tasks), Failure(), dict[int, Any]()
+        self._meeting: tuple[int, ...] = ()  # the first of them runs the action for all of them
+        self._acting = False  # whether a merge's action runs; it has no deadline
+        by_pace = self._schedule == "concurrent" and self.pace.is_long
+        self.is_eager = by_pace if at_once is None else at_once
+        self._staggers = self._schedule == "staggered" and at_once is not False
+        self.takes_turns = not (self._staggers or self.is_eager)
 
     def run(
         self, tasks: Tasks, *, at_once: bool | None = None, act: Act | None = None
@@ -113,7 +149,8 @@ class Lockstep(RunQueue):
                 self._begin_run({})
         self.is_busy = True  # until the end: an interrupt may come at any line
         try:
-            self.pace.begin_turn()
+            if self._schedule == "concurrent":
+                self.pace.begin_turn()
             if self.takes_turns and self._limit == math.inf:
                 self._run_here()
             else:
@@ -131,11 +168,13 @@ class Lockstep(RunQueue):
         self.is_busy = False
         if failure.error is not None:
             failure.throw(self.names)
-        return {replica_id: results[replica_id] for replica_id in tasks}
+        return dict(zip(tasks, map(results.__getitem__, tasks), strict=True))
+
+    # Merge points
 
     def merge(self, replica_id: int, point: MergePoint) -> Any:
         """Blocks the calling replica at ``point`` until all arrive; returns its own result."""
-        if len(self._order) < 2:
+        if len(self._queue.order) < 2:
             return self._act(point.action, {replica_id: point.payload})[replica_id]
         if self._is_over():
             raise self._over()
@@ -156,6 +195,82 @@ class Lockstep(RunQueue):
             raise outcome.error
         return outcome
 
+    def _stop(self, replica_id: int, point: MergePoint | None) -> bool:
+        """Passes the turn on, at a merge point or at the end; returns whether it came back."""
+        queue = self._queue
+        with self._mutex:
+            queue.running.discard(replica_id)
+            if point is not None:
+                queue.waiting[replica_id] = point
+                queue.frames[replica_id] = sys._getframe()
+            if self._schedule == "concurrent":
+                self.pace.end_turn()
+            if self._is_struck:
+                self._wake_all()
+                return False
+            if queue.running:
+                return False
+            if queue.runnable:
+                return self._give_turns(replica_id)
+            meeting: tuple[int, ...] = ()
+            if self._failure.error is None and queue.waiting:
+                meeting = queue.find_meeting()
+                if not meeting:
+                    self._failure.error = divergence(self._describe_replicas())
+            if not meeting:
+                return self._go_on(replica_id, tuple(queue.waiting))
+            if replica_id not in meeting:
+                self._meeting = meeting
+                queue.runnable.append(meeting[0])
+                return self._give_turns(replica_id)
+            queue.running.add(replica_id)  # so that an interrupt reaches it
+        return self._meet(replica_id, meeting)
+
+    def _meet(self, replica_id: int, meeting: tuple[int, ...]) -> bool:
+        """Runs the action for the meeting replicas; returns whether this one may continue.
+
+        Does not hold the mutex meanwhile: the action may start a run of its own (merge_call), and
+        the caller polls the queue.
+        """
+        points, payloads = self._queue.waiting, dict[int, Any]()
+        for r in meeting:
+            payloads[r] = points[r].payload
+        try:
+            self._acting = True
+            self._results.update(self._act(points[meeting[0]].action, payloads))
+        except BaseException as error:  # it goes to all replicas that met
+            self._results.update(dict.fromkeys(payloads, MergeError(error)))
+        finally:
+            self._acting = False
+        with self._mutex:
+            self._queue.running.discard(replica_id)
+            return self._go_on(replica_id, meeting)
+
+    def _go_on(self, last: int, meeting: tuple[int, ...]) -> bool:
+        """Makes the replicas that met runnable; returns whether ``last`` may continue."""
+        self._queue.release(last, meeting)
+        if self._queue.runnable:
+            return self._give_turns(last)
+        if self.ends_teams and last != self._threads.here:  # else the caller has this thread
+            self._end_team()
+        self._finished.post(near=self.takes_turns)
+        return False
+
+    def _give_turns(self, mine: int | None = None) -> bool:
+        """Wakes the next replicas; returns whether ``mine`` is one, which needs no waking."""
+        came_back = False
+        while self._queue.runnable:
+            successor = self._queue.next()
+            if successor == mine:
+                came_back = True
+            else:
+                if self.ends_teams:
+                    self._end_team()
+                self._threads.wake(successor, near=self.takes_turns)
+            if not self.is_eager:
+                break
+        return came_back
+
     def check_going_on(self) -> None:
         """Raises in the calling replica if the run has failed, so that it waits for no other."""
         if self._is_over():
@@ -166,7 +281,7 @@ class Lockstep(RunQueue):
 
         Applies only under "staggered", and only to the replica that got its turn last.
         """
-        if self._staggers and replica_id == self._latest and self._runnable:
+        if self._staggers and replica_id == self._queue.latest and self._queue.runnable:
             with self._mutex:
                 self._start_more(1)
 
@@ -182,39 +297,28 @@ class Lockstep(RunQueue):
             )
         return RunCancelled()
 
-    def abandon_threads(self) -> None:
-        """Drops the threads in a forked process: they exist only in the parent."""
-        self.usable, self._is_forked, self._threads.dismissed = False, True, True
-
-    def close(self) -> None:
-        """Ends and joins the threads; idempotent. Must not be called during a run."""
-        self.usable = False
-        self._threads.close()
-
-    # The threads.
+    # The replicas' threads, and replicas in the caller's thread
 
     def _run_here(self) -> None:
         """Runs the replicas in the caller's thread until one has to wait for another one."""
-        threads = self._threads
-        threads.here = self._next()
-        while threads.here is not None:
-            ended = threads.here
+        queue, threads = self._queue, self._threads
+        threads.here = ended = queue.next()
+        while True:
             self._perform(ended)
             if self._is_struck:
                 return
-            self._skip_the_unstarted()
-            threads.here = self._next_here(ended)
-        self._await()
-
-    def _next_here(self, ended: int) -> int | None:
-        """Ends a replica in the caller's thread; returns the replica that thread can run next."""
-        with self._mutex:
-            if not self._waiting and self._runnable and self._runnable[0] in self._unstarted:
-                self._running.discard(ended)
-                self.pace.end_turn()
-                return self._next()
-        self._stop(ended, None)
-        return None
+            with self._mutex:
+                if self._failure.error is not None:
+                    queue.drop_unstarted()
+                if queue.waiting or not queue.runnable or queue.runnable[0] not in queue.unstarted:
+                    break
+                queue.running.discard(ended)
+                if self._schedule == "concurrent":
+                    self.pace.end_turn()
+                threads.here = ended = queue.next()
+        if queue.waiting or queue.runnable:
+            self._stop(ended, None)
+            self._await()
 
     def _work(self, replica_id: int) -> None:
         try:
@@ -222,7 +326,9 @@ class Lockstep(RunQueue):
                 self._perform(replica_id)
                 if self._threads.dismissed:
                     return
-                self._skip_the_unstarted()
+                if self._failure.error is not None:
+                    with self._mutex:
+                        self._queue.drop_unstarted()
                 self._stop(replica_id, None)
         except RunCancelled:  # thrown by cancel_and_join; it may arrive at any line
             return
@@ -239,35 +345,49 @@ class Lockstep(RunQueue):
         except BaseException as error:
             self._failure.record(error, replica_id)
 
-    def _skip_the_unstarted(self) -> None:
-        """Removes the replicas that have not started from a run that has failed."""
-        if self._failure.error is not None:
-            with self._mutex:
-                self._runnable = deque(r for r in self._runnable if r not in self._unstarted)
+    def _end_team(self) -> None:
+        if self.takes_turns and release_thread_pool is not None:
+            release_thread_pool()
 
-    # The caller.
+    def _wake_all(self) -> None:
+        """Wakes all waiting threads, the caller included: the run is over."""
+        self.dismiss()
+        with suppress(RuntimeError):  # it is posted already
+            self._finished.post(near=False)
+
+    # The caller
 
     def _await(self) -> None:
         """Waits until all replicas have ended; starts stalled successors and checks the limit."""
-        detector = StallDetector(self._limit, is_staggered=self._staggers)
+        if self._limit == math.inf and not self._staggers:
+            self._finished.wait()
+            return
+        queue, detector = self._queue, StallDetector(self._limit, is_staggered=self._staggers)
         while not self._finished.wait(detector.pause_seconds):
-            running = tuple(self._running)
+            running = tuple(queue.running)
             begun = self._threads.begun(running)
             is_moving = self._acting or len(begun) < len(running)
             where = () if is_moving else detector.where(begun)
-            num_due = detector.poll(self._moves, where, len(self._runnable))
+            num_due = detector.poll(queue.num_turns, where, len(queue.runnable))
             if num_due:
                 with self._mutex:
                     self._start_more(num_due)
             if detector.is_overdue:
                 self._is_struck = True
-                self._failure.record(timeout(self._limit, self._tell_where()), None)
+                self._failure.record(timeout(self._limit, self._describe_replicas()), None)
                 return
 
     def _start_more(self, num_replicas: int) -> None:
         for _ in range(num_replicas):
-            if self._runnable and self._running and self._failure.error is None:
-                self._threads.wake(self._next(), near=False)
+            if self._queue.runnable and self._queue.running and self._failure.error is None:
+                self._threads.wake(self._queue.next(), near=False)
+
+    def _describe_replicas(self) -> str:
+        """Returns one line per replica with its position."""
+        queue = self._queue
+        frames = queue.frames | {r: frame_of(self._threads.threads_of(r)) for r in queue.running}
+        names = {r: self.names[r] for r in self._tasks}
+        return describe_all(names, queue.waiting, frames, queue.runnable)
 
     def _cancel(self, failure: BaseException | None) -> None:
         """Cancels a run that an exception has hit and ends its threads for good; idempotent."""
@@ -291,5 +411,22 @@ class Lockstep(RunQueue):
 
     def threads(self, *, which_run: bool) -> list[threading.Thread]:
         """Returns the live threads: of all replicas, or of those that have the turn."""
-        mine = self._threads.begun(tuple(self._running)) if which_run else self._threads.all()
+        running = tuple(self._queue.running)
+        mine = self._threads.begun(running) if which_run else self._threads.all()
         return [thread for thread in mine if thread.is_alive()]
+
+    # The end of the threads
+
+    def dismiss(self) -> None:
+        """Makes every thread end when it next waits for its turn."""
+        self.usable = False
+        self._threads.dismiss()
+
+    def close(self) -> None:
+        """Ends and joins the threads; idempotent. Must not be called during a run."""
+        self.usable = False
+        self._threads.close()
+
+    def abandon_threads(self) -> None:
+        """Drops the threads in a forked process: they exist only in the parent."""
+        self.usable, self._is_forked, self._threads.dismissed = False, True, True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -45,6 +45,7 @@ class Failure:
             del error
 
 
+Tasks = dict[int, Callable[[], Any]]  # by replica id
 Payloads = dict[int, Any]  # by replica id
 Action = Callable[[Payloads], Payloads]
 Act = Callable[[Action, Payloads], Payloads]
@@ -88,12 +89,3 @@ class RunCancelled(BaseException):
 def just_act(action: Action, payloads: Payloads) -> Payloads:
     """Runs the action of a merge point directly."""
     return action(payloads)
-
-
-def act_at(points: Mapping[int, MergePoint], meeting: Sequence[int], act: Act) -> Payloads:
-    """Runs the action of the meeting replicas through ``act``; its error goes to all of them."""
-    payloads = {r: points[r].payload for r in meeting}
-    try:
-        return act(points[meeting[0]].action, payloads)
-    except BaseException as error:
-        return dict.fromkeys(payloads, MergeError(error))

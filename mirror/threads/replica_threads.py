@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from mirror.errors import StrategyError
 from mirror.threads.baton import Baton
-from mirror.threads.user_frames import calls
 
 T = TypeVar("T")
 
@@ -100,34 +98,3 @@ class ReplicaThreads:
         thread = threading.Thread(target=self._work, args=(replica_id,), name=name, daemon=True)
         self._threads[replica_id] = thread
         thread.start()
-
-
-class ExclusiveRun:
-    """Admits one thread at a time to run the replicas of a strategy."""
-
-    def __init__(self) -> None:
-        self._claims: dict[str, int] = {}
-
-    def call(self, run: Callable[[], T]) -> T:
-        """Calls ``run`` unless another thread's call is in progress.
-
-        Raises:
-            StrategyError: another thread's call is in progress.
-        """
-        thread = threading.get_ident()
-        claims = self._claims
-        try:
-            # setdefault is atomic. An interrupt may have left this thread's own claim behind.
-            claimed = claims.setdefault("run", thread)
-            if claimed != thread:
-                if self in calls(claimed, ExclusiveRun.call):
-                    raise StrategyError(
-                        "run was called while another thread's run of the same strategy is going "
-                        "on; call it when that has returned, or give each thread a strategy of "
-                        "its own"
-                    )
-                claims["run"] = thread  # that thread's claim is also a leftover
-            return run()
-        finally:
-            if claims.get("run") == thread:
-                claims.clear()

@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from mirror.threads import turn_timer
+from mirror.threads import run_queue
 from tests.interrupts.inject import Injector
 from tests.interrupts.programs import programs
 from tests.interrupts.trial import Trial
@@ -53,7 +53,7 @@ def main():
     parser.add_argument("--times", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    turn_timer.LONG_SECONDS, turn_timer.LOOKS = -1.0, 1  # at once, where that may be
+    run_queue.LONG_SECONDS, run_queue.LOOKS = -1.0, 1  # at once, where that may be
     sys.unraisablehook = lambda unraisable: None  # of what strikes a finalizer
     injector, rng = Injector(), random.Random(args.seed)
     interrupted = interrupted_at_points if args.how == "points" else interrupted_by_signals

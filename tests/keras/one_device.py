@@ -47,7 +47,7 @@ def _difference(program, schedule):
 
     import mirror
     from mirror.replica.keras.layer_writes import LayerWrites
-    from mirror.threads import turn_timer
+    from mirror.threads import run_queue
 
     one = _numbers(program, contextlib.nullcontext)
     replicas = set()
@@ -59,7 +59,7 @@ def _difference(program, schedule):
 
     LayerWrites.of_layer = counted
     if schedule == "staggered":  # replicas run beside each other also where their turns are short
-        turn_timer.LONG_SECONDS, turn_timer.LOOKS = -1.0, 1
+        run_queue.LONG_SECONDS, run_queue.LOOKS = -1.0, 1
     try:
         with mirror.MirroredStrategy(["cpu"] * 3, schedule=schedule) as strategy:
             three = _numbers(program, strategy.scope)

@@ -11,7 +11,7 @@ from torch import nn
 import mirror
 from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.execution.current_replica import current
-from mirror.threads import policies, run_queue, turn_timer
+from mirror.threads import lockstep, policies, run_queue
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import assert_same, finishes, in_run
 from tests.threads.meeting import N, me, meet
@@ -27,7 +27,7 @@ def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, begun):
 
 
 def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strategy, monkeypatch):
-    monkeypatch.setattr(turn_timer, "LONG_SECONDS", float("inf"))
+    monkeypatch.setattr(run_queue, "LONG_SECONDS", float("inf"))
     strategy = make_strategy(N, schedule="staggered")
     running = []
 
@@ -40,7 +40,7 @@ def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strate
             meet()
         return threading.current_thread()
 
-    for _ in range(2 * turn_timer.LOOKS):
+    for _ in range(2 * run_queue.LOOKS):
         first, *_ = strategy.run(fn).values
         assert first is threading.current_thread()
     assert running[0::2] == running[1::2]
@@ -221,7 +221,7 @@ def test_who_gives_the_turn_away_ends_its_team(
     # Of two: 0 to 1, which merges and goes on, 1 to 0; then 0 goes on first, to 1, to the caller.
     ended = []
     monkeypatch.setattr(
-        run_queue, "release_thread_pool", lambda: ended.append(threading.get_ident())
+        lockstep, "release_thread_pool", lambda: ended.append(threading.get_ident())
     )
     monkeypatch.setattr(policies, "policies_of", lambda *_, **__: (policies.ENDING_TEAMS,))
     strategy = make_strategy(2)

@@ -133,7 +133,7 @@ class ParallelBackward:
                 self._replica_ids[threading.get_ident()] = replica_id
                 timeline.use()
                 timeline.begin(replica_id, BACKWARD)
-                state.call(lambda: variables.run(run), self._replicas.devices[replica_id])
+                state.call(self._replicas.devices[replica_id], variables.run, run)
             finally:
                 current.replica, current.strategy, current.below = before
                 self._moving.discard(replica_id)
