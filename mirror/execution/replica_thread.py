@@ -61,7 +61,7 @@ class ThreadState:
                 for kind in replicas.device_types
                 if torch.is_autocast_enabled(kind)
             ),
-            autocast_cache=torch.is_autocast_cache_enabled(),
+            autocast_cache=torch.is_autocast_cache_enabled() and sharers == 1,
             # A default device is a function mode; torch.get_default_device() takes 10 us.
             default_device=torch.get_default_device() if num_function_modes() else _CPU,
             saved_tensors_hooks=top_saved_tensors_hooks(),
@@ -82,6 +82,11 @@ class ThreadState:
             self._has_set_threads = True
         before = torch.is_grad_enabled()
         set_grad_enabled(self.grad)
+        # All threads share autocast's cache of casts, and each clears it when it leaves autocast.
+        # Whether a replica finds its cast of a weight there would depend on the clock.
+        cached = self.sharers > 1 and torch.is_autocast_cache_enabled()
+        if cached:
+            torch.set_autocast_cache_enabled(False)
         try:
             is_caller = threading.get_ident() == self._caller  # it has this state already
             if not is_caller and self._needs_contexts():
@@ -98,6 +103,8 @@ class ThreadState:
                 return fn()
         finally:
             set_grad_enabled(before)
+            if cached:
+                torch.set_autocast_cache_enabled(True)
 
     def _needs_contexts(self) -> bool:
         """Whether the state differs from that of a new thread."""

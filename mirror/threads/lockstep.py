@@ -13,6 +13,7 @@ all, and continues first. So N replicas pay N - 1 thread switches per merge:
     lockstep     the next replica starts when one stops; the first runs in the caller's thread
     staggered    the next one also starts while the running ones stall, see [Note: Standing still]
     concurrent   as lockstep, or all at once if turns are long; intra-op threads are shared
+    parallel     all at once between merge points; intra-op threads are shared
 
 Only the determinism of the simulation may rely on "one replica runs at a time".
 
@@ -74,7 +75,8 @@ class Lockstep(RunQueue):
 
     Args:
         names: the replicas' names in messages, ``"replica 2 of 4 (cuda:2)"``.
-        schedule: ``"lockstep"``, ``"staggered"`` or ``"concurrent"``, see [Note: Turns].
+        schedule: ``"lockstep"``, ``"staggered"``, ``"concurrent"`` or ``"parallel"``, see
+            [Note: Turns].
         timeout_seconds: the run fails if no replica moves for so long; ``None``: no limit.
 
     Attributes:

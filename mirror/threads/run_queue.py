@@ -59,7 +59,8 @@ class RunQueue:
         self._acting = False  # whether a merge's action runs; it has no deadline
         self._moves, self._latest = 0, -1  # the number of turns; the replica of the last turn
         by_pace = self.pace.is_long and self._schedule == "concurrent"
-        self.is_eager = by_pace if at_once is None else at_once
+        default = by_pace or self._schedule == "parallel"
+        self.is_eager = default if at_once is None else at_once
         self._staggers = self._schedule == "staggered" and at_once is not False
         self.takes_turns = not (self._staggers or self.is_eager)
 
