@@ -12,6 +12,7 @@
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
 # make tpu    the tests of mirror.TPUStrategy on simulated devices of jax, in .venv-tpu
 # make core TORCH=2.7.0   the three ways, optimizers and the compiler with that torch, likewise
+# make free-threaded   finds or builds Python 3.14 without the GIL, and tests parallel replicas there
 #
 # Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
 # nothing. torch is pinned in every install command, so that no extra can pull another one.
@@ -19,6 +20,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
+SAFETENSORS ?= safetensors
 PLATFORM ?= manylinux_2_28_$(shell uname -m)
 
 # What `make affected` compares with, and where `make mutants` makes faults.
@@ -31,11 +33,14 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.py \
     tests/project/test_public_api.py
+THREADED := tests/threads tests/execution tests/interrupts tests/training tests/transparency \
+    tests/replica/modules tests/replica/optimizers tests/replica/collectives tests/replica/gradients \
+    tests/train/checkpoint
 # A process for each core, with one intra-op thread: small tensors gain nothing from more.
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo docs test quick affected mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here clean
+.PHONY: demo docs test quick affected mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here free-threaded free-threaded-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -102,7 +107,7 @@ core:
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH)-$(notdir $(PYTHON)) core-here
 
 core-here: $(VENV)/core.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizer \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizers \
 	    tests/compiler tests/base/test_torch_private.py
 
 # Not part of make test: jax and a pre-release of torchax, whose import changes torch.
@@ -113,8 +118,18 @@ tpu-here: $(VENV)/tpu.stamp
 	$(PIP) pytest
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu tests/integrations/tpu/test_torchax_library.py
 
+# Not part of make test: gigabytes of torch for that interpreter. Its safetensors is a pre-release,
+# and libraries that do not declare themselves would turn the GIL on: triton, which optimizers import.
+free-threaded:
+	python=$$($(PYTHON) tests/scripts/free_threaded.py $(abspath .venv-python3.14t)) && \
+	$(MAKE) --no-print-directory VENV=.venv-free-threaded PYTHON="$$python" \
+	    SAFETENSORS='safetensors>=0.9.0rc1' free-threaded-here
+
+free-threaded-here: $(VENV)/core.stamp
+	PYTHON_GIL=0 OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --schedule parallel $(THREADED)
+
 clean:
-	rm -rf $(VENV) .venv-tpu .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-tpu .venv-free-threaded .venv-python3.14t .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is an installed extra; installing builds the libraries of csrc/host.
@@ -130,7 +145,7 @@ $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* c
 
 # Without what pyproject.toml says of torch, so that other versions can be tried.
 $(VENV)/smoke.stamp: $(VENV)/torch.stamp setup.py $(wildcard csrc/* csrc/host/*)
-	$(PIP) numpy safetensors
+	$(PIP) numpy '$(SAFETENSORS)'
 	$(PIP) --no-deps --editable .
 	touch $@
 

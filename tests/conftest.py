@@ -31,6 +31,12 @@ with torch.device("cpu"):
 TORCHS_LAYERS = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--schedule", default="auto", help="of the strategies that fixtures make: parallel, say"
+    )
+
+
 def _device_lists():
     lists = {"cpu-x1": ["cpu"], "cpu-x2": ["cpu"] * 2, "cpu-x3": ["cpu"] * 3}
     if torch.cuda.is_available():
@@ -127,8 +133,9 @@ def devices(request):
 
 
 @pytest.fixture
-def strategy(devices):
-    with mirror.MirroredStrategy(devices) as strategy:
+def strategy(devices, request):
+    schedule = request.config.getoption("--schedule")
+    with mirror.MirroredStrategy(devices, schedule=schedule) as strategy:
         yield strategy
 
 
@@ -147,11 +154,12 @@ def central():
 
 
 @pytest.fixture
-def make_strategy():
+def make_strategy(request):
     """Gives ``make(n, **options)``: a strategy of n simulated devices, closed after the test."""
     made = []
 
     def make(n=2, **options):
+        options.setdefault("schedule", request.config.getoption("--schedule"))
         made.append(mirror.MirroredStrategy(["cpu"] * n, **options))
         return made[-1]
 

@@ -24,6 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 300  # that a program may take: many times what it takes where nothing else runs
+# Every interpreter of make test has a GIL, which a strategy of parallel replicas warns of.
+GIL = ["-W", 'ignore:schedule="parallel"']
 FILE = """
 import os.path, runpy, sys, warnings
 warnings.resetwarnings()
@@ -58,7 +60,7 @@ class Forks:
         """Runs programs at the same time; returns a ``CompletedProcess`` of each."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.forks", *self._imports],
+                [sys.executable, "-W", "error", *GIL, "-m", "tests.forks", *self._imports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

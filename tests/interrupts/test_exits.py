@@ -85,7 +85,7 @@ def test_a_program_ends_with_an_exit_in_a_replica(forks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 def test_a_program_ends(schedule, forks):
     other, said = outcomes(forks, ENDS, schedule)
     assert other == []

@@ -20,7 +20,7 @@ pytestmark = [
 SECONDS = 30
 
 
-@pytest.fixture(params=["lockstep", "staggered"])
+@pytest.fixture(params=["lockstep", "staggered", "parallel"])
 def training(request, make_strategy):
     """Gives ``train()``, of a strategy whose replicas have threads already."""
     strategy = make_strategy(3, schedule=request.param)

@@ -88,7 +88,7 @@ def test_under_lockstep_the_rows_add_up_to_the_step(make_strategy, ticking, n, w
     assert (report.waiting_for_reduction > 0) == (n > 1)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 def test_a_report_before_the_first_step_and_after_close(make_strategy, schedule):
     strategy = make_strategy(2, schedule=schedule)
     report = strategy.report()

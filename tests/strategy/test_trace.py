@@ -33,7 +33,7 @@ def events_of(path):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 def test_a_trace_has_a_lane_for_each_replica_with_its_passes(make_strategy, tmp_path, n, schedule):
     strategy = make_strategy(n, schedule=schedule)
     inside, _ = training(strategy)

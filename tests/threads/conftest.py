@@ -1,11 +1,11 @@
-"""Three replicas under either schedule."""
+"""Three replicas under each schedule."""
 
 import pytest
 
 from tests.threads.meeting import N
 
 
-@pytest.fixture(params=["lockstep", "staggered"])
+@pytest.fixture(params=["lockstep", "staggered", "parallel"])
 def strategy(request, make_strategy):
     return make_strategy(N, schedule=request.param)
 

@@ -23,7 +23,7 @@ def interrupted(forks):
     return run
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_an_interrupt_ends_the_run_and_nothing_else(interrupted, schedule, case):
     assert interrupted(schedule)[case] == "KeyboardInterrupt True ends"

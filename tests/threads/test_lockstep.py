@@ -241,7 +241,7 @@ def loosely(name, met):
     return replica.run.merge(replica.replica_id, point)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_at_a_loose_point_those_meet_who_come(schedule, is_eager, make_strategy, request):
     if is_eager:

@@ -143,7 +143,7 @@ def is_same(actual, expected):
 METRICS = {metric.id: metric.values for metric in [*catalogue(), *OTHERS]}
 
 
-@each_once(metric=METRICS, schedule=["lockstep", "staggered"])
+@each_once(metric=METRICS, schedule=["lockstep", "staggered", "parallel"])
 def test_a_metric_in_forward_is_that_of_one_device(metric, schedule, make_strategy):
     # Integer states were the first replica's: accuracy 0.68 instead of 0.46.
     make, inputs = METRICS[metric]
