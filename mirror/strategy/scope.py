@@ -56,7 +56,7 @@ class Scope(ContextDecorator):
             recording.recorders = recorders
             end_recording()
         if kind is None:
-            self._group.plain.note_use()
+            self._group.plain.record_use()
 
     def _recreate_cm(self) -> Scope:
         self._is_used = True  # it decorates a function

@@ -15,7 +15,7 @@ schedules measure their candidates with ``Autotuner``:
 ``execution/parallel_runs.py`` makes take turns.
 
 Rule: "auto" never runs the user's functions or forwards at once: they may draw, print or append.
-It runs only backward passes without hooks at once, [Note: Seams] in
+It runs only backward passes without hooks at once, [Note: Graph boundaries] in
 ``replica/gradients/graph_boundary.py``, and only with enough CPUs for the caller's number of
 intra-op threads on each replica: the bits of a sum depend on that number.
 """

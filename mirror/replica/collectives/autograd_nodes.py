@@ -39,7 +39,7 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import replica_of
 from mirror.execution.replicas import Replica
-from mirror.replica.autograd_functions import without_replica
+from mirror.replica.autograd_functions import make_common
 from mirror.replica.collectives.over_workers import AllWorkersResult, weighted_over
 from mirror.replica.collectives.reduce_ops import summed
 
@@ -164,7 +164,6 @@ class CollectiveEnd:
         return replica_of(self.replicas)
 
 
-@without_replica
 class GradReduce(torch.autograd.Function):
     """Outside ``run``: turns all replicas' gradients into this one's."""
 
@@ -172,6 +171,7 @@ class GradReduce(torch.autograd.Function):
     def forward(
         ctx: Any, joint: CollectiveEnd, outputs: list[Tensor], anchor: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
+        make_common(ctx)
         ctx.joint = joint
         return tuple(output.view_as(output) for output in outputs)
 
@@ -187,12 +187,12 @@ class GradReduce(torch.autograd.Function):
         return None, None, None, *grads
 
 
-@without_replica
 class GradSend(torch.autograd.Function):
     """Inside ``run``: merges the replicas' gradients. Outside: notes this replica's."""
 
     @staticmethod
     def forward(ctx: Any, joint: CollectiveEnd, *outputs: Tensor) -> tuple[Tensor, ...]:
+        make_common(ctx)
         ctx.joint = joint
         return tuple(output.view_as(output) for output in outputs)
 

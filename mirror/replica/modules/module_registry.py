@@ -12,7 +12,7 @@ instance attribute are replaced:
 
 Of torch itself these are wrapped when the first module is mirrored: the module's ``compile``,
 ``__setattr__``, ``__delattr__`` and ``_apply``, and what custom functions are called through. See
-[Note: Compiled calls], [Note: Own attributes] and [Note: Custom functions].
+[Note: Compiled calls], [Note: Own attributes] and ``replica/autograd_functions.py``.
 """
 
 from __future__ import annotations

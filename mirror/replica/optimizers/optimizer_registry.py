@@ -1,6 +1,6 @@
 """Optimizers: all those over one strategy's parameters, and what is told to them together.
 
-CentralOptimizers: what steps take from the replicas, and give them. See [Note: Home].
+CentralOptimizers: the same with a parameter device, see ``params/central_param.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mirror.replica.optimizers.param_groups import ParamGroupsView
 from mirror.replica.params.central_param import CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
-from mirror.replica.replica_checks import SeeReplica, SumOfReplica
+from mirror.replica.replica_checks import ComparePair, VisitValue
 
 _known: WeakReplicaMap[OptimizerRegistry] = WeakReplicaMap()
 optimizers_of = _known.get
@@ -41,10 +41,10 @@ class OptimizerOfReplicas(Protocol):
     def follow_first(self) -> None:
         """Takes the optimizer back, and makes the first replica's state that of all."""
 
-    def check(self, look: SumOfReplica) -> None:
+    def check(self, look: ComparePair) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
 
-    def show_first(self, see: SeeReplica) -> None:
+    def show_first(self, see: VisitValue) -> None:
         """Shows the first replica's state to ``see``."""
 
 
@@ -85,12 +85,12 @@ class OptimizerRegistry:
         found = [mirrored.optimizer for mirrored in tuple(self._all)]
         return [optimizer for optimizer in found if optimizer is not None]
 
-    def check(self, look: SumOfReplica) -> None:
+    def check(self, look: ComparePair) -> None:
         """Shows the state of every replica to ``look``, beside that of the first."""
         for optimizer in tuple(self._all):
             optimizer.check(look)
 
-    def show_first(self, see: SeeReplica) -> None:
+    def show_first(self, see: VisitValue) -> None:
         """Shows the first replica's state of all optimizers to ``see``."""
         for optimizer in tuple(self._all):
             optimizer.show_first(see)
@@ -103,8 +103,8 @@ class OptimizerRegistry:
             self._gradients.unreduced.flush()
         else:
             gradients = self._gradients.unreduced
-            gradients.settle(gradients.shares_in(run))
-            self._gradients.refuse_unlike(run)
+            gradients.reduce_pending(gradients.shares_in(run))
+            self._gradients.refuse_unequal(run)
         self.replicas.workers.num_steps += 1
 
     def clear(self, parameters: ParamGroupsView) -> bool:
@@ -189,5 +189,5 @@ class CentralOptimizers(OptimizerRegistry):
         for r in range(self.replicas.num_replicas) if homes else ():
             torch._foreach_copy_([variable.targets[r] for variable in moved], homes)
         for variable in moved:
-            variable.note_known()
+            variable.mark_equal()
         self._access.drop_unseen(parameters.variables)

@@ -22,7 +22,7 @@ from mirror.replica.optimizers.param_groups import stepped_by
 from mirror.replica.params.param_paths import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
-from mirror.replica.replica_checks import SeeReplica, SumOfReplica
+from mirror.replica.replica_checks import ComparePair, VisitValue
 from mirror.values import are_identical, map_structure
 
 # A replica's state, the key in it, and the key in the shared state if that is to see new entries.
@@ -192,7 +192,7 @@ class ReplicaStates:
             self.shared.put(key if variable is None else variable.owner(), value)
         self._published = entries
 
-    def check(self, variables: Sequence[ReplicatedParam], look: SumOfReplica) -> None:
+    def check(self, variables: Sequence[ReplicatedParam], look: ComparePair) -> None:
         """Shows what every replica has to ``look``, beside what the first one has."""
         if self._are_behind:
             return
@@ -210,7 +210,7 @@ class ReplicaStates:
 
                     look(first.get(key), other.get(key), what)
 
-    def show_first(self, variables: Sequence[ReplicatedParam], see: SeeReplica) -> None:
+    def show_first(self, variables: Sequence[ReplicatedParam], see: VisitValue) -> None:
         """Shows what the first replica has to ``see``."""
         for variable in variables:
             for key, value in self._by_replica[0].get(variable.home, {}).items():

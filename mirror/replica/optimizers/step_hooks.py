@@ -25,7 +25,7 @@ from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.backward_interceptor import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
-from mirror.replica.gradients.unmirrored import note_step
+from mirror.replica.gradients.unmirrored import check_step
 from mirror.replica.optimizers.created_in_run import watch_making
 from mirror.replica.optimizers.global_hooks import global_hooks
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
@@ -68,7 +68,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         replicas = replicas_in(optimizer)
         if replicas is None:
-            note_step(optimizer)
+            check_step(optimizer)
             return None
         mirror = _mirror_of(optimizer, replicas)
     mirror.runner.check_usable()

@@ -44,7 +44,7 @@ def test_a_worker_that_leaves_out_a_pass_is_found_at_the_next(crew):
     assert all("DivergenceError" in str(told) for told in found)
 
 
-def unfit(way, kept):
+def non_finite(way, kept):
     guards = mirror.Guards(finite_gradients=True)
     place = Worker((1, 1), way, guards=guards)
     told = []
@@ -70,7 +70,7 @@ def unfit(way, kept):
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("way", [1, 3])
 def test_a_gradient_that_is_not_finite_is_an_error_on_all_workers(crew, way, kept):
-    first, second = crew(2).run(unfit, way, kept)
+    first, second = crew(2).run(non_finite, way, kept)
     assert first == second
     ((step, told),) = first
     assert step == 1
