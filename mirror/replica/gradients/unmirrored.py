@@ -179,7 +179,7 @@ def note_pass(run: RunView, replica_id: int, args: Sequence[Any]) -> None:
     nth = plain.looks_at((caller.f_code, caller.f_lasti, replica_id))
     if not nth:
         return
-    plain.losses.note(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
+    plain.losses.record(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
     if not run.replicas.weighted:
         return
     leaves = [
