@@ -183,7 +183,7 @@ def check_pass(run: RunView, replica_id: int, args: Sequence[Any]) -> None:
     nth = unmirrored.count_pass((caller.f_code, caller.f_lasti, replica_id))
     if not nth:
         return
-    unmirrored.losses.note(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
+    unmirrored.losses.record(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
     if not run.replicas.weighted:
         return
     leaves = [
