@@ -26,9 +26,9 @@ LONG = re.compile("[18] on one|lockstep|plain loop, way [12]|process|first use|h
 
 
 @pytest.fixture
-def run(forks):
+def run(script_pool):
     def run(*options):
-        return forks.run_file(ROOT / "benchmarks" / "gpu_check.py", *options, timeout=900)
+        return script_pool.run_file(ROOT / "benchmarks" / "gpu_check.py", *options, timeout=900)
 
     return run
 

@@ -145,11 +145,11 @@ def indexed_job(port, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [tf_config, slurm, indexed_job])
-def test_two_processes_meet_by_what_apply_sets(launcher, port, forks):
+def test_two_processes_meet_by_what_apply_sets(launcher, port, script_pool):
     programs = []
     for rank in range(2):
         resolver, variables = launcher(port, rank)
         variables["GLOO_SOCKET_IFNAME"] = "lo"
         programs.append(WORKER.format(resolver=resolver, variables=variables, cleared=LAUNCHERS))
-    done = forks.run_all(programs)
+    done = script_pool.run_all(programs)
     assert [one.stdout for one in done] == ["0 2 3.0\n", "1 2 3.0\n"], done

@@ -32,14 +32,16 @@ def source_of(title):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "first_step"), [(25, 20), (43, 40)])
-def test_the_session_over_servers_goes_on_after_a_lost_server(at, first_step, forks, tmp_path):
+def test_the_session_over_servers_goes_on_after_a_lost_server(
+    at, first_step, script_pool, tmp_path
+):
     source = source_of("A session over parameter servers")
     assert source.count("def train(") == source.count("    hooks = [") == 1
     source = source.replace("def train(", KILL.format(at=at) + "def train(")
     source = source.replace("    hooks = [", "    hooks = [Kill(), ")
     path = tmp_path / "program.py"
     path.write_text(f"{source}\nprint(training.first_step, training.step)\n")
-    done = forks.run_file(path)
+    done = script_pool.run_file(path)
     assert done.returncode == 0, done.stderr
     assert "parameter server 1 of 2 is lost" in done.stdout
     assert done.stdout.splitlines()[-1] == f"{first_step} 50"

@@ -70,23 +70,23 @@ ENDS = {
 }
 
 
-def outcomes(forks, names, schedule):
+def outcomes(script_pool, names, schedule):
     """Runs programs at once; returns those that end otherwise, and what all have said."""
-    ended = forks.run_all([BEGIN + ENDS[name][0] for name in names], schedule)
+    ended = script_pool.run_all([BEGIN + ENDS[name][0] for name in names], schedule)
     codes = [ENDS[name][1] for name in names]
     other = [done for done, code in zip(ended, codes, strict=True) if done.returncode != code]
     return other, "".join(done.stderr for done in ended)
 
 
-def test_a_program_ends_with_an_exit_in_a_replica(forks):
-    other, said = outcomes(forks, ["sys.exit in a replica"], "lockstep")
+def test_a_program_ends_with_an_exit_in_a_replica(script_pool):
+    other, said = outcomes(script_pool, ["sys.exit in a replica"], "lockstep")
     assert other == []
     assert said == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-def test_a_program_ends(schedule, forks):
-    other, said = outcomes(forks, ENDS, schedule)
+def test_a_program_ends(schedule, script_pool):
+    other, said = outcomes(script_pool, ENDS, schedule)
     assert other == []
     assert "Fatal" not in said

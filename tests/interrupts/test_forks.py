@@ -129,5 +129,5 @@ raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_forked_process_is_told_that_it_cannot_use_the_gpus_of_the_other(forks):
-    assert forks.run(GPUS).returncode == 0
+def test_a_forked_process_is_told_that_it_cannot_use_the_gpus_of_the_other(script_pool):
+    assert script_pool.run(GPUS).returncode == 0

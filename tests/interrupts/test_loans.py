@@ -11,7 +11,7 @@ from tests.oracle import finishes
 
 @pytest.mark.parametrize("which", ["before it notes that", "with it in hand"])
 def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
-    which, strategy, eager, nobody_drains, monkeypatch
+    which, strategy, eager, long_drain, monkeypatch
 ):
     model = strategy.mirror(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mirror
-from tests.ones import mirrored_layer, sgd
 from tests.oracle import in_run
+from tests.toy_models import mirrored_layer, sgd
 
 
 def test_merge_call_brings_idle_replicas_along(make_strategy):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import mirror
-from tests.several import strategy_of
+from tests.multi_worker import strategy_of
 
 
 def made():
@@ -19,8 +19,8 @@ def made():
     return strategy.num_replicas_in_sync, names, str(contexts), int(strategy.local_results(ids)[0])
 
 
-def test_replicas_are_counted_over_all_workers(crew):
-    found = crew(2).run(made)
+def test_replicas_are_counted_over_all_workers(worker_pool):
+    found = worker_pool(2).run(made)
     assert [n for n, _, _, _ in found] == [2, 2]
     assert found[1][1] == ("replica 1 of 2 (worker 1, cpu)",)
     assert [own for _, _, _, own in found] == [0, 1]
@@ -33,8 +33,8 @@ def drawn():
     return float(strategy.local_results(own)[0]), float(torch.rand(()))
 
 
-def test_workers_draw_apart_within_runs_and_alike_between_them(crew):
-    (own, between), (others, too) = crew(2).run(drawn)
+def test_workers_draw_apart_within_runs_and_alike_between_them(worker_pool):
+    (own, between), (others, too) = worker_pool(2).run(drawn)
     assert own != others
     assert between == too
 
@@ -59,8 +59,8 @@ def looked_at(folder):
         return str(report).splitlines()[0], report.num_replicas
 
 
-def test_traces_and_reports_are_of_a_worker(crew, tmp_path):
-    (first, one), (second, two) = crew(2).run(looked_at, str(tmp_path))
+def test_traces_and_reports_are_of_a_worker(worker_pool, tmp_path):
+    (first, one), (second, two) = worker_pool(2).run(looked_at, str(tmp_path))
     assert (one, two) == (1, 2)
     assert first.endswith("on 1 replicas of worker 0 of 2")
     assert second.endswith("on 2 replicas of worker 1 of 2")
@@ -84,5 +84,5 @@ def run_within_a_merge():
     return strategy.local_results(strategy.run(fn))
 
 
-def test_a_run_within_a_merge_is_the_workers_own(crew):
-    assert crew(2).run(run_within_a_merge) == [((5,),)] * 2
+def test_a_run_within_a_merge_is_the_workers_own(worker_pool):
+    assert worker_pool(2).run(run_within_a_merge) == [((5,),)] * 2

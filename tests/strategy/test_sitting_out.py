@@ -89,7 +89,7 @@ def test_idle_replicas_keep_equal_variables_and_optimizer_state(size, where, mak
         assert_same(parameters, [p.detach() for p in plain.parameters()])
 
 
-def test_replica_zero_sits_out_after_all_have_run(begun):
+def test_replica_zero_sits_out_after_all_have_run(leaks):
     # The first one that takes part ran in the caller's thread, and waited there at the gate where
     # the thread it had from the run before waited, too: one of the two was woken.
     parts = [mirror.values.ABSENT, torch.ones(1), torch.ones(1)]
@@ -105,7 +105,7 @@ def test_replica_zero_sits_out_after_all_have_run(begun):
                 strategy.run(step, args=(mirror.PerReplica([torch.ones(1)] * 3),))
                 result = strategy.run(step, args=(mirror.PerReplica(parts),))
                 assert strategy.local_results(result) == (8, 8)
-            assert len(begun.threads()) == 2
+            assert len(leaks.threads()) == 2
 
     _, error, _ = finishes(use)
     assert error is None

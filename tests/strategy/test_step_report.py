@@ -7,9 +7,9 @@ import torch
 
 from mirror.base import timeline as module
 from mirror.base.timeline import BACKWARD, FORWARD, KINDS, WAITING
-from tests.ones import ONES, mirrored_layer, sgd
 from tests.oracle import finishes
 from tests.strategy.timed import training
+from tests.toy_models import ONES, mirrored_layer, sgd
 
 # Threads
 

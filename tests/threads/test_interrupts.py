@@ -8,13 +8,13 @@ from tests.threads.interrupts import CASES
 
 
 @pytest.fixture(scope="module")
-def interrupted(forks):
+def interrupted(script_pool):
     """Gives ``interrupted(schedule)``: what interrupts.py says of every case."""
     known = {}
 
     def run(schedule):
         if schedule not in known:
-            done = forks.run(Path(__file__).with_name("interrupts.py").read_text(), schedule)
+            done = script_pool.run(Path(__file__).with_name("interrupts.py").read_text(), schedule)
             assert done.returncode == 0, done.stderr
             lines = (line.split(maxsplit=1) for line in done.stdout.splitlines())
             known[schedule] = dict(lines)

@@ -27,8 +27,8 @@ def talk():
     )
 
 
-def test_what_each_says_comes_to_all(crew):
-    for parcels, lengths, first in crew(2).run(talk):
+def test_what_each_says_comes_to_all(worker_pool):
+    for parcels, lengths, first in worker_pool(2).run(talk):
         for rank, (tensors, numbers) in enumerate(parcels):
             assert tensors == [[2.5] * (rank + 1), []]
             assert math.isnan(numbers[0])
@@ -48,8 +48,8 @@ def disagree(by):
 
 
 @pytest.mark.parametrize("by", ["shape", "operation"])
-def test_who_is_at_something_else_is_named_on_all(crew, by):
-    messages = crew(2).run(disagree, by)
+def test_who_is_at_something_else_is_named_on_all(worker_pool, by):
+    messages = worker_pool(2).run(disagree, by)
     assert messages[0] == messages[1]
     assert "here.py:1" in messages[0]
 
@@ -61,5 +61,5 @@ def told():
     return second(), first(), workers.exchange("something else")
 
 
-def test_numbers_are_told_beside_what_is_exchanged(crew):
-    assert crew(2).run(told) == [([0, -1], [10, 11], [b"", b""])] * 2
+def test_numbers_are_told_beside_what_is_exchanged(worker_pool):
+    assert worker_pool(2).run(told) == [([0, -1], [10, 11], [b"", b""])] * 2

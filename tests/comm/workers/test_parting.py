@@ -103,16 +103,16 @@ def _check(seeds, told_by_both):
                 assert "train.py:1" in message, (seed, message)
 
 
-def test_who_parts_ways_is_named_on_all(crew):
+def test_who_parts_ways_is_named_on_all(worker_pool):
     seeds = list(range(50))
-    _check(seeds, crew(2).run(part, seeds))
+    _check(seeds, worker_pool(2).run(part, seeds))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [1000, 1100])
-def test_who_parts_ways_is_named_on_all_in_many_programs(crew, first):
+def test_who_parts_ways_is_named_on_all_in_many_programs(worker_pool, first):
     seeds = list(range(first, first + 100))
-    _check(seeds, crew(2).run(part, seeds))
+    _check(seeds, worker_pool(2).run(part, seeds))
 
 
 def test_the_programs_part_in_every_manner():
@@ -143,9 +143,9 @@ def close_twice():
     return said, summed.tolist(), other.tolist(), second.counts
 
 
-def test_strategies_live_one_after_the_other_and_at_once(crew):
+def test_strategies_live_one_after_the_other_and_at_once(worker_pool):
     expected = [[b"1", b"1"], [b"", b""], [b"", b""]], [2.0] * 3, [2.0] * 5, (2, 2)
-    assert crew(2).run(close_twice) == [expected] * 2
+    assert worker_pool(2).run(close_twice) == [expected] * 2
 
 
 def late():
@@ -165,5 +165,5 @@ def late():
     return "done"
 
 
-def test_who_does_not_come_within_the_timeout_is_lost(crew):
-    assert crew(2).run(late) == ["done", "done"]
+def test_who_does_not_come_within_the_timeout_is_lost(worker_pool):
+    assert worker_pool(2).run(late) == ["done", "done"]

@@ -11,8 +11,8 @@ def measured():
     return report, told
 
 
-def test_doctors_of_all_workers_measure_their_links(crew):
-    for report, told in crew(2).run(measured):
+def test_doctors_of_all_workers_measure_their_links(worker_pool):
+    for report, told in worker_pool(2).run(measured):
         assert told == ["waiting up to 30 s for the doctors of the other workers"]
         assert report.failure is report.missing is None
         assert 0 < report.seconds_per_exchange < report.seconds_per_sum < 30

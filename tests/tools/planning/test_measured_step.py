@@ -9,7 +9,7 @@ from torch import nn
 from mirror.tools.planning import measured_step
 from mirror.tools.planning.measured_step import measure, of_calls, of_strategy
 from mirror.tools.planning.plan_error import PlanError
-from tests.ones import ONES, mirrored_layer, sgd
+from tests.toy_models import ONES, mirrored_layer, sgd
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -23,7 +23,7 @@ def held(monkeypatch):
     return event
 
 
-def test_a_save_beside_has_what_was_there_when_it_was_called(tmp_path, held, begun):
+def test_a_save_beside_has_what_was_there_when_it_was_called(tmp_path, held, leaks):
     tensor = torch.zeros(3)
     checkpoint = mirror.Checkpoint(t=tensor, l=[1])
     checkpoint.save(tmp_path / "c", wait=False)
@@ -33,7 +33,7 @@ def test_a_save_beside_has_what_was_there_when_it_was_called(tmp_path, held, beg
     checkpoint.wait()
     assert checkpoint.restore(tmp_path / "c")["l"] == [1]
     assert tensor.tolist() == [0, 0, 0]
-    assert begun.threads() == []
+    assert leaks.threads() == []
 
 
 @pytest.mark.parametrize("then", ["save", "restore", "wait"])

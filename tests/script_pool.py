@@ -1,14 +1,14 @@
-"""Programs in processes of their own that need not import torch: forks of one that has.
+"""Runs programs in forks of one process that has torch imported.
 
 ::
 
-    def test_it(forks):
-        done = forks.run("import mirror, sys; sys.exit(3)")
+    def test_it(script_pool):
+        done = script_pool.run("import mirror, sys; sys.exit(3)")
         assert (done.returncode, done.stderr) == (3, "")
 
-A program is what ``python -W error -c`` would run: the main module, whose process ends as any
-does. To start Python, and to import torch, takes seconds of a processor; a fork takes a tenth.
-Where the imports themselves are looked at, or a signal is sent, start a Python.
+A program runs as with ``python -W error -c``: it is the main module of its process. Starting
+Python and importing torch takes seconds of processor time, a fork a tenth of a second. A test
+that checks imports, or sends a signal, starts Python itself.
 """
 
 import gc
@@ -23,7 +23,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 300  # that a program may take: many times what it takes where nothing else runs
+TIMEOUT_SECONDS = 300  # many times what a program takes on an idle machine
 FILE = """
 import os.path, runpy, sys, warnings
 warnings.resetwarnings()
@@ -35,30 +35,30 @@ runpy.run_path({path!r}, run_name="__main__")
 """
 
 
-class Forks:
-    """A process that waits for programs, and forks for each.
+class ScriptPool:
+    """A process that receives programs, and forks for each.
 
     Args:
-        imports: names of more modules that programs import.
+        imports: names of more modules to import before the first fork.
     """
 
     def __init__(self, *imports):
         self._imports = imports
         self._process = None
 
-    def run(self, program, *arguments, timeout=SECONDS):
+    def run(self, program, *arguments, timeout=TIMEOUT_SECONDS):
         """Returns a ``CompletedProcess`` of a program; its ``sys.argv[1:]`` are the arguments."""
         return self.run_all([program], *arguments, timeout=timeout)[0]
 
-    def run_file(self, path, *arguments, timeout=SECONDS):
-        """Runs a file as ``python path arguments`` would, where warnings are no errors."""
+    def run_file(self, path, *arguments, timeout=TIMEOUT_SECONDS):
+        """Runs a file as ``python path arguments`` would: warnings are no errors."""
         return self.run(FILE.format(path=str(path)), *arguments, timeout=timeout)
 
-    def run_all(self, programs, *arguments, timeout=SECONDS):
+    def run_all(self, programs, *arguments, timeout=TIMEOUT_SECONDS):
         """Runs programs at the same time; returns a ``CompletedProcess`` of each."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "tests.forks", *self._imports],
+                [sys.executable, "-W", "error", "-m", "tests.script_pool", *self._imports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -69,24 +69,24 @@ class Forks:
             task = [folder, list(programs), list(map(str, arguments)), timeout]
             print(json.dumps(task), file=self._process.stdin, flush=True)
             codes = json.loads(self._process.stdout.readline())
-            said = [
+            outputs = [
                 [Path(folder, f"{i}.{n}").read_text() for n in (1, 2)] for i in range(len(codes))
             ]
         done = []
-        for program, code, (out, err) in zip(programs, codes, said, strict=True):
+        for program, code, (out, err) in zip(programs, codes, outputs, strict=True):
             if code is None:
                 raise subprocess.TimeoutExpired(program, timeout, out, err)
             done.append(subprocess.CompletedProcess(program, code, out, err))
         return done
 
     def close(self):
-        """Ends the process."""
+        """Ends the forking process."""
         if self._process is not None:
             self._process.communicate()
 
 
 def _serve():
-    """Answers tasks with exit codes; in a fork it returns the program that is to be run there."""
+    """Answers tasks with exit codes; in a fork, returns the program to run there."""
     import torch
 
     import mirror  # noqa: F401
@@ -94,21 +94,21 @@ def _serve():
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports what most programs would
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    gc.freeze()  # so that nothing of it is copied, as a collection of garbage would
+    gc.freeze()  # so that a collection does not write to, and copy, shared pages
     for line in sys.stdin:
         folder, programs, arguments, timeout = json.loads(line)
         started = []
         for i, program in enumerate(programs):
             started.append(os.fork())
             if started[-1] == 0:
-                _become(Path(folder, str(i)), arguments)
+                _redirect(Path(folder, str(i)), arguments)
                 return program
         deadline = time.monotonic() + timeout
         print(json.dumps([_code_of(process, deadline) for process in started]), flush=True)
     sys.exit()
 
 
-def _become(outputs, arguments):
+def _redirect(outputs, arguments):
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for descriptor in (1, 2):
@@ -118,7 +118,7 @@ def _become(outputs, arguments):
 
 
 def _code_of(process, deadline):
-    """Returns the exit code of a fork, as subprocess tells it; None if it had to be killed."""
+    """Returns the exit code of a fork, as subprocess does; None if it had to be killed."""
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:

@@ -1,4 +1,4 @@
-"""What all processes of a run of the tests share: it is made once, by the first that needs it."""
+"""A folder that all processes of a test run share; the first process that needs it fills it."""
 
 import fcntl
 import os
@@ -7,10 +7,10 @@ import os
 def made_once(tmp_path_factory, name, make):
     """Returns the folder of that name, in which ``make(folder)`` has been called once.
 
-    The others wait meanwhile. Where it raises, the next one tries.
+    Other processes wait meanwhile. If the call raises, the next process calls it again.
     """
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # each has a folder in that of all
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the parent is the folder of all xdist workers
         folder = folder.parent
     folder = folder / f"shared {name}"
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A layer of ones and how it is trained: values that a reader can check in the head."""
+"""A layer of ones and its optimizer: values that a reader can check in the head."""
 
 import gc
 
@@ -24,6 +24,6 @@ def sgd(model, lr=0.1, **options):
 
 
 def collect():
-    # What only a finalizer lets go of is found by the next round.
+    # A finalizer may release objects that only the next collection finds.
     for _ in range(3):
         gc.collect()
