@@ -111,7 +111,7 @@ tpu:
 
 tpu-here: $(VENV)/tpu.stamp
 	$(PIP) pytest
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu tests/integrations/tpu/test_torchax_library.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/integrations/tpu
 
 clean:
 	rm -rf $(VENV) .venv-tpu .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
