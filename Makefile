@@ -116,7 +116,7 @@ tpu:
 
 tpu-here: $(VENV)/tpu.stamp
 	$(PIP) pytest
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu tests/integrations/tpu/test_torchax_library.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/integrations/tpu
 
 # Not part of make test: gigabytes of torch for that interpreter. Its safetensors is a pre-release,
 # and libraries that do not declare themselves would turn the GIL on: triton, which optimizers import.

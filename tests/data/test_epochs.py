@@ -72,18 +72,18 @@ def test_every_epoch_has_the_order_of_the_plain_loop(
         assert distributed_in_every_epoch() == expected
 
 
-def test_a_loader_distributed_again_keeps_its_worker_processes(make_strategy, begun):
+def test_a_loader_distributed_again_keeps_its_worker_processes(make_strategy, leaks):
     strategy = make_strategy(2)
     loader = make_loader(num_workers=1, persistent=True, own_generator=False)
     processes = []
     for _ in range(3):
         for _ in strategy.distribute_dataset(loader):
             pass
-        processes.append(begun.processes())
+        processes.append(leaks.processes())
     assert len(processes[0]) == 1
     assert processes[1:] == processes[:1] * 2
     del loader
-    assert begun.processes() == []
+    assert leaks.processes() == []
 
 
 def test_an_iterator_that_ends_after_a_state_was_loaded_changes_nothing(make_strategy):

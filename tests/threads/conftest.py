@@ -11,5 +11,5 @@ def strategy(request, make_strategy):
 
 
 @pytest.fixture(autouse=True)
-def in_all_tests_threads_switch_often(threads_switch_often):
+def switch_threads_often(threads_switch_often):
     """Finds races of a few instructions."""

@@ -12,9 +12,9 @@ from torch.optim.optimizer import (
 )
 
 import mirror
-from tests.ones import ONES, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same
 from tests.pairs import pairwise
+from tests.toy_models import ONES, mirrored_layer, ones_layer, sgd
 
 HISTORY = """
 from torch.optim.optimizer import (
@@ -41,9 +41,9 @@ for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
 
 
 @pytest.fixture
-def hooks_after(forks):
+def hooks_after(script_pool):
     def after(*history):
-        done = forks.run(HISTORY.format(history=history))
+        done = script_pool.run(HISTORY.format(history=history))
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
