@@ -30,6 +30,7 @@ from torch import Tensor
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import not_differentiable
+from mirror.replica.multi_worker.stand_in import zeros_to_differentiate
 from mirror.values import (
     PerReplica,
     describe_structure,
@@ -144,7 +145,7 @@ def _shared(
         workers = runner.replicas.workers
         workers.agreed = workers.num_runs, sum(parcel.numbers[0] for parcel in parcels)
         # Others may have parts that require a gradient where this one has none.
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = zeros_to_differentiate(runner.replicas)
         token, *views = _share(workers, anchor, *[tensors[i] for i in which])
         tie = GradLink(token)
     shared = list(tensors)
@@ -164,7 +165,7 @@ class Share(torch.autograd.Function):
         return anchor.clone(), *[part.view_as(part) for part in parts]
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, zero: Tensor, *grads: Tensor) -> tuple[Any, ...]:
         workers: LocalWorkerGroup = ctx.workers
         if workers.agreed[0] != workers.num_runs:
             parcels = workers.exchange_tensors(
@@ -173,7 +174,7 @@ class Share(torch.autograd.Function):
             workers.agreed = workers.num_runs, sum(parcel.numbers[0] for parcel in parcels)
         total, own = workers.agreed[1], workers.weight
         if own == 0:
-            return None, None, *map(torch.zeros_like, grads)
+            return None, zero, *map(torch.zeros_like, grads)
         return None, None, *[grad * (total / own) for grad in grads]
 
 

@@ -24,6 +24,7 @@ from mirror.replica.gradients.grad_hooks import refuse_hooks_of
 from mirror.replica.gradients.grad_tracker import BackwardPass, GradTracker
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.unmirrored import leaves_of, note_pass
+from mirror.replica.multi_worker.stand_in import start_without_examples
 from mirror.replica.params.mirrored_parameter import MirroredParameter
 from mirror.replica.params.replicated_params import param_of
 from mirror.replica.params.torch_function import all_leaves
@@ -52,7 +53,9 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
         if current.replica is not None and current.replica.tracing is not None:
             return run(*args, **kwargs)
-        args = _with_all_leaves(*args)
+        args, accumulates = _with_all_leaves(*args), kwargs.get("accumulate_grad", True)
+        if accumulates and not getattr(args[0][0], "requires_grad", True):
+            args = start_without_examples(*args)
         timeline, lane = lane_here()
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
@@ -60,15 +63,15 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         if lane != CROSS:
             args = _with_own_gradients(*args)
             replica = current.replica
-            if replica is not None and kwargs.get("accumulate_grad", True):
+            if replica is not None and accumulates:
                 note_pass(replica.run, lane, args)
             elif replica is not None:
                 refuse_hooks_of(args[4])
-        elif kwargs.get("accumulate_grad", True):
+        elif accumulates:
             _refuse_beside_runs(args)
         this, told = BackwardPass(), list[tuple[GradTracker, int | None]]()
         try:
-            if kwargs.get("accumulate_grad", True):
+            if accumulates:
                 _tell_watches(this, told)
             if replica is not None:  # the engine works without the interpreter
                 replica.run.lockstep.let_next_begin(lane)

@@ -40,6 +40,7 @@ from mirror.replica.multi_worker.bucket_order import BucketOrder, agree
 from mirror.replica.multi_worker.contributions import refuse_graphs
 from mirror.replica.multi_worker.in_flight import InFlight
 from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
+from mirror.replica.multi_worker.stand_in import trained_params
 from mirror.replica.multi_worker.worker_bucket import WorkerBucket
 from mirror.replica.multi_worker.worker_non_finite import NonFinite
 from mirror.replica.multi_worker.worker_reduction import WorkerReduction
@@ -68,6 +69,7 @@ class MultiWorkerGradients(GradReducer):
     ) -> None:
         super().__init__(replicas, runner, reducer, finite)
         self._workers, self._registry = replicas.workers, registry
+        trained_params.put(replicas, self)
         self.deferred = self._kept_back = Deferred()
         self._flights = InFlight(self._workers)
         self._known = self._outside = PassWeights(
@@ -267,6 +269,15 @@ class MultiWorkerGradients(GradReducer):
     def _trained(self) -> list[ReplicatedParam]:
         variables = map(param_of, self._registry.parameters())
         return [v for v in variables if v is not None and v.targets[0].requires_grad]
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of this worker."""
+        return self._replicas
+
+    def smallest_trained(self) -> ReplicatedParam | None:
+        """Returns the parameter with the fewest elements, ``None`` if none is trained."""
+        return min(self._trained(), key=lambda v: v.targets[0].numel(), default=None)
 
     def _agree(self, weight: float) -> BucketOrder:
         """Agrees with the other workers on another sequence."""
