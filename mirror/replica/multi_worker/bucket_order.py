@@ -18,7 +18,9 @@ zeros, until it has been so for some reductions: a GAN freezes a network for hal
 is gone keeps it, too: when it goes is a matter of the garbage collection, on each worker.
 
 Variables whose gradients are sparse are in no bucket: see ``sum_sparse``. They stay so in every
-later order: a dense gradient cannot be added to a sparse state of an optimizer.
+later order: a dense gradient cannot be added to a sparse state of an optimizer. A sparse gradient
+of a variable in a bucket (an embedding that the first passes did not reach) is set aside, the tail
+says so, and all agree on an order without it.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ class InFlight:
         unfit: bool = False,
         left: bool = False,
         mixed: bool = False,
+        sparse: bool = False,
         phase: int = 0,
     ) -> Sequence[Tensor]:
         """Sends this worker's summand of the next bucket on its way; returns it, packed.
@@ -82,7 +83,7 @@ class InFlight:
         Args:
             columns: of each replica, where the workers sum replicas; else their sums alone.
             scales: what the gradients of each are to be multiplied by.
-            weight, more, unfit, left, mixed: for its tail.
+            weight, more, unfit, left, mixed, sparse: for its tail.
             phase: what the marks of all workers must have in common besides.
         """
         number, of, what = self._next(phase)
@@ -91,7 +92,8 @@ class InFlight:
             own_weight = torch.tensor([weight], device="cpu")
             waits.append(self._workers.all_reduce(what, own_weight))
             weight = 0.0
-        tail = write_trailer(flags, number, weight, more=more, unfit=unfit, left=left, mixed=mixed)
+        said = {"more": more, "unfit": unfit, "left": left, "mixed": mixed, "sparse": sparse}
+        tail = write_trailer(flags, number, weight, **said)
         tails = [tail, *([[0.0] * len(tail)] * (len(columns) - 1))]  # a worker has one
         buffers = [*map(bucket.packed, columns, scales, tails, range(len(columns)))]
         if self._workers.sums_replicas:

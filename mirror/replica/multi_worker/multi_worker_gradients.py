@@ -238,9 +238,10 @@ class MultiWorkerGradients(GradReducer):
         set_grad_enabled(False)
         try:
             self._learn()
+            has_sparse = False
             if self._sequence is not None:  # also before another is agreed on: some may be at it
-                self._reduction.make(self._sequence, shares)
-            if not self._fits():
+                has_sparse = self._reduction.make(self._sequence, shares)
+            if has_sparse or not self._fits():
                 self._reduction.make(self._agree(shares.total or 0.0), shares)
         finally:
             set_grad_enabled(is_enabled)
@@ -285,7 +286,8 @@ class MultiWorkerGradients(GradReducer):
         arrived = self._arrivals.variables
         changes = self.watch.changes
         gc.collect()  # what is gone on some workers only
-        known = () if self._sequence is None else self._sequence.sparse
+        known = [] if self._sequence is None else list(self._sequence.sparse)
+        known += [v for v in self._kept_back if self._kept_back.is_sparse(v)]
         variables, sparse = agree(self._workers, self._trained(), arrived, weight, known)
         for hook in self._launching_hooks:
             hook.remove()

@@ -22,7 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from mirror.replica.gradients.ready_grads import DeferredGrads
+from mirror.replica.params.replicated_param import ReplicatedParam
 
 
 class PassWeights(dict[int, float]):
@@ -51,6 +54,15 @@ class Deferred(DeferredGrads):
     """
 
     has_passes = False
+
+    def is_sparse(self, variable: ReplicatedParam) -> bool:
+        """Whether a summand of a variable is sparse."""
+        kept = self.get(variable) or ()
+        return any(summand is not None and summand.is_sparse for summand in kept)
+
+    def pop_dense(self, variable: ReplicatedParam) -> list[Tensor | None] | None:
+        """Removes and returns a variable's summands; ``None``: none, or some are sparse."""
+        return None if self.is_sparse(variable) else self.pop(variable, None)
 
     def __bool__(self) -> bool:
         return self.has_passes

@@ -9,6 +9,7 @@ more      how many workers have gradients left, of a second pass: all reduce onc
 unfit     how many have found a gradient that is not finite
 left      how many have failed, and will not be there for the rest
 mixed     how many have made several calls of unlike weights since the last reduction
+sparse    how many have set sparse gradients aside: all agree on another order, which they are in
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 COUNTS, IS_THERE = 1.0, 2.0**-10
 _MARKS = 16
 _MARKED = [[float(i == mark) for i in range(_MARKS)] for mark in range(_MARKS)]
-_NUM_AFTER_MARKS = 5
+_NUM_AFTER_MARKS = 6
 NUM_OTHERS = _MARKS + _NUM_AFTER_MARKS
 _MOST_KEPT = 4 * _MARKS  # of batches of other sizes
 
@@ -37,6 +38,7 @@ class Trailer(NamedTuple):
     unfit: float
     left: float
     mixed: float
+    sparse: float
 
     def is_marked(self, number: int, size: int) -> bool:
         """Whether all workers have given it this mark."""
@@ -91,13 +93,14 @@ def write_trailer(
     unfit: bool = False,
     left: bool = False,
     mixed: bool = False,
+    sparse: bool = False,
 ) -> list[float]:
     """Returns a worker's tail as numbers.
 
     Args:
         number: of the reduction and the bucket: marked modulo 16.
     """
-    return [*flags, *_MARKED[number % _MARKS], weight, more, unfit, left, mixed]
+    return [*flags, *_MARKED[number % _MARKS], weight, more, unfit, left, mixed, sparse]
 
 
 def read_trailer(numbers: Sequence[float]) -> Trailer:

@@ -18,6 +18,7 @@ from mirror.replica.gradients.ready_grads import (
     accumulate,
     local_grad,
     reduce_non_dense,
+    set_local_grad,
     take,
 )
 from mirror.replica.multi_worker.bucket_order import BucketOrder
@@ -58,14 +59,20 @@ class WorkerReduction:
         self._several_calls = SeveralCalls(self._workers, runner)
         self._summands = Contributions(replicas, reducer, kept_back, watch.streams)
         self._estimated: tuple[PassWeights | None, float, dict[int, float]] = None, 0.0, {}
+        self._has_sparse = False
         self.dropped: set[tuple[ReplicatedParam, int]] = set()
 
-    def make(self, sequence: BucketOrder, weights: PassWeights) -> None:
-        """Reduces a sequence until no worker has gradients left, of a second pass."""
-        more = True
+    def make(self, sequence: BucketOrder, weights: PassWeights) -> bool:
+        """Reduces a sequence until no worker has gradients left, of a second pass.
+
+        Returns:
+            Whether a worker has set sparse gradients aside, which wait for another sequence.
+        """
+        self._has_sparse, more = False, True
         while more:
             more = self._once(sequence, weights)
         self._several_calls.forget()
+        return self._has_sparse
 
     def _once(self, sequence: BucketOrder, weights: PassWeights) -> bool:
         is_exact = self._kept_back.has_passes
@@ -104,6 +111,7 @@ class WorkerReduction:
         tails = [tail for _, tail in landed if tail is not None]
         if any(tail.unfit for tail in tails):
             self._unfit.exchange()
+        self._has_sparse = self._has_sparse or any(tail.sparse for tail in tails)
         if any(tail.mixed for tail in tails):
             self._several_calls.compare()
         first, least = landed[0][1], IS_THERE * self._workers.size
@@ -154,6 +162,10 @@ class WorkerReduction:
                     phase=phase,
                 )
                 return
+        has_sparse = _set_sparse_aside(bucket, columns)
+        if self._kept_back:
+            kept = [self._kept_back.is_sparse(v) for v in bucket.variables if v is not None]
+            has_sparse = has_sparse or any(kept)
         summand = self._summands.contribution_of(bucket, columns, shares)
         buffers = self._flights.launch(
             bucket,
@@ -162,6 +174,7 @@ class WorkerReduction:
             more=more,
             unfit=is_unfit,
             mixed=is_mixed,
+            sparse=has_sparse,
             phase=phase,
         )
         if self._watch.streams is not None and self._workers.sums_replicas:
@@ -238,6 +251,17 @@ class WorkerReduction:
         mine = struct.pack("<d", weights.total)
         said = self._workers.exchange("the weights of a pass", None, lambda: mine)
         return weights.shares(sum(struct.unpack("<d", one)[0] for one in said))
+
+
+def _set_sparse_aside(bucket: WorkerBucket, columns: Sequence[ReplicaGrads]) -> bool:
+    """Puts sparse gradients back, which a bucket has no place for; whether there are any."""
+    found = False
+    for copies, column in zip(bucket.copies, columns, strict=True):
+        for i, grad in enumerate(column):
+            if grad is not None and grad.is_sparse:
+                set_local_grad(copies[i], grad)
+                column[i], found = None, True
+    return found
 
 
 def _are_left(buckets: Sequence[WorkerBucket]) -> bool:
