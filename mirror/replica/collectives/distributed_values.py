@@ -26,6 +26,7 @@ from torch import Tensor
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import not_differentiable
+from mirror.replica.multi_worker.stand_in import zeros_to_differentiate
 from mirror.values import (
     PerReplica,
     describe_structure,
@@ -140,7 +141,7 @@ def _scale_own_parts(
         workers = runner.replicas.workers
         workers.agreed = workers.num_runs, sum(message.numbers[0] for message in messages)
         # The anchor requires a gradient even if no part of this worker does.
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = zeros_to_differentiate(runner.replicas)
         token, *views = _scale_grads(workers, anchor, *[tensors[i] for i in which])
         link = GradLink(token)
     scaled = list(tensors)
@@ -160,7 +161,7 @@ class ScaledGrads(torch.autograd.Function):
         return anchor.clone(), *[part.view_as(part) for part in parts]
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, zero: Tensor, *grads: Tensor) -> tuple[Any, ...]:
         workers: LocalWorkerGroup = ctx.workers
         if workers.agreed[0] != workers.num_runs:
             messages = workers.exchange_tensors(
@@ -169,7 +170,7 @@ class ScaledGrads(torch.autograd.Function):
             workers.agreed = workers.num_runs, sum(message.numbers[0] for message in messages)
         total, own = workers.agreed[1], workers.weight
         if own == 0:
-            return None, None, *map(torch.zeros_like, grads)
+            return None, zero, *map(torch.zeros_like, grads)
         return None, None, *[grad * (total / own) for grad in grads]
 
 

@@ -101,6 +101,8 @@ class LocalLosses:
             return
         terms_by_replica = [of_pass[r] for r in run.active]
         counts = [run.counts[r] for r in run.active]
+        if not all(counts):  # a worker without examples: its losses count nothing
+            return
         is_weighed = run.replicas.weighted and not run.is_given
         shares = run.shares() if is_weighed and not run.replicas.workers.is_multi_process else None
         what = why_inexact(

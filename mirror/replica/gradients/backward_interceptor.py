@@ -24,6 +24,7 @@ from mirror.execution.runner import runner_of
 from mirror.replica.gradients.grad_tracker import BackwardPass, GradTracker
 from mirror.replica.gradients.parallel_backward import backward_at_once
 from mirror.replica.gradients.unmirrored import check_pass, leaves_of
+from mirror.replica.multi_worker.stand_in import start_without_examples
 from mirror.replica.params.mirrored_parameter import MirroredParameter
 from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.params.replicated_params import param_of
@@ -57,7 +58,9 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped_backward(*args: Any, **kwargs: Any) -> Any:
         if current.replica is not None and current.replica.tracing is not None:
             return run(*args, **kwargs)
-        args = _with_all_leaves(*args)
+        args, accumulates = _with_all_leaves(*args), kwargs.get("accumulate_grad", True)
+        if accumulates and not getattr(args[0][0], "requires_grad", True):
+            args = start_without_examples(*args)
         timeline, lane = lane_here()
         if timeline is not None:
             timeline.begin(lane, BACKWARD)
@@ -65,15 +68,15 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         if lane != CROSS:
             args = _with_own_gradients(*args)
             replica = current.replica
-            if replica is not None and kwargs.get("accumulate_grad", True):
+            if replica is not None and accumulates:
                 check_pass(replica.run, lane, args)
             elif replica is not None:
                 _refuse_hooks(args[4])
-        elif kwargs.get("accumulate_grad", True):
+        elif accumulates:
             _refuse_during_runs(args)
         this, begun = BackwardPass(), list[tuple[GradTracker, int | None]]()
         try:
-            if kwargs.get("accumulate_grad", True):
+            if accumulates:
                 _begin_in_trackers(this, begun)
             if replica is not None:  # the engine runs without the GIL
                 replica.run.lockstep.let_next_begin(lane)

@@ -19,7 +19,9 @@ some reductions: a GAN freezes a network for half a step. A freed variable keeps
 because the time of the garbage collection differs between workers.
 
 Variables with sparse gradients are in no bucket, see ``sum_sparse``. They stay sparse in all later
-orders, since a dense gradient cannot be added to an optimizer's sparse state.
+orders, since a dense gradient cannot be added to an optimizer's sparse state. If a sparse
+gradient comes for a variable in a bucket (an embedding that the first passes did not reach), it is
+set aside, the trailer says so, and the workers agree on an order without that variable.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Contributions:
             weigh(list(columns), shares)
             shares = dict.fromkeys(range(len(columns)), 1.0)
             for i, variable in enumerate(bucket.variables):
-                kept = None if variable is None else self._deferred.pop(variable, None)
+                kept = None if variable is None else self._deferred.pop_dense(variable)
                 for column, summand in zip(columns, kept or (), strict=False):
                     column[i] = plus(column[i], summand)
                     flags[i] = COUNTS
@@ -132,8 +132,6 @@ class Contributions:
             for i, grad in enumerate(column):
                 if grad is None or not shares.get(r, 0.0):  # replaced, since 0 * NaN is NaN
                     column[i] = bucket.zeros(i, device)
-                elif grad.is_sparse:
-                    column[i] = grad.to_dense()
         return flags, shares
 
     def sparse_contribution(

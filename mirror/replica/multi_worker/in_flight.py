@@ -75,6 +75,7 @@ class InFlight:
         non_finite: bool = False,
         failed: bool = False,
         mixed: bool = False,
+        sparse: bool = False,
         phase: int = 0,
     ) -> Sequence[Tensor]:
         """Launches the sum of the next bucket; returns this worker's packed contribution.
@@ -82,7 +83,7 @@ class InFlight:
         Args:
             columns: per replica, if the workers sum replicas; otherwise only their sums.
             scales: the factor of each column.
-            weight, more, non_finite, failed, mixed: for the trailer.
+            weight, more, non_finite, failed, mixed, sparse: for the trailer.
             phase: a number that must be the same on all workers; part of the mark.
         """
         number, reduction, what = self._next(phase)
@@ -91,9 +92,8 @@ class InFlight:
             own_weight = torch.tensor([weight], device="cpu")
             waits.append(self._workers.all_reduce(what, own_weight))
             weight = 0.0
-        trailer = write_trailer(
-            flags, number, weight, more=more, non_finite=non_finite, failed=failed, mixed=mixed
-        )
+        states = {"more": more, "non_finite": non_finite, "failed": failed}
+        trailer = write_trailer(flags, number, weight, **states, mixed=mixed, sparse=sparse)
         # A worker has one trailer, in the first replica's buffer.
         trailers = [trailer, *([[0.0] * len(trailer)] * (len(columns) - 1))]
         buffers = [*map(bucket.packed, columns, scales, trailers, range(len(columns)))]

@@ -38,6 +38,7 @@ from mirror.replica.multi_worker.bucket_order import BucketOrder, agree
 from mirror.replica.multi_worker.contributions import refuse_graphs
 from mirror.replica.multi_worker.in_flight import InFlight
 from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
+from mirror.replica.multi_worker.stand_in import trained_params
 from mirror.replica.multi_worker.worker_bucket import WorkerBucket
 from mirror.replica.multi_worker.worker_non_finite import NonFinite
 from mirror.replica.multi_worker.worker_reduction import WorkerReduction
@@ -66,6 +67,7 @@ class MultiWorkerGradients(GradReducer):
     ) -> None:
         super().__init__(replicas, runner, reducer, finite)
         self._workers, self._registry = replicas.workers, registry
+        trained_params.put(replicas, self)
         self.deferred = self._deferred = Deferred()
         self._in_flight = InFlight(self._workers)
         # Cached weights of the last run, and of passes outside run.
@@ -239,10 +241,11 @@ class MultiWorkerGradients(GradReducer):
         set_grad_enabled(False)
         try:
             self._learn()
+            has_sparse = False
             # With the old order first, even if a new one is needed: workers may have launched.
             if self._order is not None:
-                self._reduction.make(self._order, shares)
-            if not self._fits():
+                has_sparse = self._reduction.make(self._order, shares)
+            if has_sparse or not self._fits():
                 self._reduction.make(self._agree(shares.total or 0.0), shares)
         finally:
             set_grad_enabled(is_enabled)
@@ -272,13 +275,23 @@ class MultiWorkerGradients(GradReducer):
         variables = map(param_of, self._registry.parameters())
         return [v for v in variables if v is not None and v.targets[0].requires_grad]
 
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of this worker."""
+        return self._replicas
+
+    def smallest_trained(self) -> ReplicatedParam | None:
+        """Returns the parameter with the fewest elements, ``None`` if none is trained."""
+        return min(self._trained(), key=lambda v: v.targets[0].numel(), default=None)
+
     def _agree(self, weight: float) -> BucketOrder:
         """Agrees with the other workers on a new order."""
         assert self._arrivals is not None
         arrived = self._arrivals.variables
         changes = self.tracker.changes
         gc.collect()  # frees on all workers what some have freed
-        known = () if self._order is None else self._order.sparse
+        known = [] if self._order is None else list(self._order.sparse)
+        known += [v for v in self._deferred if self._deferred.is_sparse(v)]
         variables, sparse = agree(self._workers, self._trained(), arrived, weight, known)
         for hook in self._launching_hooks:
             hook.remove()

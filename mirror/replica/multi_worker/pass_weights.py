@@ -23,9 +23,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.execution.runner import Runner
 from mirror.replica.gradients.ready_grads import DeferredGrads
+from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.threads.user_frames import warn_user
 
 
@@ -55,6 +58,15 @@ class Deferred(DeferredGrads):
     """
 
     has_passes = False
+
+    def is_sparse(self, variable: ReplicatedParam) -> bool:
+        """Whether a summand of a variable is sparse."""
+        kept = self.get(variable) or ()
+        return any(summand is not None and summand.is_sparse for summand in kept)
+
+    def pop_dense(self, variable: ReplicatedParam) -> list[Tensor | None] | None:
+        """Removes and returns a variable's summands; ``None``: none, or some are sparse."""
+        return None if self.is_sparse(variable) else self.pop(variable, None)
 
     def __bool__(self) -> bool:
         return self.has_passes

@@ -11,6 +11,8 @@ more         1 from a worker that has gradients of a second pass: all workers re
 non_finite   1 from a worker that has found a gradient that is not finite
 failed       1 from a worker that has failed, and will not take part in the rest
 mixed        1 from a worker whose calls since the last reduction had different weights
+sparse       1 from a worker that has set sparse gradients aside: all agree on an order without
+             their variables
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 COUNTS, IS_THERE = 1.0, 2.0**-10
 _MARKS = 16
 _MARKED = [[float(i == mark) for i in range(_MARKS)] for mark in range(_MARKS)]
-_NUM_AFTER_MARKS = 5
+_NUM_AFTER_MARKS = 6
 NUM_OTHERS = _MARKS + _NUM_AFTER_MARKS
 _MAX_CACHED = 4 * _MARKS  # more than one per mark, as batches may have several sizes
 
@@ -39,6 +41,7 @@ class Trailer(NamedTuple):
     non_finite: float
     failed: float
     mixed: float
+    sparse: float
 
     def is_marked(self, number: int, size: int) -> bool:
         """Whether all workers have written the mark of this number."""
@@ -98,13 +101,14 @@ def write_trailer(
     non_finite: bool = False,
     failed: bool = False,
     mixed: bool = False,
+    sparse: bool = False,
 ) -> list[float]:
     """Returns a worker's trailer as numbers.
 
     Args:
         number: the number of the reduction and the bucket, which is marked modulo 16.
     """
-    return [*flags, *_MARKED[number % _MARKS], weight, more, non_finite, failed, mixed]
+    return [*flags, *_MARKED[number % _MARKS], weight, more, non_finite, failed, mixed, sparse]
 
 
 def read_trailer(numbers: Sequence[float]) -> Trailer:

@@ -18,6 +18,7 @@ from mirror.replica.gradients.ready_grads import (
     local_grad,
     reduce_non_dense,
     run_hooks,
+    set_local_grad,
     take,
 )
 from mirror.replica.multi_worker.bucket_order import BucketOrder
@@ -62,17 +63,22 @@ class WorkerReduction:
         self._several_calls = SeveralCalls(self._workers, runner)
         self._contributions = Contributions(replicas, reducer, deferred, tracker.streams)
         self._estimated: tuple[PassWeights | None, float, dict[int, float]] = None, 0.0, {}
+        self._has_sparse = False
         self.dropped: set[tuple[ReplicatedParam, int]] = set()
 
-    def make(self, order: BucketOrder, weights: PassWeights) -> None:
+    def make(self, order: BucketOrder, weights: PassWeights) -> bool:
         """Reduces all buckets, again and again until no worker has gradients left.
 
         Gradients are left if a second pass has filled slots whose bucket was launched.
+
+        Returns:
+            Whether a worker has set sparse gradients aside, which need another order.
         """
-        more = True
+        self._has_sparse, more = False, True
         while more:
             more = self._once(order, weights)
         self._several_calls.forget()
+        return self._has_sparse
 
     def _once(self, order: BucketOrder, weights: PassWeights) -> bool:
         is_exact = self._deferred.has_passes
@@ -118,6 +124,7 @@ class WorkerReduction:
         trailers = [trailer for _, trailer in completed if trailer is not None]
         if any(trailer.non_finite for trailer in trailers):
             self._non_finite.exchange()
+        self._has_sparse = self._has_sparse or any(trailer.sparse for trailer in trailers)
         if any(trailer.mixed for trailer in trailers):
             self._several_calls.compare()
         first, least = completed[0][1], IS_THERE * self._workers.size
@@ -171,6 +178,10 @@ class WorkerReduction:
                     phase=phase,
                 )
                 return
+        has_sparse = _set_sparse_aside(bucket, columns)
+        if self._deferred:
+            kept = [self._deferred.is_sparse(v) for v in bucket.variables if v is not None]
+            has_sparse = has_sparse or any(kept)
         summand = self._contributions.contribution_of(bucket, columns, shares)
         buffers = self._in_flight.launch(
             bucket,
@@ -179,6 +190,7 @@ class WorkerReduction:
             more=more,
             non_finite=is_non_finite,
             mixed=is_mixed,
+            sparse=has_sparse,
             phase=phase,
         )
         if self._tracker.streams is not None and self._workers.sums_replicas:
@@ -256,6 +268,17 @@ class WorkerReduction:
         mine = struct.pack("<d", weights.total)
         messages = self._workers.exchange("the weights of a pass", None, lambda: mine)
         return weights.shares(sum(struct.unpack("<d", message)[0] for message in messages))
+
+
+def _set_sparse_aside(bucket: WorkerBucket, columns: Sequence[ReplicaGrads]) -> bool:
+    """Puts sparse gradients back, which a bucket has no place for; whether there are any."""
+    found = False
+    for copies, column in zip(bucket.copies, columns, strict=True):
+        for i, grad in enumerate(column):
+            if grad is not None and grad.is_sparse:
+                set_local_grad(copies[i], grad)
+                column[i], found = None, True
+    return found
 
 
 def _are_left(buckets: Sequence[WorkerBucket]) -> bool:

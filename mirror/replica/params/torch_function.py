@@ -172,15 +172,20 @@ def _autograd_grad(
             "call it without create_graph, differentiate with respect to the model's inputs, or "
             "use one process with all devices (MirroredStrategy)"
         )
-    flat = torch.autograd.grad(
-        resolve(outputs),
-        [copy for copies in spread for copy in copies],
-        grad_outputs,
-        retain_graph,
-        create_graph,
-        allow_unused=True,
-        **options,
-    )
+    flat: Sequence[Tensor | None] = [None for copies in spread for _ in copies]
+    outputs = resolve(outputs)
+    starts = (outputs,) if isinstance(outputs, Tensor) else outputs
+    has_graph = any(getattr(start, "requires_grad", True) for start in starts)
+    if has_graph or not _is_without_examples(inputs):
+        flat = torch.autograd.grad(
+            outputs,
+            [copy for copies in spread for copy in copies],
+            grad_outputs,
+            retain_graph,
+            create_graph,
+            allow_unused=True,
+            **options,
+        )
     remaining = iter(flat)
     totals: list[Tensor | None] = []
     for copies in spread:
@@ -208,6 +213,11 @@ def _is_of_workers(captured: Any) -> bool:
         return False
     variable = captured._mirrored
     return variable.forward_param() is None and variable.replicas.workers.is_multi_process
+
+
+def _is_without_examples(inputs: Sequence[Any]) -> bool:
+    """Whether this is a worker without examples, whose loss may depend on no parameter."""
+    return any(_is_of_workers(i) and not i._mirrored.replicas.workers.weight for i in inputs)
 
 
 def _reduce_over_workers(inputs: Sequence[Any], totals: list[Tensor | None]) -> None:
