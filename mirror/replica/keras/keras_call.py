@@ -33,7 +33,7 @@ from mirror.replica.keras.keras_metrics import watch_metrics
 from mirror.replica.keras.keras_optimizers import watch_optimizers
 from mirror.replica.keras.layer_writes import LayerWrites, assign_joined
 from mirror.replica.modules.recording import recording
-from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.replica.modules.split_call import CallInterceptor
 from mirror.threads.merge_point import MergePoint
 from mirror.values import leaves_of, map_structure
 

@@ -142,7 +142,10 @@ class SplitPlan:
         if self._copies is not None:
             is_ready = id(tensor) in self._pinned
             _, tensor = self._pinned.get(id(tensor), (tensor, tensor))
-        part = self.rows(tensor, replica_id) if self.is_batched(tensor) else tensor
+        shape = tensor.shape
+        part = tensor
+        if len(shape) > 0 and shape[0] == self.num_examples:
+            part = tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
         if self._copies is None or part.device == device:
             return part.to(device)
         if is_ready or (_travels(part) and not part.is_pinned()):
@@ -185,9 +188,11 @@ class ReplicaArgs:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the replica's arguments; ``names`` are those of the positional parameters."""
-        own = [self.of(value) for value in args]
+        own = list(map(self.of, args))
         if _COUNT in names and names.index(_COUNT) < len(own):
             own[names.index(_COUNT)] = self._share(args[names.index(_COUNT)])
+        if not kwargs:
+            return tuple(own), kwargs
         return tuple(own), {key: self._of_entry(key, value) for key, value in kwargs.items()}
 
     def of(self, value: Any) -> Any:
