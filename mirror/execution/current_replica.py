@@ -39,17 +39,19 @@ class _Current(threading.local):
         strategy: the current strategy, ``None`` if there is none.
         below: the rest of the stack.
         in_whole_call: whether a mirrored module, and all that it calls, runs unsplit.
+        stepping: the optimizers whose steps are in progress in this thread, outermost first.
     """
 
     replica: Replica | None
     strategy: Any
     below: Context | None
     in_whole_call: bool
+    stepping: tuple[Any, ...]
 
     def __init__(self) -> None:
         # Not as class attributes: before torch 2.11, torch.compile takes these for the values.
         self.replica = self.strategy = self.below = None
-        self.in_whole_call = False
+        self.in_whole_call, self.stepping = False, ()
 
 
 current = _Current()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
@@ -134,9 +133,6 @@ class WeakReplicaMap(Generic[T]):
 
 class SwappedOptimizer(Protocol):
     """An optimizer that the step of one replica uses exclusively, with its parameters swapped."""
-
-    def is_within_step(self, frame: FrameType) -> bool:
-        """Whether ``frame`` was called by the step in progress."""
 
     def swap_out(self) -> None:
         """Swaps the replica's parameters out; idempotent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -154,12 +153,12 @@ class Run:
         replica = self.members[replica_id]
         if current.replica is not replica:
             check_current(replica)
-        if replica.lent and any(one.is_within_step(sys._getframe()) for one in replica.lent):
-            raise StrategyError(
-                f"{point} was called inside optimizer.step, where every replica steps alone; call "
-                "it before the step"
-            )
         if replica.lent:
+            if current.stepping:
+                raise StrategyError(
+                    f"{point} was called inside optimizer.step, where every replica steps alone; "
+                    "call it before the step"
+                )
             replica.give_back()
         if self._on_streams is not None:
             self._on_streams.record(replica_id)

@@ -56,6 +56,7 @@ class Runner:
         unfinished: whether the replicas may differ, because an operation on them is in progress.
             If none is, an interrupt has left the flag: [Note: Interrupts].
         locksteps: the replicas' threads, by depth of nested runs.
+        is_usable: whether ``check_usable`` raises nothing.
         stopwatches: one per replica once ``measure`` has been called.
         on_outermost_end: on one of several workers, called when an outermost run has succeeded.
         copies: streams for arguments from the host to GPUs; ``None`` on simulated devices.
@@ -84,6 +85,7 @@ class Runner:
             self._parallel = ParallelRuns(are_simulated=replicas.are_simulated)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
         self.is_closed = self._is_forked = False
+        self.is_usable = True
         _runners.put(replicas, self)
         reinit_after_fork(self)
 
@@ -183,7 +185,7 @@ class Runner:
     def _run(
         self, fn: Callable[[int], Any], active: tuple[int, ...], weights: Sequence[float] | None
     ) -> Run:
-        if self.is_closed or self._is_forked:
+        if not self.is_usable:
             self.check_usable()
         if current.replica is not None:
             self._refuse_within_run()
@@ -362,7 +364,7 @@ class Runner:
 
     def after_fork(self) -> None:
         """Drops the threads in a forked process: they exist only in the parent."""
-        self._is_forked = True
+        self._is_forked, self.is_usable = True, self.replicas.are_simulated and self.is_usable
         if self.running is not None or self.parallel_pass is not None:
             self.unfinished = True
         self.running, self.parallel_pass, self._claim = None, None, ExclusiveRun()
@@ -372,7 +374,7 @@ class Runner:
         """Ends the replicas' threads; idempotent."""
         if self.running is not None or self.parallel_pass is not None:
             raise StrategyError("close() was called inside run; close the strategy after it")
-        self.is_closed = True
+        self.is_closed, self.is_usable = True, False
         self.locksteps.close()
 
 

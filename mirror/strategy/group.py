@@ -32,7 +32,7 @@ from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
 from mirror.replica.multi_worker.worker_checks import WorkerChecks
 from mirror.replica.optimizers.optimizer_registry import CentralOptimizers, OptimizerRegistry
-from mirror.replica.optimizers.step_hooks import watch_optimizer_steps
+from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
 from mirror.replica.params.assignments import assigned_part
 from mirror.replica.params.buffers import Buffers
 from mirror.replica.params.central_param import CentralParams

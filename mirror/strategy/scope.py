@@ -9,7 +9,7 @@ from types import TracebackType
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import Context, current, push_context, save_context
 from mirror.replica.keras.keras_call import wrap_keras
-from mirror.replica.modules.call_interceptor import ModuleRecorder
+from mirror.replica.modules.call_interceptor import MirroredModules
 from mirror.replica.modules.recording import begin_recording, end_recording, recording
 from mirror.strategy.group import Group
 
@@ -19,7 +19,7 @@ class Scope(ContextDecorator):
 
     def __init__(self, group: Group) -> None:
         self._strategy, self._group = group.replicas.strategy, group
-        self._before: list[tuple[Context, tuple[ModuleRecorder, ...]]] = []
+        self._before: list[tuple[Context, tuple[MirroredModules, ...]]] = []
         self._is_used = False
 
     def __enter__(self) -> None:

@@ -32,7 +32,7 @@ from mirror.replica.keras.keras_metrics import wrap_metrics
 from mirror.replica.keras.keras_optimizers import wrap_optimizers
 from mirror.replica.keras.layer_writes import LayerWrites, assign_merged
 from mirror.replica.modules.recording import recording
-from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.replica.modules.split_call import CallInterceptor
 from mirror.threads.merge_point import MergePoint
 from mirror.values import leaves_of, map_structure
 

@@ -1,4 +1,4 @@
-"""Routing: whose modules are, and that calls of them stay split when they are compiled."""
+"""Interceptors: to which strategy a module belongs, and how its compiled calls stay split."""
 
 from __future__ import annotations
 
@@ -11,41 +11,62 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from mirror.base.dynamo import is_compiled
 from mirror.base.torch_private import SPLIT_CALL, wrap_once
-from mirror.execution.replicas import Replicas
+from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.runner import Runner
+from mirror.replica.modules.per_replica_values import ModuleAttributes
+from mirror.replica.params.pending_modules import PendingModules
 
 
-class ModuleRecorder(Protocol):
-    """Who keeps modules mirrored."""
+class MirroredModules(Protocol):
+    """The modules of one strategy, as a module's calls, dicts and attributes see them.
 
-    @property
-    def replicas(self) -> Replicas:
-        """Whose the modules are."""
+    ``ModuleRegistry`` implements it; it is declared here because it creates those.
+
+    Attributes:
+        replicas: the replicas of the strategy.
+        runner: runs the parts of a split call.
+        attributes: the attributes that replicas set.
+        pending: the modules that are mirrored at the next use.
+        overridden: the ``ReplicaDict`` objects in which a parameter was replaced inside ``run``.
+    """
+
+    replicas: Replicas
+    runner: Runner
+    attributes: ModuleAttributes
+    pending: PendingModules
+    overridden: list[Any]
 
     def record(self, module: nn.Module) -> None:
-        """Notes a module to be mirrored at the next use."""
+        """Records a module to be mirrored at the next use."""
+
+    def mirror_recorded(self) -> None:
+        """Mirrors the recorded modules."""
 
     def route(self, module: nn.Module) -> None:
-        """Has calls of a module split."""
+        """Makes calls of a module split calls."""
+
+    def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
+        """Initializes a lazy module when all replicas have called it, and mirrors it."""
 
 
 class Interceptor:
-    """What calls of a mirrored module go through: it is in place of its ``_compiled_call_impl``.
+    """Intercepts the calls of a mirrored module: it is the module's ``_compiled_call_impl``.
 
     Attributes:
         module: returns the module, ``None`` once it is gone.
-        recorder: who keeps it mirrored.
+        recorder: the modules of its strategy.
     """
 
     __slots__ = ("module", "recorder", "replicas")
 
-    def __init__(self, module: nn.Module, recorder: ModuleRecorder) -> None:
+    def __init__(self, module: nn.Module, recorder: MirroredModules) -> None:
         self.module = weakref.ref(module)
         self.recorder = recorder
         self.replicas = recorder.replicas
 
 
 def interceptor_of(module: nn.Module | None) -> Interceptor | None:
-    """Returns what calls of a module go through; one that came with a copied dict does not count.
+    """Returns a module's interceptor, except one that came with a copied ``__dict__``.
 
     See [Note: Copied routes].
     """
@@ -60,7 +81,7 @@ def owner_of(module: nn.Module | None) -> Replicas | None:
 
 
 def watch_compile() -> None:
-    """Keeps calls of mirrored modules split when they are compiled; once, for good."""
+    """Keeps calls of mirrored modules split when these are compiled; once, permanently."""
     if wrap_once(nn.Module, "compile", _routed_again):
         register_module_module_registration_hook(_record_compiled)
 

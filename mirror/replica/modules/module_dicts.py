@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,26 +16,18 @@ from torch import nn
 from mirror.base.dynamo import disable_dynamo
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
-from mirror.replica.modules.call_interceptor import ModuleRecorder
+from mirror.replica.modules.call_interceptor import MirroredModules
 from mirror.replica.params.mirrored_buffer import MirroredBuffer
 from mirror.replica.params.mirrored_parameter import MirroredParameter
 from mirror.replica.params.mirrored_tensor import MirroredTensor
 from mirror.replica.params.replicated_param import ReplicaParameter
 
 
-class OverrideCheck(ModuleRecorder, Protocol):
-    """Who hears of parameters that are replaced inside ``run``."""
-
-    @property
-    def swaps(self) -> list[ReplicaDict]:
-        """The dicts where that was done."""
-
-
 class WatchedDict(dict[str, Any]):
     """A module's dict that tells when an entry is set."""
 
     def __init__(
-        self, entries: Mapping[str, Any], module: nn.Module, recorder: ModuleRecorder
+        self, entries: Mapping[str, Any], module: nn.Module, recorder: MirroredModules
     ) -> None:
         super().__init__(entries)
         self.module = weakref.ref(module)
@@ -71,13 +63,13 @@ class ReplicaDict(WatchedDict):
     """
 
     def __init__(
-        self, entries: Mapping[str, Any], module: nn.Module, recorder: OverrideCheck
+        self, entries: Mapping[str, Any], module: nn.Module, recorder: MirroredModules
     ) -> None:
         super().__init__(entries, module, recorder)
         self.replicas = recorder.replicas
         self.aggregations: dict[str, str] = {}
         self.overrides: dict[tuple[int, str], Any] = {}
-        self._swaps = recorder.swaps
+        self._overridden = recorder.overridden
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
@@ -110,7 +102,7 @@ class ReplicaDict(WatchedDict):
             self.overrides.pop((replica.replica_id, name), None)
         else:
             self.overrides[replica.replica_id, name] = value
-            self._swaps.append(self)
+            self._overridden.append(self)
 
     def refuse_swaps(self) -> None:
         """Raises for a parameter that was replaced inside ``run`` and not put back."""

@@ -51,7 +51,7 @@ from mirror.replica.modules.module_dicts import OpaqueDict, ReplicaDict, Watched
 from mirror.replica.modules.own_copies import watch_copies
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.modules.replica_attributes import is_own, watch_attributes
-from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.replica.modules.split_call import CallInterceptor
 from mirror.replica.modules.wrappers import (
     IGNORED,
     refuse_wrapper,
@@ -75,7 +75,7 @@ class ModuleRegistry:
         attributes: what replicas set on modules.
 
     Attributes:
-        swaps: the dicts where a parameter was replaced inside ``run``.
+        overridden: the dicts where a parameter was replaced inside ``run``.
         routes_calls: whether calls are split, or their arguments moved.
     """
 
@@ -84,7 +84,7 @@ class ModuleRegistry:
         replicas: Replicas,
         runner: Runner,
         registry: MirroredTensors,
-        recorded: PendingModules,
+        pending: PendingModules,
         variables: ReplicatedParams,
         buffers: Buffers,
         attributes: ModuleAttributes,
@@ -92,11 +92,11 @@ class ModuleRegistry:
         self.replicas = replicas
         self.runner = runner
         self.attributes = attributes
-        self.swaps: list[ReplicaDict] = []
+        self.overridden: list[ReplicaDict] = []
         # A single simulated device needs neither moving of arguments nor splitting.
         self.routes_calls = replicas.mirrors or not is_simulated(replicas.devices)
         self._registry = registry
-        self._recorded = recorded
+        self.pending = pending
         self._variables = variables
         self._buffers = buffers
         self._mirrored: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -121,7 +121,7 @@ class ModuleRegistry:
 
     def record(self, module: nn.Module) -> None:
         """Notes a module to be mirrored at the next use."""
-        if self._recorded.add(module):
+        if self.pending.add(module):
             self.route(module)
 
     def mirror_recorded(self) -> None:
@@ -129,8 +129,8 @@ class ModuleRegistry:
         # Asked for here: a call for nothing is one in every step.
         if "torchmetrics" in sys.modules and self.replicas.mirrors:
             watch_lone_metrics()
-        if self._recorded.modules or self._recorded.unmade:
-            for module in self._recorded.take():
+        if self.pending.modules or self.pending.unmade:
+            for module in self.pending.take():
                 self.mirror(module)
 
     def mirror(self, module: nn.Module) -> None:
@@ -177,7 +177,7 @@ class ModuleRegistry:
         if isinstance(module, nn.SyncBatchNorm):
             wrap_torch_sync_batch_norm()
         self._watch_dicts(module)
-        self._recorded.retry(module)
+        self.pending.retry(module)
         self.route(module)
 
     def _first_path(self, module: nn.Module, path: str) -> str:
@@ -244,7 +244,7 @@ class ModuleRegistry:
             if not isinstance(submodule, torch.jit.ScriptModule):
                 self._watch_dicts(submodule)
             self.route(submodule)
-            self._recorded.retry(submodule)
+            self.pending.retry(submodule)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not (self._registry.owns(tensor) or is_uninitialized(tensor)):
                 home = self.replicas.places.position_of(tensor.device, name)
@@ -293,9 +293,9 @@ class ModuleRegistry:
         return not self._registry.owns(tensor)
 
     def _refuse_swaps(self) -> None:
-        while self.swaps:
-            self.swaps.pop().refuse_swaps()
+        while self.overridden:
+            self.overridden.pop().refuse_swaps()
 
     def _drop_swaps(self) -> None:
-        while self.swaps:
-            self.swaps.pop().overrides.clear()
+        while self.overridden:
+            self.overridden.pop().overrides.clear()

@@ -12,7 +12,7 @@ from mirror.execution.current_replica import current
 from mirror.replica.modules.call_interceptor import interceptor_of
 from mirror.replica.modules.per_replica_values import MISSING
 from mirror.replica.modules.replica_attributes import is_own, own_values
-from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.replica.modules.split_call import CallInterceptor
 
 
 def watch_copies() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from mirror.execution.current_replica import current
-from mirror.replica.modules.call_interceptor import ModuleRecorder
+from mirror.replica.modules.call_interceptor import MirroredModules
 
 
 class _Recording(threading.local):
@@ -24,7 +24,7 @@ class _Recording(threading.local):
         recorders: of the scopes that are open, innermost last. Set back to leave one.
     """
 
-    recorders: tuple[ModuleRecorder, ...] = ()
+    recorders: tuple[MirroredModules, ...] = ()
 
 
 recording = _Recording()
@@ -38,7 +38,7 @@ def _record(module: nn.Module, name: str, value: object) -> None:
         recording.recorders[-1].record(module)
 
 
-def begin_recording(recorder: ModuleRecorder) -> None:
+def begin_recording(recorder: MirroredModules) -> None:
     """Has the modules recorded that this thread creates, until ``end_recording``."""
     global _open_scopes
     with _hooks_lock:

@@ -42,7 +42,7 @@ from mirror.execution.current_replica import current
 from mirror.execution.replicas import Replica
 from mirror.replica.modules.call_interceptor import interceptor_of, owner_of
 from mirror.replica.modules.per_replica_values import MISSING, PerReplicaAttribute
-from mirror.replica.modules.transparent_call import CallInterceptor
+from mirror.replica.modules.split_call import CallInterceptor
 from mirror.replica.modules.wrappers import IGNORED, tell_of_ignored
 from mirror.replica.params.replicated_param import ReplicaParameter
 

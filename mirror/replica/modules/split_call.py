@@ -1,95 +1,328 @@
-"""The transparent call: a mirrored module called outside ``run`` splits its call and joins it."""
+"""CallInterceptor: a call of a mirrored module is split over the replicas, or just runs.
+
+    call                                        what happens
+    outside ``run``                             ``_split``: the arguments are scattered, every
+                                                replica calls the module, the outputs are gathered
+    of a submodule, or on a replica             the module's own call, on the replica's copies
+    in a backward pass outside ``run``          the module's own call, on the copies of the replica
+                                                whose graph the pass is in: [Note: Recomputation]
+
+[Note: Copied routes]
+Problem: torch calls the entry ``_compiled_call_impl`` of ``module.__dict__`` without the module as
+an argument. Libraries for meta-learning copy that dict by hand into another module, to run forward
+with other parameters, and so copy this interceptor. (Ordinary copies and pickles have ``None``.)
+Rule: a call checks which module holds the interceptor. If it is not its own module, the call is
+an ordinary one; such a module is an ordinary module that shares mirrored parameters.
+
+[Note: Recomputation]
+Problem: activation checkpointing calls part of a forward again, in the backward pass. Outside
+``run`` that pass goes through the graphs of all replicas in one thread, where no replica is
+current, and a submodule called there must not split what is one replica's part already.
+Rule: the ancestors of the node that the engine executes include a copy, which shows the replica.
+A module whose whole call was under checkpointing, outside ``run``, is split again.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from mirror.base.dynamo import DynamoCallback, call_under_dynamo, limits_for, resume_dynamo
+from mirror.base.dynamo import (
+    DynamoCallback,
+    call_under_dynamo,
+    disable_and_suspend,
+    limits_for,
+    resume_dynamo,
+    skip_frame,
+    suspend_dynamo,
+)
 from mirror.base.torch_private import (
+    SPLIT_CALL,
     WHOLE_CALL,
     Loss,
+    current_autograd_node,
+    current_graph_task_id,
     functions_interpreter,
     is_tracing,
+    top_saved_tensors_hooks,
     transforms_of,
 )
 from mirror.data.split_batch import split_sizes
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import current
+from mirror.execution.current_replica import (
+    current,
+    push_context,
+    refuse_within_another,
+    renaming,
+    save_context,
+)
+from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.run_state import recomputing
 from mirror.execution.runner import Runner
-from mirror.replica.modules.call_interceptor import ModuleRecorder
+from mirror.replica.layers.max_norm_embedding import renormalize_everywhere, renormalizes
+from mirror.replica.modules.call_interceptor import Interceptor, MirroredModules
 from mirror.replica.modules.metric_calls import is_metric
+from mirror.replica.modules.per_replica_values import PerReplicaAttribute
 from mirror.replica.params.mirrored_tensor import MirroredTensor
+from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.scatter_gather.containers import IMMUTABLE, is_in, leaves_in
 from mirror.replica.scatter_gather.gather import Gatherer, join_outputs
+from mirror.replica.scatter_gather.merge_call_joined import merge_call_joined
 from mirror.replica.scatter_gather.mutations import join_changes
-from mirror.replica.scatter_gather.recurrent_states import LAYERS, is_sequence_first
+from mirror.replica.scatter_gather.recurrent_states import (
+    LAYERS,
+    call_with_sequences,
+    is_sequence_first,
+)
 from mirror.replica.scatter_gather.scatter import ReplicaArgs, SplitPlan, describe_split, must_move
 from mirror.threads.user_frames import add_note
 from mirror.values import PerReplica
 
-# Makes a replica's call, given its id: what calls it may note what that does, and return more.
+# Makes a replica's call, given its id: it may record effects of the call, and return more.
 Each = Callable[[int, "partial[Any]"], Any]
 
 
-class MirroringModules(ModuleRecorder, Protocol):
-    """Who keeps modules mirrored, as a call in the cross-replica context sees it."""
-
-    @property
-    def runner(self) -> Runner:
-        """What runs the parts of a call."""
-
-    def mirror_recorded(self) -> None:
-        """Mirrors what has been recorded."""
-
-
-def call_split(
-    modules: MirroringModules,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    whole: Callable[..., Any],
-    hold: DynamoCallback,
-    each: Each | None = None,
-) -> Any:
-    """Calls a mirrored module in the cross-replica context.
-
-    Tensors that share the first dimension of the first one are split, everything else goes to
-    every replica; see [Note: Arguments that forward changes]. Runs on the first replica alone
-    what must not be split: torch's losses, whose value need not be a mean over examples, a module
-    without variables, a call without batched tensors, and a module whose own batch dimension is
-    not the first (an ``nn.LSTM`` without ``batch_first``).
+class CallInterceptor(Interceptor):
+    """What calling a mirrored module does.
 
     Args:
-        whole: calls the module without splitting.
-        hold: what the compiler had on the calling thread. See [Note: Compiled calls].
-        each: makes the calls of the replicas, if the call is split.
+        compiled: the module's call after ``module.compile()``; every replica calls it.
 
-    Raises:
-        BatchError: an argument is a PackedSequence, which cannot be split along its data.
-        StrategyError: an argument is an iterator, or was changed in ways that cannot be joined; or
-            torch.func differentiates by parameters where several workers take part.
+    Attributes:
+        own: the replicas' values of the module's attributes. See [Note: Own attributes].
+        is_checkpointed: whether a whole call may be recomputed in backward.
     """
-    if _is_tracing():
-        if modules.runner.replicas.workers.is_multi_process:
-            _refuse_own_gradients(module, args, kwargs)
+
+    __slots__ = (
+        "compiled",
+        "has_sequences",
+        "is_checkpointed",
+        "is_metric",
+        "is_plain",
+        "own",
+        "renormalizes",
+    )
+
+    def __init__(
+        self,
+        module: nn.Module,
+        recorder: MirroredModules,
+        compiled: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(module, recorder)
+        self.compiled = compiled
+        self.renormalizes = renormalizes(module)
+        self.has_sequences = isinstance(module, LAYERS)
+        self.is_metric = is_metric(module)
+        is_special = self.renormalizes or self.has_sequences or self.is_metric
+        self.is_plain = not (is_special or isinstance(module, LazyModuleMixin))
+        self.own: dict[str, PerReplicaAttribute] = {}
+        self.is_checkpointed = False
+
+    @skip_frame
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        try:
+            holder = sys._getframe(1).f_locals["self"]  # of Module.__call__
+        except KeyError:
+            holder = module
+        if holder is not module and self._is_copied_into(holder):
+            return getattr(holder, WHOLE_CALL)(*args, **kwargs)
+        assert module is not None
+        replica = current.replica
+        if replica is None or replica.replicas is not self.replicas:
+            return self._call_outside(module, args, kwargs)
+        if not self.is_plain:
+            return self._call_inside(module, replica, args, kwargs)
+        if self.compiled is not None:
+            return self.compiled(*args, **kwargs)
         return getattr(module, WHOLE_CALL)(*args, **kwargs)
-    modules.mirror_recorded()
-    runner, replicas = modules.runner, modules.replicas
-    if not replicas.mirrors:
-        return _call_whole(runner, args, kwargs, lambda *a, **k: _held(hold, whole, a, k))
-    sizes = _sizes(replicas.num_replicas, args, kwargs) if _splits(module) else None
-    if sizes is None:
+
+    def _is_copied_into(self, holder: Any) -> bool:
+        """Whether another module holds this interceptor. See [Note: Copied routes]."""
+        is_module = isinstance(holder, nn.Module)
+        return is_module and holder.__dict__.get(SPLIT_CALL) is self
+
+    # Copies and pickles of a module are ordinary modules, also if its class has a __getstate__ or
+    # __deepcopy__ that takes the whole __dict__: an ordinary module has None in this entry.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
+
+    def _call_inside(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> Any:
+        """Calls a module that is not plain, on a replica."""
+        if isinstance(module, LazyModuleMixin):
+            self.recorder.initialize(module, replica, args, kwargs)
+        if self.has_sequences:
+            call = self.compiled or getattr(module, WHOLE_CALL)
+            return call_with_sequences(replica, module, call, args, kwargs)
+        if self.compiled is not None and not self.renormalizes:
+            return self.compiled(*args, **kwargs)
+        if self.is_metric:
+            return merge_call_joined(replica, module, getattr(module, WHOLE_CALL), args, kwargs)
+        if self.renormalizes:
+            renormalize_everywhere(module, replica, args[0] if args else kwargs["input"])
+        return getattr(module, WHOLE_CALL)(*args, **kwargs)
+
+    @disable_and_suspend
+    def _call_outside(
+        self, module: nn.Module, args: Any, kwargs: Any, each: Each | None = None
+    ) -> Any:
+        hold = suspend_dynamo()
+        try:
+            whole: Callable[..., Any] = self.compiled or getattr(module, WHOLE_CALL)
+            if current.in_whole_call:
+                return whole(*args, **kwargs)
+            if current.replica is not None and torch.is_grad_enabled():
+                refuse_within_another(self.replicas, f"a {type(module).__name__}")
+            recomputed = None
+            if current_graph_task_id() != -1:
+                recomputed = replica_of_backward(self.replicas)
+            if recomputed is None or self.is_checkpointed:
+                if top_saved_tensors_hooks() is not None:  # activation checkpointing's, maybe
+                    self.is_checkpointed = True
+                return self._split(module, args, kwargs, whole, hold, each)
+            before = save_context()
+            try:
+                replica = recomputing(self.replicas, recomputed)
+                push_context(self.replicas.strategy, replica)
+                if self.replicas.places.is_model_parallel:
+                    with renaming(replica):
+                        return whole(*args, **kwargs)
+                return whole(*args, **kwargs)
+            finally:
+                current.replica, current.strategy, current.below = before
+        finally:
+            resume_dynamo(hold)
+
+    def _split(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: Callable[..., Any],
+        hold: DynamoCallback,
+        each: Each | None,
+    ) -> Any:
+        """Calls the module in the cross-replica context, on all replicas.
+
+        Tensors that share the first dimension of the first one are split, everything else goes to
+        every replica; see [Note: Arguments that forward changes]. Four kinds of calls run on the
+        first replica alone: of torch's losses, whose value need not be a mean over examples; of a
+        module without variables; without batched tensors; and of a module with its batch
+        dimension elsewhere (an ``nn.LSTM`` without ``batch_first``).
+
+        Args:
+            whole: calls the module without splitting.
+            hold: Dynamo's callback on the calling thread. See [Note: Compiled calls].
+            each: makes the calls of the replicas, if the call is split.
+
+        Raises:
+            BatchError: an argument is a PackedSequence, which cannot be split along its data.
+            StrategyError: an argument is an iterator, or was changed in ways that cannot be
+                joined; or torch.func differentiates by parameters with several workers.
+        """
+        modules, replicas = self.recorder, self.replicas
+        runner = modules.runner
+        # Tracing, export and torch.func follow this thread through one plain module.
+        if is_tracing() or torch.compiler.is_exporting() or functions_interpreter() is not None:
+            if replicas.workers.is_multi_process:
+                _refuse_own_gradients(module, args, kwargs)
+            return getattr(module, WHOLE_CALL)(*args, **kwargs)
+        if modules.pending.modules or modules.pending.unmade:
+            modules.mirror_recorded()
+        if not replicas.mirrors:
+            return _call_whole(runner, args, kwargs, partial(_call_held, hold, whole))
+        # 1. Plan how the arguments are split.
+        sizes = _sizes(replicas.num_replicas, args, kwargs) if self._splits(module) else None
+        if sizes is None:
+            return self._call_unsplit(module, args, kwargs, whole, hold)
+        if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
+            return _call_lone(runner, module, args, kwargs, hold, sizes)
+        split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)
+        if runner.copies is not None:
+            split.pin((args, kwargs))
+        parts: dict[int, ReplicaArgs] = {}
+        names = _positional_names(module) if len(args) > 1 else ()
+
+        # 2. Call the module on every replica.
+        def call(replica_id: int) -> Any:
+            replica = current.replica
+            assert replica is not None
+            replica.run.is_split = True
+            part = parts[replica_id] = ReplicaArgs(split, replica_id)
+            own_args, own_kwargs = part.from_call(args, kwargs, names)
+            if each is not None:
+                own = partial(call_under_dynamo, hold, module, own_args, own_kwargs)
+                return each(replica_id, own)
+            if hold:
+                return call_under_dynamo(hold, module, own_args, own_kwargs)
+            return module(*own_args, **own_kwargs)
+
+        try:
+            with limits_for(replicas.num_replicas):
+                run = runner.run(call, split.active, weights=sizes)
+            # 3. Gather the outputs, and what forward has changed in its arguments.
+            own = list(map(parts.__getitem__, run.results))
+            joined = join_outputs(runner, run.results, sizes, own, module)
+            _take_changes(runner, own, list(run.results), args, kwargs)
+        except Exception as error:
+            add_note(error, _describe_sizes(module, split, args, kwargs))
+            raise
+        finally:
+            if runner.copies is not None:
+                split.finish()
+        return joined
+
+    def _splits(self, module: nn.Module) -> bool:
+        """Whether a call of the module is split if its arguments are: it must hold variables."""
+        if self.has_sequences and is_sequence_first(module):
+            return False
+        if self.is_metric or isinstance(module, Loss):
+            return False
+        # As in parameters() and buffers(), but most calls find one at the first look.
+        modules, seen = [module], set[nn.Module]()
+        for one in modules:
+            if one in seen:
+                continue
+            seen.add(one)
+            for tensors in (one._parameters, one._buffers):
+                for tensor in tensors.values():
+                    if isinstance(tensor, MirroredTensor):
+                        return True
+                    if tensor is not None and is_lazy(tensor):
+                        return True
+            for child in one._modules.values():
+                if child is not None:
+                    modules.append(child)
+        return False
+
+    def _call_unsplit(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: Callable[..., Any],
+        hold: DynamoCallback,
+    ) -> Any:
+        """Calls the module on the first replica alone."""
+        runner, replicas = self.recorder.runner, self.replicas
         runner.prepare("a call of a mirrored module")
-        if _is_lazy(module):
-            modules.record(module)  # it gets its parameters now, and is mirrored at its next use
+        if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):
+            # It gets its parameters now, and is mirrored at its next use.
+            self.recorder.record(module)
         elif replicas.has_parameter_device and next(module.parameters(), None) is not None:
             return _call_on_first(runner, args, kwargs, partial(call_under_dynamo, hold, module))
         current.in_whole_call = True
@@ -97,38 +330,26 @@ def call_split(
             return _call_whole(runner, args, kwargs, whole)
         finally:
             current.in_whole_call = False
-    if each is None and replicas.num_replicas == 1 and _are_whole(runner, args, kwargs):
-        return _call_lone(runner, module, args, kwargs, hold, sizes)
-    split = SplitPlan(sizes, replicas.places, sum(sizes), runner.copies)
-    split.pin((args, kwargs))
-    parts = {r: ReplicaArgs(split, r) for r in split.active}
-    names = _positional_names(module)
 
-    def call(replica_id: int) -> Any:
-        replica = current.replica
-        assert replica is not None
-        replica.run.is_split = True
-        own_args, own_kwargs = parts[replica_id].from_call(args, kwargs, names)
-        if each is not None:
-            return each(replica_id, partial(call_under_dynamo, hold, module, own_args, own_kwargs))
-        return call_under_dynamo(hold, module, own_args, own_kwargs)
 
-    try:
-        with limits_for(replicas.num_replicas):
-            run = runner.run(call, split.active, weights=sizes)
-        own = [parts[r] for r in run.results]
-        joined = join_outputs(runner, run.results, sizes, own, module)
-        _take_changes(runner, own, list(run.results), args, kwargs)
-    except Exception as error:
-        add_note(error, _describe_sizes(module, split, args, kwargs))
-        raise
-    finally:
-        split.finish()
-    return joined
+def replica_of_backward(replicas: Replicas) -> int | None:
+    """Returns the replica whose graph the backward pass of this thread is in, if any."""
+    nodes: deque[Any] = deque([current_autograd_node()])
+    seen = set(nodes)
+    while nodes:
+        node = nodes.popleft()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, ReplicaParameter) and variable.variable.replicas is replicas:
+            return variable.replica_id
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return None
 
 
 def _are_whole(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the only replica may have a call's arguments themselves: plain tensors, numbers."""
+    """Whether the only replica may use a call's arguments themselves: plain tensors, numbers."""
     if not runner.replicas.are_simulated:
         return False
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -151,7 +372,7 @@ def _call_lone(
 ) -> Any:
     """Calls a module on the only replica of one of several workers.
 
-    It has what the caller has passed: what it changes there is changed.
+    It gets the caller's own objects, so that changes of these need no joining.
     """
 
     def call(replica_id: int) -> Any:
@@ -194,9 +415,9 @@ def _call_whole(
 def _call_on_first(
     runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
-    """Calls a module in a run of the first replica, where parameters have a home of their own.
+    """Calls a module in a run of the first replica, because of a parameter device.
 
-    At home there are no buffers, and it is not where the arguments are to go.
+    That device has no buffers, and the arguments do not go there.
     """
 
     def whole(*args: Any, **kwargs: Any) -> Any:
@@ -205,9 +426,8 @@ def _call_on_first(
     return _call_whole(runner, args, kwargs, whole)
 
 
-def _held(
-    hold: DynamoCallback, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _call_held(hold: DynamoCallback, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a module of the only replica, compiled if the caller's code is."""
     resume_dynamo(hold)
     return whole(*args, **kwargs)
 
@@ -219,14 +439,15 @@ def _take_changes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    if not any(part.given or part.tensors or part.shared for part in parts):
-        return
-    joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
-    join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
+    for part in parts:
+        if part.given or part.tensors or part.shared:
+            joiner = Gatherer(runner, parts[0].split.sizes, ids, parts)
+            join_changes(parts, joiner, lambda value: _name_of(value, args, kwargs))
+            return
 
 
 def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Returns which argument is, or holds, a value."""
+    """Returns the name of the argument that is, or holds, a value."""
     for name, argument in (*enumerate(args), *kwargs.items()):
         if is_in(value, argument):
             inside = "" if argument is value else f", a {type(value).__name__} in it"
@@ -237,13 +458,12 @@ def _name_of(value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def _describe_sizes(
     module: nn.Module, split: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
-    """Returns how a call was split, for the error that it ended in."""
+    """Returns how a call was split, for a note on its error."""
     return (
         f"this call of {type(module).__name__} was split over {len(split.active)} replicas by the "
-        f"first dimension, {split.num_examples}: {describe_split(split, args, kwargs)}. "
-        "If something "
-        "was split that holds no examples, give it another first dimension (x[None]) or make it "
-        "in forward; to split by hand, call the module inside strategy.run"
+        f"first dimension, {split.num_examples}: {describe_split(split, args, kwargs)}. If "
+        "something was split that holds no examples, give it another first dimension (x[None]) or "
+        "make it in forward; to split by hand, call the module inside strategy.run"
     )
 
 
@@ -252,7 +472,7 @@ def _sizes(
 ) -> Sequence[int] | None:
     """Returns the sizes of the parts; ``None`` without any tensor that could be split."""
     num_examples, distributed = None, None
-    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # seen at once
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # the usual call
         shape = args[0].shape
         return split_sizes(shape[0], num_replicas) if shape and not args[0].is_meta else None
     for leaf in leaves_in((args, kwargs)):
@@ -260,7 +480,7 @@ def _sizes(
             if num_examples is None and leaf.dim() > 0:
                 num_examples = leaf.shape[0]
                 if leaf.is_meta:
-                    return None  # of shapes alone there is no part
+                    return None  # a tensor without values has no parts
         elif isinstance(leaf, PerReplica) and distributed is None:
             distributed = _sizes_of(leaf, num_replicas)
     if num_examples is None or (distributed is not None and sum(distributed) == num_examples):
@@ -269,7 +489,7 @@ def _sizes(
 
 
 def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
-    """Returns the numbers of examples of the parts, of what a call or a loader has split."""
+    """Returns the number of examples of each part, of a value that a call or a loader split."""
     if len(value.values) != num_replicas:
         return None
     if value.weights is not None and all(float(w).is_integer() for w in value.weights):
@@ -284,40 +504,16 @@ def _sizes_of(value: PerReplica[Any], num_replicas: int) -> list[int] | None:
 
 
 def _positional_names(module: nn.Module) -> Sequence[str]:
-    """Returns the names of forward's positional parameters, of a forward in Python."""
+    """Returns the names of forward's positional parameters; none if it is not in Python."""
     code = getattr(type(module).forward, "__code__", None)
     return () if code is None else code.co_varnames[1 : code.co_argcount]
 
 
-def _splits(module: nn.Module) -> bool:
-    if isinstance(module, LAYERS) and is_sequence_first(module):
-        return False
-    if isinstance(module, Loss) or is_metric(module):
-        return False
-    # As in parameters() and buffers(), but most calls find one at the first look.
-    modules, seen = [module], set[nn.Module]()
-    for one in modules:
-        if one in seen:
-            continue
-        seen.add(one)
-        for tensors in (one._parameters, one._buffers):
-            for tensor in tensors.values():
-                if tensor is not None and (isinstance(tensor, MirroredTensor) or is_lazy(tensor)):
-                    return True
-        modules += [child for child in one._modules.values() if child is not None]
-    return False
-
-
-def _is_tracing() -> bool:
-    """Whether something follows this thread through one plain module: tracing, torch.func."""
-    return is_tracing() or torch.compiler.is_exporting() or functions_interpreter() is not None
-
-
 def _refuse_own_gradients(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raises StrategyError where torch.func differentiates by the parameters of a module.
+    """Raises StrategyError if torch.func differentiates by the parameters of a module.
 
-    Its transforms end in C, where no other worker's gradient can be added. What ``vmap`` makes of
-    single examples is this worker's as the examples are, and what it makes by inputs, too.
+    Its transforms end in C, where no other worker's gradient can be added. Gradients of single
+    examples under ``vmap``, and by inputs, need no other worker.
     """
     found = set().union(*map(transforms_of, module.parameters()))
     if "grad" not in found:
@@ -331,7 +527,3 @@ def _refuse_own_gradients(module: nn.Module, args: Any, kwargs: Any) -> None:
         "use loss.backward() or torch.autograd.grad(loss, parameters), which give that of all "
         "workers"
     )
-
-
-def _is_lazy(module: nn.Module) -> bool:
-    return any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers()))

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from mirror.base.dynamo import disable_and_suspend, resume_dynamo, suspend_dynamo
 from mirror.errors import StrategyError, short_repr
 from mirror.execution.current_replica import current
-from mirror.execution.lifecycle import nothing
 from mirror.execution.replicas import Replica, Replicas, RunView
 from mirror.execution.run_state import Run
 from mirror.execution.runner import runner_of
@@ -66,40 +65,34 @@ def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) 
             classes += type.__subclasses__(cls)
 
 
-def watched(
-    method: Method,
-    in_run: Callable[..., Any],
-    failed: Callable[[Any, BaseException], None] = nothing,
-) -> Method:
-    """Returns a method that is ``in_run(method, self, context, args, kwargs)`` inside ``run``.
-
-    Args:
-        failed: is told, with ``self``, of what the method has raised.
-    """
+def watched(method: Method, in_run: Callable[..., Any]) -> Method:
+    """Returns a method that is ``in_run(method, self, context, args, kwargs)`` inside ``run``."""
 
     @disable_and_suspend
     @functools.wraps(method)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         replica = current.replica
+        if replica is None or not replica.replicas.mirrors:
+            return method(self, *args, **kwargs)
+        hold = suspend_dynamo()
         try:
-            if replica is None or not replica.replicas.mirrors:
-                return method(self, *args, **kwargs)
-            hold = suspend_dynamo()
-            try:
-                return in_run(method, self, replica, args, kwargs)
-            finally:
-                resume_dynamo(hold)
-        except BaseException as error:
-            failed(self, error)
-            raise
+            return in_run(method, self, replica, args, kwargs)
+        finally:
+            resume_dynamo(hold)
 
-    # Others may copy what a function has: only of itself it says the truth.
-    wrapper._is_watched = wrapper  # type: ignore[attr-defined]
-    return wrapper
+    return mark_watched(wrapper)
+
+
+def mark_watched(wrapper: Any) -> Method:
+    """Marks a wrapper, so that ``is_watched`` finds it, and returns it."""
+    # A decorator may copy the attributes of a function, so the mark is the function itself.
+    wrapper._is_watched = wrapper
+    marked: Method = wrapper
+    return marked
 
 
 def is_watched(method: Any) -> bool:
-    """Whether ``watched`` has returned this very function."""
+    """Whether ``mark_watched`` has marked this very function."""
     return getattr(method, "_is_watched", None) is method
 
 

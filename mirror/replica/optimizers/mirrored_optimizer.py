@@ -1,56 +1,54 @@
-"""Optimizer steps over mirrored parameters, for any ``torch.optim.Optimizer``.
+"""MirroredOptimizer: steps over mirrored parameters, for any ``torch.optim.Optimizer``.
 
 [Note: Steps]
-A step needs one replica's parameters, and the optimizer holds the mirrored ones: it is lent, see
-[Note: Lending an optimizer] in ``loan.py``.
+Problem: a step needs one replica's parameters, and the optimizer holds the mirrored ones. So they
+are swapped: [Note: Lending an optimizer] in ``param_swap.py``.
 
     context        what happens at optimizer.step()
-    run            a merge: the gradients are reduced. Then each replica steps, in its turn; under
-                   a schedule without turns none goes on before all have stepped, because what it
-                   would find in ``param_groups`` may be lent to another
-    cross-replica  the pre-hook steps replicas 1 .. N-1, then lends to replica 0, whose step is
-                   the one that was called: schedulers see one step
-    whole          with a closure (its forward spans all replicas), with hooks of the user's, or of
-                   a class that is not torch's, a step in the cross-replica context runs on the
-                   mirrored parameters, and the others take over the result
+    run            a merge, where the gradients are reduced. Then each replica steps, in its turn.
+                   Without turns, all replicas wait until all have stepped: param_groups may have
+                   another replica's groups swapped in
+    cross-replica  replicas 1 .. N-1 step, then replica 0, which makes the step that was called:
+                   a scheduler counts one step
+    mirrored       in the cross-replica context, with a closure (its forward spans all replicas),
+    parameters     with hooks of the user, or for a class that is not torch's: one step on the
+                   mirrored parameters themselves; all replicas get the result
 
 [Note: One device, one step]
-Replicas that share a device, the simulated ones above all, need not compute the same update N
-times over: replica 0 steps, in the merge, or in the pre-hook outside ``run``; the others copy its
-values, which takes a fifth of the time and keeps one state instead of N. The steps that were
-called then find no parameter groups. Torch's optimizers cope with that, others may not: see
-[Note: Whose step] in ``steps.py``. The state of replicas 1 .. N-1 is copied from the first one's
-when their code looks at it.
+Replicas that share a device, such as simulated ones, need not compute the same update N times:
+replica 0 steps, and the others copy its values. That takes a fifth of the time and keeps one state
+instead of N. The steps that were called then find no parameter groups. Torch's optimizers accept
+that, others may not: [Note: Whose step] in ``step_dispatch.py``. The state of replicas 1 .. N-1 is
+copied from the first one's when their code reads it.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
-from mirror.base.dynamo import DynamoCallback
 from mirror.devices import using
 from mirror.execution.current_replica import replica_of
 from mirror.execution.replicas import Replica
 from mirror.replica.optimizers.created_in_run import Action, step_point
-from mirror.replica.optimizers.global_hooks import has_hooks
 from mirror.replica.optimizers.group_options import (
     Options,
     keep_options,
     options_of,
     refuse_different,
 )
+from mirror.replica.optimizers.merge_call_shared import whole_loss
 from mirror.replica.optimizers.optimizer_registry import OptimizerRegistry
 from mirror.replica.optimizers.optimizer_state import ReplicaStates
-from mirror.replica.optimizers.param_groups import refuse_what_is_not_mirrored
-from mirror.replica.optimizers.param_swap import ParamGroupSwap
+from mirror.replica.optimizers.param_groups import StepOnce, refuse_what_is_not_mirrored
+from mirror.replica.optimizers.param_swap import NO_REPLICA, ParamGroupSwap
 from mirror.replica.optimizers.step_dispatch import (
+    has_hooks,
     is_torchs_own,
     kept_by,
     raw_step,
@@ -70,17 +68,16 @@ _AS_THE_FIRST = (
     "parameters and state are as after this step if that one has made it, else as before"
 )
 _serials = itertools.count(1)
+Step = Callable[..., Any]
 
 
 class MirroredOptimizer:
     """One optimizer over mirrored parameters. See [Note: Steps].
 
     Attributes:
-        loan: who has its groups and state.
+        loan: swaps its groups and state for one replica's.
         states: its state on every replica.
-        steps_once: whether a step has been seen to change what the optimizer keeps.
-        holds: by thread, what the compiler had on it; a step that raises leaves that to its
-            caller.
+        steps_once: whether a step has changed values that the optimizer keeps besides its state.
     """
 
     def __init__(self, optimizer: Optimizer, optimizers: OptimizerRegistry) -> None:
@@ -93,12 +90,8 @@ class MirroredOptimizer:
         self.loan = ParamGroupSwap(
             optimizer, self.states, self.replicas.num_replicas, optimizers.lent
         )
-        self._on_mirrored_params = (
-            False  # whether the step in progress runs on the mirrored parameters
-        )
-        self._met: set[int] = set()  # the replicas that step by turns
+        self._met: set[int] = set()  # the replicas that have met, and step one after the other
         self.steps_once = False
-        self.holds: dict[int, DynamoCallback] = {}
         optimizers.add(self)
 
     @property
@@ -108,34 +101,52 @@ class MirroredOptimizer:
 
     # Steps inside run
 
-    def step_in_run(self, step: FrameType, context: Replica, has_closure: bool) -> None:
-        """Merges the replicas before their steps, and lends to the calling one."""
-        optimizer, loan = self.loan.optimizer, self.loan
-        if context.replica_id in self._met:
-            loan.swap_in(context.replica_id, step)
-            context.lent.append(loan)
-            return
-        if not loan.parameters.are_mirrored:
-            refuse_what_is_not_mirrored(optimizer)
-        by_itself = has_closure and not self.replicas.has_parameter_device
-        steps_once = self._steps_once(optimizer) and not by_itself
+    def step_in_run(self, step: Step, context: Replica, args: Any, kwargs: Any) -> Any:
+        """Merges the replicas before their steps, and makes that of the calling replica.
 
-        def action(payloads: dict[int, Any]) -> dict[int, Any]:
-            self._meet(context, payloads)
-            loan.refresh(only_first=steps_once)
-            if steps_once:
-                self._step_first(optimizer, context.run.active[0])
-            return payloads
+        Args:
+            step: the class's step, with the hooks of torch around it.
+        """
+        loan = self.loan
+        optimizer = loan.optimizer
+        is_in_turn, closure = context.replica_id in self._met, _closure_in(args, kwargs)
+        if closure is not None:
+            with torch.enable_grad():
+                args, kwargs = _with_closure(args, kwargs, StepOnce(closure()))
+        # 1. All replicas meet: the gradients are reduced; one replica may step for all.
+        steps_once = False
+        if not is_in_turn:
+            if not loan.parameters.are_mirrored:
+                refuse_what_is_not_mirrored(optimizer)
+            by_itself = closure is not None and not self.replicas.has_parameter_device
+            steps_once = not by_itself and self._steps_once(optimizer)
 
-        self._merge(context, "optimizer.step", action, options_of(optimizer))
-        if steps_once:
-            loan.swap_in_nothing(step)
-        else:
-            loan.swap_in(context.replica_id, step)
+            def action(payloads: dict[int, Any]) -> dict[int, Any]:
+                self._meet(context, payloads)
+                loan.refresh(only_first=steps_once)
+                if steps_once:
+                    self._step_first(optimizer, context.run.active[0])
+                return payloads
+
+            self._merge(context, "optimizer.step", action, options_of(optimizer))
+        # 2. The replica steps. A step that raises is ended by ``end_failed``.
+        loan.swap_in(NO_REPLICA if steps_once else context.replica_id)
         context.lent.append(loan)
+        result = step(optimizer, *args, **kwargs)
+        loan.is_begun = False
+        context.lent.remove(loan)
+        left = options_of(optimizer)
+        loan.swap_out()
+        # 3. All replicas meet again, if one could see what another one's step leaves.
+        if not is_in_turn:
+            self._end_together(context, left)
+        return result
 
-    def step_leader_first(self, step: Callable[..., Any], context: Replica) -> Any:
-        """Has the first replica step, then the others, or follow. See [Note: Whose step]."""
+    def step_leader_first(self, step: Callable[[], Any], context: Replica) -> Any:
+        """Makes the first replica's step, then the other ones', or copies its result to them.
+
+        See [Note: Whose step].
+        """
         optimizer = self.loan.optimizer
         leader, others = context.run.active[0], context.run.active[1:]
 
@@ -153,14 +164,11 @@ class MirroredOptimizer:
                 self.states.sync_idle(leader, others)
             return dict.fromkeys(payloads, payloads[leader])
 
-        def drawless() -> Any:
-            return refusing_draws(lambda: step(optimizer), context.device)
-
         self._merge(context, "optimizer.step", meet, options_of(optimizer))
         has_changed, result = False, None
         if context.replica_id == leader:
             kept = kept_by(optimizer)
-            result = drawless()
+            result = refusing_draws(step, context.device)
             has_changed = kept_by(optimizer) != kept
         outcome = (has_changed, result)
         has_changed, result = self._merge(context, "the first step", follow, outcome)
@@ -168,7 +176,7 @@ class MirroredOptimizer:
             self._met.discard(context.replica_id)
             return result
         if context.replica_id != leader:
-            result = drawless()
+            result = refusing_draws(step, context.device)
         self._met.discard(context.replica_id)
         self._end_together(context, options_of(optimizer))
         return result
@@ -177,17 +185,16 @@ class MirroredOptimizer:
         refuse_different(self.loan.optimizer, seen, _BEFORE)
         context.run.stepped.setdefault(self, {})
         self._optimizers.reduce(context.run)
-        self._on_mirrored_params = False  # one that was may have raised
 
     def _merge(self, context: Replica, what: str, action: Action, payload: Any) -> Any:
         point = step_point(self.loan.optimizer, self._serial, what, payload, action)
         return context.run.merge(context.replica_id, point)
 
     def _end_together(self, context: Replica, left: Options) -> None:
-        """Has none go on before all have stepped, where it might find other groups than left.
+        """Merges the replicas after their steps, if one could read another one's groups.
 
-        Under a schedule without turns these may be lent; what hooks have written to the first
-        replica's is not there before that one has stepped.
+        Without turns, another replica's groups may be swapped in. And the values that hooks write
+        to the first replica's groups exist only after its step.
         """
         optimizer = self.loan.optimizer
 
@@ -203,7 +210,7 @@ class MirroredOptimizer:
     # One step for all
 
     def _steps_once(self, optimizer: Optimizer) -> bool:
-        """Whether one replica's step does for all. See [Note: One device, one step]."""
+        """Whether one replica steps for all. See [Note: One device, one step]."""
         return (
             self.replicas.steps_once
             and not has_hooks(optimizer)
@@ -211,10 +218,10 @@ class MirroredOptimizer:
         )
 
     def _step_first(self, optimizer: Optimizer, leader: int) -> None:
-        """Steps the first replica, and has the others take over. See [Note: One device...]."""
+        """Steps the first replica and copies the result to all. See [Note: One device...]."""
         self._optimizers.gather(self.loan.parameters, leader)
         try:
-            self.loan.swap_in(0, sys._getframe())
+            self.loan.swap_in(0)
             with using(self.replicas.devices[0]):
                 raw_step(type(optimizer))(optimizer)
             self.loan.is_begun = False
@@ -225,77 +232,73 @@ class MirroredOptimizer:
 
     # Steps outside run
 
-    def step_cross_replica(self, step: FrameType, args: Any, kwargs: Any, closure: Any) -> None:
-        """Steps replicas 1 .. N-1 and lends to replica 0."""
+    def step_cross_replica(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """Steps replicas 1 .. N-1, then makes the called step as that of replica 0.
+
+        With a closure or hooks, or if the class is not torch's, makes one step on the mirrored
+        parameters instead.
+        """
         self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
-        optimizer, loan = args[0], self.loan
-        is_own = is_torchs_own(type(optimizer))
-        self._on_mirrored_params = closure is not None or has_hooks(optimizer) or not is_own
+        loan, closure = self.loan, _closure_in(args, kwargs)
+        optimizer = loan.optimizer
+        if closure is not None or has_hooks(optimizer) or not is_torchs_own(type(optimizer)):
+            return self._step_mirrored_params(step, args, kwargs, closure)
         steps_once = self._steps_once(optimizer)
-        loan.refresh(
-            only_first=self._on_mirrored_params or steps_once, is_whole=self._on_mirrored_params
-        )
-        if self._on_mirrored_params:
-            loan.step, loan.is_begun = step, True
-            return
+        loan.refresh(only_first=steps_once)
         self.runner.unfinished = True
         if steps_once:
             self._step_first(optimizer, 0)
-            loan.swap_in_nothing(step)
-            return
-        function = raw_step(type(optimizer))
-        for replica_id in range(1, self.replicas.num_replicas):
-            loan.swap_in(replica_id, step)
-            with using(self.replicas.devices[replica_id]):
-                function(*args, **kwargs)
-            loan.swap_out()
-        loan.swap_in(0, step)
-
-    # The end of a step, regular or not
-
-    def end_step(self) -> None:
-        """Gives back after a step; outside ``run`` all replicas are now equal again."""
-        self.loan.is_begun = False
-        if self._on_mirrored_params:
-            self._end_whole()
-            return
-        replica = replica_of(self.replicas)
-        if replica is not None and self.loan in replica.lent:
-            replica.lent.remove(self.loan)
-            left = self.options()
-            self.loan.swap_out()
-            if replica.replica_id not in self._met:
-                self._end_together(replica, left)
-            return
-        was_lent = self.loan.is_swapped_in
-        self.loan.swap_out()
-        if was_lent:
-            mark_synced(self.loan.parameters.variables)
+            loan.swap_in(NO_REPLICA)
+        else:
+            function = raw_step(type(optimizer))
+            for replica_id in range(1, self.replicas.num_replicas):
+                loan.swap_in(replica_id)
+                with using(self.replicas.devices[replica_id]):
+                    function(optimizer, *args, **kwargs)
+                loan.swap_out()
+            loan.swap_in(0)
+        result = step(optimizer, *args, **kwargs)
+        loan.is_begun = False
+        loan.swap_out()
+        mark_synced(loan.parameters.variables)
         self.runner.unfinished = self.runner.running is not None
+        return result
 
-    def _end_whole(self) -> None:
-        self.loan.step = None
-        for variable in self.loan.parameters.variables:
+    def _step_mirrored_params(self, step: Step, args: Any, kwargs: Any, closure: Any) -> Any:
+        """Makes a step on the mirrored parameters, and copies its result to all replicas."""
+        loan, workers = self.loan, self.replicas.workers
+        if closure is not None and workers.is_multi_process:
+
+            def whole() -> Any:
+                return whole_loss(self.replicas, closure(), workers.weight)
+
+            args, kwargs = _with_closure(args, kwargs, whole)
+        loan.refresh(only_first=True, is_whole=True)
+        loan.is_begun = True
+        result = step(loan.optimizer, *args, **kwargs)
+        loan.is_begun = False
+        for variable in loan.parameters.variables:
             variable.broadcast()
         self.states.shared.seen = True
-        self.loan.refresh(only_first=True, is_whole=True)
-        self._on_mirrored_params = False
+        loan.refresh(only_first=True, is_whole=True)
+        return result
+
+    # A step that has raised
 
     def recover(self) -> None:
-        """Takes back from a step of the same replica, or of the cross context, that raised."""
+        """Ends a step of the same replica, or of the cross-replica context, that has raised."""
         replica = replica_of(self.replicas)
         if replica is not None:
             if self.loan in replica.lent:
                 replica.lent.remove(self.loan)
                 self.loan.swap_out()
             return
-        self._on_mirrored_params, self.loan.step = False, None
         if self.runner.running is None and (self.loan.is_swapped_in or self.runner.unfinished):
             self.runner.recover()
 
     def end_failed(self, error: BaseException) -> None:
-        """Takes back from a step that has raised; notes on the error what that may have left."""
+        """Ends a step that has raised; a note on the error says what the step may have left."""
         was_begun, self.loan.is_begun = self.loan.is_begun, False
         replica = replica_of(self.replicas)
         if was_begun:
@@ -304,10 +307,10 @@ class MirroredOptimizer:
             add_note(error, _AS_THE_FIRST)
         self.recover()
 
-    # What it is asked between steps
+    # Between steps
 
     def options(self) -> Options:
-        """Returns the options of the optimizer's groups, as the current replica has left them."""
+        """Returns the options of the optimizer's groups, as the current replica sees them."""
         optimizer = self._optimizer()
         return [] if optimizer is None else options_of(optimizer)
 
@@ -318,18 +321,18 @@ class MirroredOptimizer:
             refuse_different(optimizer, left, "at the end of run")
 
     def clear_gradients(self) -> bool:
-        """Drops the gradients of all parameters, if none is pending; returns whether it did."""
+        """Drops the gradients of all parameters if none is pending; returns whether it did."""
         optimizer, parameters = self._optimizer(), self.loan.parameters
         if optimizer is None or not parameters.are_in(optimizer.param_groups):
             return False
         return self._optimizers.clear(parameters)
 
     def sync_idle(self, source: int, others: Sequence[int]) -> None:
-        """Gives one replica's state to others."""
+        """Copies one replica's state to others."""
         self.states.sync_idle(source, others)
 
     def follow_first(self) -> None:
-        """Takes the optimizer back, and makes the first replica's state that of all."""
+        """Swaps out, and makes the first replica's state that of all."""
         self.loan.force_out()
         self.states.follow_first()
 
@@ -342,3 +345,13 @@ class MirroredOptimizer:
         """Shows the first replica's state to ``see``."""
         self.loan.refresh(only_first=True)
         self.states.show_first(self.loan.parameters.variables, see)
+
+
+def _closure_in(args: Any, kwargs: Any) -> Any:
+    """Returns the closure among the arguments of a step, ``None`` if there is none."""
+    return args[0] if args else kwargs.get("closure")
+
+
+def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a step with another closure."""
+    return (closure, *args[1:]), {k: kwargs[k] for k in kwargs if k != "closure"}

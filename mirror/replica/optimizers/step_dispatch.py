@@ -1,24 +1,23 @@
-"""Whose step it is, when every replica calls ``optimizer.step()`` inside ``run``.
+"""Which replicas make a step, if every replica calls ``optimizer.step()`` inside ``run``.
 
 [Note: Whose step]
-A step may change more than parameters and ``state``: it counts on ``self``, adds to a tensor in a
-group, keeps lists, wraps another optimizer. Only of torch's own classes is it known that it does
-not. So:
+Problem: a step may change more than parameters and ``state``: it counts on ``self``, adds to a
+tensor in a group, keeps lists, wraps another optimizer. Only torch's own classes certainly do not.
 
     class of the optimizer            inside run                       outside
     torch.optim's own                 every replica's, or one for      the same; with closures or
                                       all on one device                hooks: once
     a subclass of these that keeps    the first one's, then the        once
-    only numbers, names and lists     others', unless it has changed
-                                      what it keeps: then once
+    only numbers, names and lists     others', unless the first one
+                                      changed these: then once
     any other, and LBFGS              once                             once
-    with a home of its own: torch's   one, at home                     one, at home; with closures
-    own without hooks                                                  or hooks: once
+    with a parameter device:          one, on that device              one, on that device; with
+    torch's own without hooks                                          closures or hooks: once
     any other there                   once                             once
 
-"Once" is over the mirrored parameters, in the cross-replica context; the others take over what
-has changed (see [Note: Once] in ``once.py``). Over several GPUs that costs a broadcast of the
-parameters; the state stays with the first replica until others look at it.
+"Once" is a step over the mirrored parameters, in the cross-replica context; all replicas get the
+changes (see [Note: Once] in ``merge_call_shared.py``). Over several GPUs that costs a broadcast of
+the parameters; the state stays with the first replica until other replicas read it.
 """
 
 from __future__ import annotations
@@ -32,29 +31,26 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from mirror.base.torch_private import put_hooks_around
+from mirror.base.torch_private import put_hooks_around, step_hooks
 from mirror.devices import random_state
 from mirror.errors import StrategyError
-from mirror.execution.replicas import Replica
-from mirror.replica.optimizers.global_hooks import has_hooks
-from mirror.replica.optimizers.group_options import options_of, refuse_different
-from mirror.replica.optimizers.merge_call_shared import (
-    is_watched,
-    merge_call_shared,
-    watched,
-    wrap_in_subclasses,
-)
-from mirror.replica.optimizers.param_groups import refuse_what_is_not_mirrored, replicas_reached
+from mirror.execution.lifecycle import nothing
+from mirror.replica.optimizers.merge_call_shared import is_watched
 
 _TORCHS = "torch.optim."
-_DECORATORS = 4  # that may stand between a step and the one that it calls
+_DECORATORS = 4  # frames that may lie between a step and the step that it calls
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device),
     *(FunctionType, BuiltinFunctionType, MethodType, range),
 )
-_MOST_VALUES = 1000  # of an optimizer that are compared
-# What torch keeps on an optimizer, and mirror; of no consequence for a step, or known otherwise.
+_MOST_VALUES = 1000  # of an optimizer are compared
+# Attributes that torch and mirror set on an optimizer. They do not matter for a step, or are
+# checked elsewhere.
 _KNOWN = frozenset(
     "state param_groups _mirror _opt_called _optimizer_step_pre_hooks _optimizer_step_post_hooks "
     "_optimizer_state_dict_pre_hooks _optimizer_state_dict_post_hooks "
@@ -63,40 +59,25 @@ _KNOWN = frozenset(
 )
 
 
-def watch_steps(step_by_turns: Callable[..., Any]) -> None:
-    """Has every optimizer class's ``step`` ask here first; call it once.
-
-    Args:
-        step_by_turns: steps an optimizer whose steps may be every replica's.
-    """
-    _by_turns.append(step_by_turns)
-    profile = put_hooks_around
-
-    def profile_watched(step: Callable[..., Any]) -> Callable[..., Any]:
-        # Torch puts its hooks around a step when the first optimizer of a class is made.
-        return _watched_step(profile(step.__wrapped__ if is_watched(step) else step))  # type: ignore[attr-defined]
-
-    Optimizer.profile_hook_step = staticmethod(profile_watched)  # type: ignore[method-assign, assignment]
-    wrap_in_subclasses(Optimizer, "step", _watched_step)
-
-
 @cache
-def _hooked_code() -> Any:
-    """The code of what torch puts around every class's step, to call hooks; all have one."""
+def hooked_code() -> Any:
+    """Returns the code of torch's function around a class's step, which calls hooks."""
     return put_hooks_around(lambda self: None).__code__
 
 
-_by_turns: list[Callable[..., Any]] = []
+@cache
+def _global_hooks() -> tuple[Any, Any]:
+    """Returns torch's dicts of the hooks of all optimizers' steps, before and after a step."""
+    before = register_optimizer_step_pre_hook(nothing)
+    after = register_optimizer_step_post_hook(nothing)
+    before.remove()
+    after.remove()
+    return before.hooks_dict_ref(), after.hooks_dict_ref()
 
 
-def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    return watched(step, _step_in_run, _step_failed)
-
-
-def _step_failed(optimizer: Optimizer, error: BaseException) -> None:
-    mirror: Any = vars(optimizer).get("_mirror")
-    if mirror is not None:
-        mirror.end_failed(error)
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether the user has hooks, which must see the step of all replicas, not of one."""
+    return any(_global_hooks()) or bool(step_hooks(optimizer))
 
 
 def is_torchs_own(kind: type) -> bool:
@@ -116,46 +97,18 @@ def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
 
 
 def raw_step(kind: type) -> Callable[..., Any]:
-    """Returns the class's step without what mirror, and torch's hooks, have put around it."""
+    """Returns the class's step without the wrappers of mirror and of torch's hooks."""
     step: Any = kind.step  # type: ignore[attr-defined]
     # Either may have come first, and ``hooked``, torch's mark, is then on the other.
-    while is_watched(step) or getattr(step, "__code__", None) is _hooked_code():
+    while is_watched(step) or getattr(step, "__code__", None) is hooked_code():
         step = step.__wrapped__
     raw: Callable[..., Any] = step
     return raw
 
 
-def _step_in_run(
-    step: Callable[..., Any], optimizer: Any, context: Replica, args: Any, kwargs: Any
-) -> Any:
-    kind = type(optimizer)
-    if context.tracing is not None:
-        return step(optimizer, *args, **kwargs)
-    _refuse_wrappers(optimizer)
-    is_apart = context.replicas.has_parameter_device
-    if is_torchs_own(kind) and not (is_apart and has_hooks(optimizer)):
-        return step(optimizer, *args, **kwargs)
-    if replicas_reached(optimizer) is not context.replicas:
-        return step(optimizer, *args, **kwargs)
-    if any(lent.is_within_step(sys._getframe()) for lent in context.lent):
-        return step(optimizer, *args, **kwargs)  # a subclass's step has called its base's
-    if not is_apart and _may_step_by_turns(optimizer) and not (args or kwargs):
-        return _by_turns[0](step, optimizer, context)
-    result, _ = merge_call_shared(
-        context,
-        _once(step, context),
-        optimizer,
-        args,
-        kwargs,
-        seen=options_of(optimizer),
-        check=lambda seen: refuse_different(optimizer, seen, "before a step"),
-    )
-    return result
-
-
-def _refuse_wrappers(optimizer: Optimizer) -> None:
-    """Raises if the step of something like an optimizer, but none of torch's kind, steps one."""
-    frame: Any = sys._getframe(3)  # who has called step
+def refuse_wrappers(optimizer: Optimizer) -> None:
+    """Raises StrategyError if an object with ``param_groups`` that is no Optimizer steps one."""
+    frame: Any = sys._getframe(3)  # the caller of step
     for _ in range(_DECORATORS):
         if frame is None:
             return
@@ -177,33 +130,13 @@ def _refuse_wrappers(optimizer: Optimizer) -> None:
         frame = frame.f_back
 
 
-def _may_step_by_turns(optimizer: Optimizer) -> bool:
+def may_step_by_turns(optimizer: Optimizer) -> bool:
     mirror: Any = vars(optimizer).get("_mirror")
     return (
         any(map(is_torchs_own, type(optimizer).__mro__[1:-2]))
         and not (mirror is not None and mirror.steps_once)
         and kept_by(optimizer) is not None
     )
-
-
-def _once(step: Callable[..., Any], context: Replica) -> Callable[..., Any]:
-    """Returns a step over mirrored parameters, in the cross-replica context."""
-
-    def once(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_what_is_not_mirrored(optimizer)
-        evaluates = any(map(callable, (*args, *kwargs.values())))  # forward may draw
-        if evaluates:
-            result = step(optimizer, *args, **kwargs)
-        else:
-            home = context.replicas.devices[0]
-            result = refusing_draws(lambda: step(optimizer, *args, **kwargs), home)
-        mirror = vars(optimizer).get("_mirror")
-        if mirror is not None:
-            context.run.stepped.setdefault(mirror, {})  # its options are compared when run ends
-        return result
-
-    once.__name__ = "step"
-    return once
 
 
 def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
@@ -222,17 +155,17 @@ def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
     return result
 
 
-# What an optimizer keeps besides parameters and state, in a form that can be compared.
+# The values that an optimizer keeps besides parameters and state, in a comparable form.
 
 
 def kept_by(optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """Returns what a step may change besides parameters and state, to be compared.
+    """Returns the values that a step may change besides parameters and state.
 
-    What the optimizer and its groups hold; and of its class, and of what its step refers to
-    outside of itself, what consists of numbers, names and containers of these.
+    These are attributes of the optimizer, options of its groups, attributes of its class, and the
+    free variables and globals of its step: numbers, names and containers of these.
 
     Returns:
-        ``None`` if the optimizer holds anything else.
+        ``None`` if the optimizer or its groups hold anything else.
     """
     own = [value for name, value in vars(optimizer).items() if name not in _KNOWN]
     options = [
@@ -268,7 +201,7 @@ def _around(kind: type) -> Iterator[Any]:
 
 
 def _frozen(value: Any, budget: list[int]) -> Any:
-    """Returns a plain value as one that stays as it is; ``None`` if it is not plain."""
+    """Returns a plain value as an immutable one; ``None`` if it is not plain."""
     budget[0] -= 1
     if budget[0] < 0:
         return None

@@ -140,7 +140,10 @@ class SplitPlan:
         if self._copies is not None:
             is_ready = id(tensor) in self._pinned
             _, tensor = self._pinned.get(id(tensor), (tensor, tensor))
-        part = self.rows(tensor, replica_id) if self.is_batched(tensor) else tensor
+        shape = tensor.shape
+        part = tensor
+        if len(shape) > 0 and shape[0] == self.num_examples:
+            part = tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
         if self._copies is None or part.device == device:
             return part.to(device)
         if is_ready or (_is_pinnable(part) and not part.is_pinned()):
@@ -190,9 +193,11 @@ class ReplicaArgs:
         Args:
             names: the names of the positional parameters.
         """
-        own = [self.part_of(value) for value in args]
+        own = list(map(self.part_of, args))
         if _COUNT in names and names.index(_COUNT) < len(own):
             own[names.index(_COUNT)] = self._share(args[names.index(_COUNT)])
+        if not kwargs:
+            return tuple(own), kwargs
         return tuple(own), {key: self._part_of_entry(key, value) for key, value in kwargs.items()}
 
     def part_of(self, value: Any) -> Any:

@@ -63,12 +63,12 @@ def trains(place, make, no_sync=False):
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize("make", [of_one_kind, of_two_kinds])
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_late_sparse_gradients_stay_sparse(crew, way, make, no_sync):
+def test_late_sparse_gradients_stay_sparse(worker_pool, way, make, no_sync):
     program = partial(trains, make=make, no_sync=no_sync)
-    assert_as_one_device(crew, program, (1, 2), way, tolerance=3e-6)
+    assert_as_one_device(worker_pool, program, (1, 2), way, tolerance=3e-6)
 
 
-def test_late_sparse_gradients_in_one_bucket(crew):
+def test_late_sparse_gradients_in_one_bucket(worker_pool):
     options = mirror.CommunicationOptions()
     program = partial(trains, make=of_two_kinds)
-    assert_as_one_device(crew, program, (2, 1), 3, communication_options=options)
+    assert_as_one_device(worker_pool, program, (2, 1), 3, communication_options=options)

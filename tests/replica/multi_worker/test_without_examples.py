@@ -57,16 +57,16 @@ def trains(place, loss, make=Experts, no_sync=False):
 
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_layers_that_no_example_chooses(crew, loss, way):
-    assert_as_one_device(crew, partial(trains, loss=loss), (1, 1), way, SIZES)
+def test_layers_that_no_example_chooses(worker_pool, loss, way):
+    assert_as_one_device(worker_pool, partial(trains, loss=loss), (1, 1), way, SIZES)
 
 
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize("options", [{"make": partial(Experts, sparse=True)}, {"no_sync": True}])
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
-def test_layers_that_no_example_chooses_among_more_replicas(crew, counts, options, way):
+def test_layers_that_no_example_chooses_among_more_replicas(worker_pool, counts, options, way):
     program = partial(trains, loss="mean", **options)
-    assert_as_one_device(crew, program, counts, way, SIZES)
+    assert_as_one_device(worker_pool, program, counts, way, SIZES)
 
 
 def trains_from_a_dataset(place, loss, make):
@@ -90,9 +90,9 @@ def trains_from_a_dataset(place, loss, make):
 
 @pytest.mark.parametrize("make", [net, Experts])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_batches_of_a_distributed_dataset(crew, loss, make):
+def test_batches_of_a_distributed_dataset(worker_pool, loss, make):
     program = partial(trains_from_a_dataset, loss=loss, make=make)
-    assert_as_one_device(crew, program, (1, 2), sizes=SIZES)
+    assert_as_one_device(worker_pool, program, (1, 2), sizes=SIZES)
 
 
 def asks_for_gradients(place):
@@ -105,5 +105,5 @@ def asks_for_gradients(place):
         place.kept += torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
 
-def test_autograd_grad_of_a_loss_that_depends_on_no_parameter(crew):
-    assert_as_one_device(crew, asks_for_gradients, (1, 1), 1, SIZES)
+def test_autograd_grad_of_a_loss_that_depends_on_no_parameter(worker_pool):
+    assert_as_one_device(worker_pool, asks_for_gradients, (1, 1), 1, SIZES)

@@ -1,0 +1,269 @@
+"""The one place where ``optimizer.step()`` is intercepted: a wrapper around each class's ``step``.
+
+Torch has hooks before and after a step, but only a wrapper sees arguments, result and error in one
+frame. So mirror registers no hooks, and those of the user run inside the wrapper. From the call
+inwards:
+
+    optimizer.step(closure)
+    1. ``wrapper``         a step of the same optimizer that is in progress: calls the method
+    2. ``_step_in_run``    inside ``run``: one step for all replicas, or a step of each replica
+    3. ``_step``           begins the time of the step; finds the ``MirroredOptimizer``
+    4. ``MirroredOptimizer`` swaps in the parameters of one replica: [Note: Lending an optimizer]
+    5. torch               the user's hooks, global ones first
+    6. the class's step    over the ordinary parameters of one replica
+
+and outwards: the user's hooks, the shared groups return, the time of the step ends. A step that
+raises takes the same way out, so the optimizer is never left with one replica's parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from mirror.base.dynamo import (
+    disable_and_suspend,
+    disable_dynamo,
+    resume_dynamo,
+    suspend_dynamo,
+)
+from mirror.base.timeline import OPTIMIZER
+from mirror.base.torch_private import put_hooks_around, wrap_once
+from mirror.execution.current_replica import current, refuse_within_another
+from mirror.execution.replicas import Replica, Replicas
+from mirror.execution.step_ends import step_ends
+from mirror.replica.gradients.backward_interceptor import lane_here
+from mirror.replica.gradients.non_finite import only_replicas, refuse_step
+from mirror.replica.gradients.unmirrored import check_step
+from mirror.replica.optimizers.created_in_run import watch_making
+from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
+from mirror.replica.optimizers.group_options import options_of, refuse_different
+from mirror.replica.optimizers.lr_schedulers import watch_schedulers
+from mirror.replica.optimizers.merge_call_shared import (
+    is_watched,
+    mark_watched,
+    merge_call_shared,
+    wrap_in_subclasses,
+)
+from mirror.replica.optimizers.mirrored_optimizer import MirroredOptimizer
+from mirror.replica.optimizers.optimizer_registry import optimizers_of
+from mirror.replica.optimizers.param_groups import (
+    ParamGroupsView,
+    refuse_what_is_not_mirrored,
+    replicas_in,
+    replicas_reached,
+)
+from mirror.replica.optimizers.step_dispatch import (
+    has_hooks,
+    hooked_code,
+    is_torchs_own,
+    may_step_by_turns,
+    refuse_wrappers,
+    refusing_draws,
+)
+
+Step = Callable[..., Any]
+
+
+class _Installed:
+    """What has been installed in torch, once for the process.
+
+    Attributes:
+        wrapper: whether the classes' steps are wrapped.
+        mirroring: whether a strategy has mirrored optimizers; else steps are only timed.
+        hooked_code: the code of torch's function around a step, which calls hooks.
+    """
+
+    wrapper = mirroring = False
+    hooked_code: Any = None
+
+
+_lock = threading.Lock()
+
+
+def watch_optimizer_steps(*, are_mirrored: bool) -> None:
+    """Wraps the step of every optimizer class, once; and what else mirrored optimizers need."""
+    with _lock:
+        if not _Installed.wrapper:
+            _Installed.wrapper = True
+            put_hooks = put_hooks_around
+            _Installed.hooked_code = hooked_code()
+
+            def hook_and_wrap(step: Step) -> Step:
+                # Torch puts its hooks around a step when the first optimizer of a class is made.
+                return _wrap(put_hooks(step.__wrapped__ if is_watched(step) else step))  # type: ignore[attr-defined]
+
+            Optimizer.profile_hook_step = staticmethod(hook_and_wrap)  # type: ignore[method-assign, assignment]
+            wrap_in_subclasses(Optimizer, "step", _wrap)
+        if are_mirrored and not _Installed.mirroring:
+            _Installed.mirroring = True
+            wrap_once(Optimizer, "zero_grad", _clearing_at_once)
+            watch_making()
+            watch_schedulers()
+            watch_torchs_scaler()
+
+
+def _wrap(step: Step) -> Step:
+    @disable_and_suspend
+    @functools.wraps(step)
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        before, replica = current.stepping, current.replica
+        if self in before:  # a subclass's step has called its base's
+            return step(self, *args, **kwargs)
+        try:
+            current.stepping = (*before, self)
+            if replica is None or not replica.replicas.mirrors:
+                return _step(step, self, replica, args, kwargs)
+            hold = suspend_dynamo()
+            try:
+                return _step_in_run(step, self, replica, args, kwargs)
+            finally:
+                resume_dynamo(hold)
+        except BaseException as error:
+            mirror: MirroredOptimizer | None = vars(self).get("_mirror")
+            if mirror is not None:
+                mirror.end_failed(error)
+            raise
+        finally:
+            current.stepping = before
+
+    return mark_watched(wrapper)
+
+
+def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
+    """Makes a step that one replica has called. See [Note: Whose step]."""
+    if context.tracing is not None:
+        return _step(step, optimizer, context, args, kwargs)
+    refuse_wrappers(optimizer)
+    is_apart = context.replicas.has_parameter_device
+    is_own = is_torchs_own(type(optimizer)) and not (is_apart and has_hooks(optimizer))
+    if is_own or replicas_reached(optimizer) is not context.replicas:
+        return _step(step, optimizer, context, args, kwargs)
+    if context.lent and len(current.stepping) > 1:  # a step of one replica has called this one
+        return _step(step, optimizer, context, args, kwargs)
+    if not is_apart and may_step_by_turns(optimizer) and not (args or kwargs):
+        mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
+        if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
+            mirror = _mirror_of(optimizer, context.replicas)
+        return mirror.step_leader_first(partial(_step, step, optimizer, context, (), {}), context)
+    result, _ = merge_call_shared(
+        context,
+        _once(step, context),
+        optimizer,
+        args,
+        kwargs,
+        seen=options_of(optimizer),
+        check=lambda seen: refuse_different(optimizer, seen, "before a step"),
+    )
+    return result
+
+
+def _once(step: Step, context: Replica) -> Step:
+    """Returns a step over mirrored parameters, in the cross-replica context."""
+
+    def once(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_what_is_not_mirrored(optimizer)
+        own_step = partial(_step, step, optimizer, None, args, kwargs)
+        if any(map(callable, (*args, *kwargs.values()))):  # forward may draw
+            result = own_step()
+        else:
+            result = refusing_draws(own_step, context.replicas.devices[0])
+        mirror = vars(optimizer).get("_mirror")
+        if mirror is not None:
+            context.run.stepped.setdefault(mirror, {})  # its options are compared when run ends
+        return result
+
+    once.__name__ = "step"
+    return once
+
+
+def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs: Any) -> Any:
+    """Makes one step, of one replica or in the cross-replica context, and measures its time."""
+    # Torch's constructor puts hooks around the step. A wrapper of another optimizer that does not
+    # call it steps that one, which is found there.
+    has_hooks_around = getattr(step, "__code__", None) is _Installed.hooked_code
+    if only_replicas and has_hooks_around:
+        refuse_step(optimizer)
+    timeline, lane = lane_here()
+    if timeline is not None:
+        timeline.begin(lane, OPTIMIZER, f"{type(optimizer).__name__}.step")
+    try:
+        mirror = None
+        # While a step is traced, the tracer has swapped in the parameters.
+        is_traced = replica is not None and replica.tracing is not None
+        if _Installed.mirroring and has_hooks_around and not is_traced:
+            mirror = _find_mirror(optimizer, replica)
+        if mirror is None:
+            result = step(optimizer, *args, **kwargs)
+        else:
+            hold = suspend_dynamo()
+            try:
+                if replica is not None and replica.replicas is mirror.replicas:
+                    result = mirror.step_in_run(step, replica, args, kwargs)
+                else:
+                    result = mirror.step_cross_replica(step, args, kwargs)
+            finally:
+                resume_dynamo(hold)
+    finally:
+        if timeline is not None:
+            timeline.end(lane, OPTIMIZER)
+    if len(current.stepping) == 1:  # no step of another optimizer has called this one
+        step_ends.optimizer_stepped(timeline)
+    return result
+
+
+def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer | None:
+    """Returns the record of an optimizer over mirrored parameters, ``None`` for any other one.
+
+    Raises:
+        StrategyError: its parameters are of two strategies, of a closed one, or of one whose run
+            this is not.
+    """
+    mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
+    if mirror is not None and (replica is None or replica.lent):
+        mirror.recover()
+    if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
+        replicas = replicas_in(optimizer)
+        if replicas is None:
+            check_step(optimizer)
+            return None
+        mirror = _mirror_of(optimizer, replicas)
+    runner = mirror.runner
+    if not runner.is_usable:
+        runner.check_usable()
+    if replica is not None and replica.replicas is not mirror.replicas:
+        refuse_within_another(mirror.replicas, "optimizer.step")
+    return mirror
+
+
+def _mirror_of(optimizer: Optimizer, replicas: Replicas) -> MirroredOptimizer:
+    with _lock:  # replicas that run at once come here at once
+        mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
+        if mirror is None or mirror.replicas is not replicas:
+            # There it lives as long as the optimizer; copies and pickles leave it out.
+            mirror = MirroredOptimizer(optimizer, optimizers_of(replicas))
+            optimizer.__dict__["_mirror"] = mirror
+        mirror.loan.parameters = ParamGroupsView(optimizer.param_groups)
+        return mirror
+
+
+def _clearing_at_once(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a ``zero_grad`` that checks once whether a reduction must be waited for.
+
+    Torch's own goes through the parameters one by one, and every read of ``p.grad`` checks.
+    """
+
+    @disable_dynamo
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        mirror: MirroredOptimizer | None = self.__dict__.get("_mirror")  # since its first step
+        if current.replica is not None and current.replica.tracing is not None:
+            mirror = None
+        if mirror is None or not set_to_none or not mirror.clear_gradients():
+            original(self, set_to_none)
+
+    return zero_grad
