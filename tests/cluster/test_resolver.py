@@ -47,7 +47,7 @@ def test_num_accelerators_are_this_process_own(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda count=count: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         assert own.num_accelerators() == own.num_accelerators("worker", 0) == found
-    with pytest.raises(ClusterError, match="knows its own devices alone; asked for task 1"):
+    with pytest.raises(ClusterError, match="sees only its own devices; got task 1"):
         own.num_accelerators("worker", 1)
 
 

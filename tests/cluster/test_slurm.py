@@ -22,7 +22,7 @@ STEP = {
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch):
-    monkeypatch.setattr(SlurmResolver, "_shared_out", None)
+    monkeypatch.setattr(SlurmResolver, "_assigned", None)
 
 
 def resolver_of(rank, *, given=STEP, **arguments):
