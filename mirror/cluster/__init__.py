@@ -1,4 +1,4 @@
-"""Which cluster this process is in: specs, and resolvers for the launchers that start workers.
+"""The cluster of this process: specs, and resolvers for the launchers that start workers.
 
 ::
 
@@ -6,7 +6,7 @@
     resolver.cluster_spec().num_tasks("worker"), resolver.task_id
     resolver.apply()  # sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for torch.distributed
 
-What a launcher says wrong, or not at all, is a ``ClusterError`` that names the variable.
+A variable that a launcher left out or set wrongly raises ``ClusterError`` with its name.
 """
 
 from typing import TYPE_CHECKING
@@ -35,5 +35,5 @@ __all__ = [
     "UnionResolver",
 ]
 
-if not TYPE_CHECKING:  # to which an unknown name is one
+if not TYPE_CHECKING:  # type checkers still report unknown names
     __getattr__ = names_of("mirror.cluster")

@@ -1,9 +1,9 @@
-"""Lists of hosts and of tasks per node as Slurm writes them.
+"""Slurm's lists of hosts and of tasks per node.
 
 ::
 
     n[1-3,7],m5           n1 n2 n3 n7 m5
-    n[08-10]              n08 n09 n10           as wide as the first number
+    n[08-10]              n08 n09 n10           padded to the width of the first
     rack[0-1]n[1-2]-ib    rack0n1-ib rack0n2-ib rack1n1-ib rack1n2-ib
     2(x3),1               2 2 2 1
 """
@@ -18,7 +18,7 @@ from math import prod
 from mirror.errors import ClusterError, short_repr
 
 MAX_HOSTS = 2**16
-"""More than any cluster has; a range of more is damaged, and would fill the memory."""
+"""More than any cluster has. A longer range is a mistake, and would fill the memory."""
 
 _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9,-]*\])+")
 _PIECE = re.compile(r"\[([0-9,-]*)\]|([^\[\]]+)")
@@ -27,30 +27,30 @@ _TASKS = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Returns the hosts of a list, in its order, those that come twice twice; none for ``""``.
+    """Returns the hosts of a list in its order, with repetitions; ``""`` has none.
 
     Raises:
-        ClusterError: it is no such list, or one of more than ``MAX_HOSTS``.
+        ClusterError: the text is not such a list, or has more than ``MAX_HOSTS`` hosts.
     """
     hosts: list[str] = []
     for part in _parts(hostlist) if hostlist else ():
         if not _HOST.fullmatch(part):
-            raise _no_hostlist(hostlist, f"{short_repr(part)} is no host")
+            raise _hostlist_error(hostlist, f"{short_repr(part)} is no host")
         choices = [
             [literal] if literal else _numbers(hostlist, ranges)
             for ranges, literal in _PIECE.findall(part)
         ]
         if len(hosts) + prod(map(len, choices)) > MAX_HOSTS:
-            raise _no_hostlist(hostlist, f"it is of more than {MAX_HOSTS} hosts")
+            raise _hostlist_error(hostlist, f"it is of more than {MAX_HOSTS} hosts")
         hosts += map("".join, product(*choices))
     return hosts
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Returns the numbers of tasks on the nodes of a list, in its order.
+    """Returns the number of tasks on each node of a list, in its order.
 
     Raises:
-        ClusterError: it is no such list, or one of more than ``MAX_HOSTS`` nodes.
+        ClusterError: the text is not such a list, or has more than ``MAX_HOSTS`` nodes.
     """
     counts: list[int] = []
     for part in tasks_per_node.split(","):
@@ -66,34 +66,34 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 
 
 def _parts(hostlist: str) -> Iterator[str]:
-    """The text between commas that are not inside brackets."""
+    """Yields the texts between commas that are not inside brackets."""
     begin = depth = 0
     for i, character in enumerate(hostlist):
         depth += (character == "[") - (character == "]")
         if depth not in (0, 1):
-            raise _no_hostlist(hostlist, "its brackets do not pair up")
+            raise _hostlist_error(hostlist, "its brackets do not pair up")
         if character == "," and depth == 0:
             yield hostlist[begin:i]
             begin = i + 1
     if depth:
-        raise _no_hostlist(hostlist, "its brackets do not pair up")
+        raise _hostlist_error(hostlist, "its brackets do not pair up")
     yield hostlist[begin:]
 
 
 def _numbers(hostlist: str, ranges: str) -> list[str]:
-    """What stands in brackets, as texts of the width that they are to have."""
-    found = []
+    """Returns the numbers of the ranges in brackets, as texts, with their leading zeros."""
+    texts = []
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not 0 <= last - first < MAX_HOSTS:
-            raise _no_hostlist(hostlist, f"{short_repr(part)} is no range of numbers")
+            raise _hostlist_error(hostlist, f"{short_repr(part)} is no range of numbers")
         width = len(match[1]) if match else 0
-        found.append([str(number).zfill(width) for number in range(first, last + 1)])
-    return list(chain.from_iterable(found))
+        texts.append([str(number).zfill(width) for number in range(first, last + 1)])
+    return list(chain.from_iterable(texts))
 
 
-def _no_hostlist(hostlist: str, reason: str) -> ClusterError:
+def _hostlist_error(hostlist: str, reason: str) -> ClusterError:
     return ClusterError(
         f"a list of hosts is written like 'n[01-03,7],m5'; got {short_repr(hostlist)}: {reason}"
     )

@@ -1,4 +1,4 @@
-"""Which launcher has started this process: the resolver that fits its environment."""
+"""Detection of the launcher that started this process, by its environment variables."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from mirror.cluster.torchrun import TorchrunResolver
 from mirror.cluster.variables import EnvironmentVariables
 
 
-def _torchrun(told: EnvironmentVariables) -> bool:
-    is_pod = told.first("PET_NODE_RANK") is not None and told.first("LOCAL_RANK") is None
-    return told.first("RANK") is not None and not is_pod
+def _torchrun(env: EnvironmentVariables) -> bool:
+    is_pod = env.first("PET_NODE_RANK") is not None and env.first("LOCAL_RANK") is None
+    return env.first("RANK") is not None and not is_pod
 
 
-def _kubernetes(told: EnvironmentVariables) -> bool:
-    return told.first("PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None
+def _kubernetes(env: EnvironmentVariables) -> bool:
+    return env.first("PET_NODE_RANK", "JOB_COMPLETION_INDEX") is not None
 
 
-# In the order in which they count. torchrun is often started by one of the others, for which its
-# processes have the variables, too; Jobs of Kubernetes have an index whoever uses it.
+# In order of precedence. The other launchers often start torchrun, and then its processes have
+# their variables as well. In a Kubernetes Job, every container has an index, used or not.
 _LAUNCHERS: dict[str, Callable[[EnvironmentVariables], bool]] = {
     "torchrun": _torchrun,
-    "TF_CONFIG": lambda told: "TF_CONFIG" in told.environ,
-    "Slurm": lambda told: told.first("SLURM_PROCID") is not None,
+    "TF_CONFIG": lambda env: "TF_CONFIG" in env.environ,
+    "Slurm": lambda env: env.first("SLURM_PROCID") is not None,
     "Kubernetes": _kubernetes,
-    "torchrun, without RANK": lambda told: told.first("WORLD_SIZE") is not None,
+    "torchrun, without RANK": lambda env: env.first("WORLD_SIZE") is not None,
 }
 
 
 def launchers(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the names of those whose variables are set, the one that counts first."""
-    told = EnvironmentVariables(environ)
-    found = [name for name, is_there in _LAUNCHERS.items() if is_there(told)]
-    return [name for name in found if name == found[0] or "," not in name]
+    """Returns the launchers with variables in the environment, in order of precedence."""
+    env = EnvironmentVariables(environ)
+    names = [name for name, is_set in _LAUNCHERS.items() if is_set(env)]
+    return [name for name in names if name == names[0] or "," not in name]
 
 
 def resolver_of(launcher: str, environ: MutableMapping[str, str] | None = None) -> ClusterResolver:
-    """Returns the resolver for a launcher, which leaves the environment as it is.
+    """Returns the resolver for a launcher; it does not change the environment.
 
     Raises:
-        ClusterError: what the launcher has set is wrong.
+        ClusterError: a variable of the launcher is wrong.
     """
     if launcher == "TF_CONFIG":
         return TFConfigResolver(environ=environ)

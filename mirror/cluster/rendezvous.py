@@ -1,12 +1,12 @@
-"""Rendezvous: as whom, and where, a worker meets the others; and the rule who has which rank.
+"""Rendezvous: the rank of a worker, and the address where all workers connect.
 
 [Note: Ranks]
-The ranks of the workers are TensorFlow's: the task of job ``chief``, where there is one, has rank
-0, and the tasks of job ``worker`` follow in the order of their indices; without a chief worker 0
-is it. Rank 0 is where all others meet, and who writes files. A task of job ``evaluator`` takes no
-part: it is a cluster of its own. A task of job ``ps`` has no rank, nor has one of another name.
-A job with gaps has no ranks: nobody can tell whether there are tasks that the spec leaves out, for
-which is what a sparse one is made, and a wrong number of workers is a wait without an end.
+Ranks are assigned as in TensorFlow. The task of job ``chief`` has rank 0, and the tasks of job
+``worker`` follow in the order of their indices; without a chief, worker 0 has rank 0. All workers
+connect to rank 0, and it writes files. A task of job ``evaluator`` is a cluster by itself. Tasks
+of job ``ps`` and of unknown jobs have no rank. If a job has gaps in its indices, no rank is
+assigned: a sparse spec may leave out tasks, and with a wrong number of workers the rendezvous
+would never end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ _HOST = re.compile(r"[A-Za-z0-9_.%:-]+")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """As whom, and where, this process meets the others: what torch.distributed wants to know.
+    """The rank of this process and the address of rank 0, for torch.distributed.
 
     Attributes:
-        rank: this process's, from 0.
-        master_address: the host of rank 0, which all others can reach.
-        master_port: rank 0's; 0 where there is one process: any free one.
-        local_rank: this process's among those of its machine; ``None`` where nobody says.
+        rank: of this process, from 0.
+        world_size: the number of workers.
+        master_address: the host of rank 0, as the other workers reach it.
+        master_port: the port of rank 0; 0 (any free port) if there is only one process.
+        local_rank: the rank among the processes of this machine; None if unknown.
+        local_world_size: the number of processes of this machine; None if unknown.
     """
 
     rank: int
@@ -69,12 +71,12 @@ class Rendezvous:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes files."""
+        """Whether this process writes files."""
         return self.rank == 0
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables that say the same to torch.distributed."""
-        found = {
+        """Returns the environment variables of torch.distributed for this rendezvous."""
+        values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
             "LOCAL_RANK": self.local_rank,
@@ -82,38 +84,38 @@ class Rendezvous:
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": self.master_port,
         }
-        return {name: str(value) for name, value in found.items() if value is not None}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def alone() -> Rendezvous:
-    """Returns that of a process which has no others to meet."""
+def single_process() -> Rendezvous:
+    """Returns the rendezvous of a process without other workers."""
     return Rendezvous(0, 1, LOCALHOST, 0, 0, 1)
 
 
 def rendezvous_of(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> Rendezvous:
-    """Returns that of a task. See [Note: Ranks].
+    """Returns the rendezvous of a task; see [Note: Ranks].
 
     Raises:
-        ClusterError: the cluster or the task is none whose workers have ranks.
+        ClusterError: the cluster's workers, or the task, have no rank.
     """
     if not spec:
-        return alone()
-    workers = _workers(spec)
+        return single_process()
+    workers = _ranked_tasks(spec)
     if not workers:
         raise ClusterError("the cluster has neither a chief nor workers")
     if task_type is None or task_id is None:
         raise ClusterError(
-            f"the cluster has {len(workers)} workers, and nobody says which of them this process "
-            "is; give task_type and task_id"
+            f"the cluster has {len(workers)} workers, and this process's task is unknown; pass "
+            "task_type and task_id"
         )
-    if task_type != "evaluator" or "evaluator" in spec.jobs:  # which may be left out
-        spec.task_address(task_type, task_id)  # there is such a task
+    if task_type != "evaluator" or "evaluator" in spec.jobs:  # specs may omit the evaluator
+        spec.task_address(task_type, task_id)  # raises if there is no such task
     if task_type == "ps":
         raise ClusterError(
-            "a task of job 'ps' is a parameter server, which is no worker and has no rank"
+            "a task of job 'ps' is a parameter server, which is not a worker and has no rank"
         )
     if task_type == "evaluator":
-        return alone()
+        return single_process()
     tasks = [task for task, _ in workers]
     rank = tasks.index((task_type, task_id))
     hosts = [split_address(address)[0] if address else None for _, address in workers]
@@ -121,25 +123,25 @@ def rendezvous_of(spec: ClusterSpec, task_type: str | None, task_id: int | None)
     if first[1] is None and len(workers) > 1:
         job, index = tasks[0]
         raise ClusterError(
-            f"task {index} of job {job!r} has rank 0, where all others meet: its address is "
-            f"'host:port'; got {short_repr(workers[0][1])}"
+            f"task {index} of job {job!r} has rank 0, to which all workers connect: its address "
+            f"is 'host:port'; got {short_repr(workers[0][1])}"
         )
-    here = hosts[rank]
+    own = hosts[rank]
     return Rendezvous(
         rank,
         len(workers),
         first[0],
         first[1] or 0,
-        None if here is None else hosts[:rank].count(here),
-        None if here is None else hosts.count(here),
+        None if own is None else hosts[:rank].count(own),
+        None if own is None else hosts.count(own),
     )
 
 
 def split_address(address: str) -> tuple[str, int | None]:
-    """Returns host and port of ``"host:port"``, ``"[::1]:port"``, or of a host alone.
+    """Returns host and port of ``"host:port"``, ``"[::1]:port"``, or of a host without a port.
 
     Raises:
-        ClusterError: it is none of these.
+        ClusterError: the address has another form.
     """
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::(\S*))?", address)
     host = "" if match is None else match[1] or match[2]
@@ -152,8 +154,8 @@ def split_address(address: str) -> tuple[str, int | None]:
     return host, integer(match[3], f"the port of {short_repr(address)}", most=MAX_PORT)
 
 
-def _workers(spec: ClusterSpec) -> list[tuple[tuple[str, int], str]]:
-    """All that have a rank, as ((job, index), address), in the order of their ranks."""
+def _ranked_tasks(spec: ClusterSpec) -> list[tuple[tuple[str, int], str]]:
+    """Returns the tasks that have ranks, as ((job, index), address), in the order of ranks."""
     unknown = [job for job in spec.jobs if job not in JOBS]
     if unknown:
         hint = "; call it 'chief'" if unknown == ["master"] else ""
@@ -169,8 +171,8 @@ def _workers(spec: ClusterSpec) -> list[tuple[tuple[str, int], str]]:
         indices = spec.task_indices(job) if job in spec.jobs else []
         if indices != list(range(len(indices))):
             raise ClusterError(
-                f"the tasks of job {job!r} are numbered from 0 without gaps where they train "
-                f"together; got {short_repr(indices)}; name all of them"
+                f"the tasks of job {job!r} must be numbered from 0 without gaps to train; "
+                f"got {short_repr(indices)}; name all of them"
             )
         workers += [((job, index), spec.task_address(job, index)) for index in indices]
     return workers

@@ -1,4 +1,4 @@
-"""ClusterResolver: who says which cluster this process is in, and as whom."""
+"""ClusterResolver: the base class of resolvers, which find this process's cluster and task."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class ClusterResolver(ABC):
-    """Says which cluster this process is in, as ``tf.distribute.cluster_resolver`` does.
+    """Returns the cluster and the task of this process, as ``tf.distribute.cluster_resolver``.
 
-    What it says is read anew each time it is asked. ``task_type`` (the job), ``task_id`` (the
-    index in it) and ``rpc_layer`` (what stands before addresses in ``master()``) can be set, and
-    then count instead of what was found. A class of your own has ``cluster_spec()`` at least.
+    Each call reads the source again. ``task_type`` (the job), ``task_id`` (the index in it) and
+    ``rpc_layer`` (the protocol in ``master()``) can be set; then they replace the values that were
+    found. A subclass must implement ``cluster_spec()``.
     """
 
     _task_type: str | None = None
@@ -30,11 +30,11 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster as it is now; an empty one where this process is alone."""
+        """Returns the current cluster, which is empty if there is only this process."""
 
     @property
     def task_type(self) -> str | None:
-        """The job that this process belongs to; ``None`` where nobody says."""
+        """The job of this process; None if it is unknown."""
         return self._task_type
 
     @task_type.setter
@@ -43,7 +43,7 @@ class ClusterResolver(ABC):
 
     @property
     def task_id(self) -> int | None:
-        """This process's index in its job; ``None`` where nobody says."""
+        """The index of this process in its job; None if it is unknown."""
         return self._task_id
 
     @task_id.setter
@@ -52,7 +52,7 @@ class ClusterResolver(ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that ``master()`` puts before an address; torch.distributed has none."""
+        """The protocol in front of the address in ``master()``; torch.distributed uses none."""
         return self._rpc_layer
 
     @rpc_layer.setter
@@ -61,7 +61,7 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str | None:
-        """The name of the surroundings, for programs that ask for it."""
+        """The name of the environment, for programs that ask for it."""
         return ""
 
     def master(
@@ -70,10 +70,9 @@ class ClusterResolver(ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, by default this process's; empty where it has none.
+        """Returns the address of a task, by default of this process; "" if that is unknown.
 
-        As TensorFlow has it: the name is older than rank 0, whose address is
-        ``rendezvous().master_address``.
+        The name is TensorFlow's. The address of rank 0 is ``rendezvous().master_address``.
         """
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -85,65 +84,65 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> Mapping[str, int]:
-        """Returns how many devices of which type this process sees: ``{"GPU": 4}`` or ``{}``.
+        """Returns the number of devices that this process sees: ``{"GPU": 4}`` or ``{}``.
 
         Raises:
-            ClusterError: asked for another task, whose devices are not known here.
+            ClusterError: the arguments are those of another task.
         """
-        for asked, own in ((task_type, self.task_type), (task_id, self.task_id)):
-            if asked is not None and asked != own:
+        for argument, own in ((task_type, self.task_type), (task_id, self.task_id)):
+            if argument is not None and argument != own:
                 raise ClusterError(
-                    f"this is task {self.task_id} of job {self.task_type!r}, which knows its own "
-                    f"devices alone; asked for task {task_id} of job {task_type!r}"
+                    f"this is task {self.task_id} of job {self.task_type!r}, which sees only its "
+                    f"own devices; got task {task_id} of job {task_type!r}"
                 )
         num_gpus = num_cuda_devices()
         return {"GPU": num_gpus} if num_gpus else {}
 
     def rendezvous(self) -> Rendezvous:
-        """Returns as whom, and where, this process meets the other workers.
+        """Returns this process's rank and the address of rank 0; see [Note: Ranks].
 
         Raises:
-            ClusterError: what was found is wrong, or does not say it. See [Note: Ranks].
+            ClusterError: the source is wrong or incomplete.
         """
         return rendezvous_of(self.cluster_spec(), self.task_type, self.task_id)
 
     def apply(self, environ: MutableMapping[str, str] | None = None) -> Rendezvous:
-        """Sets what torch.distributed reads: RANK, WORLD_SIZE, MASTER_ADDR and the like.
+        """Sets the variables of torch.distributed: RANK, WORLD_SIZE, MASTER_ADDR and others.
 
-        MASTER_ADDR and MASTER_PORT stay as they are where they are set: they are often given by
-        the script that starts all workers.
+        MASTER_ADDR and MASTER_PORT keep their values if they are set, since the script that starts
+        the workers often sets them.
 
         Args:
-            environ: where to set it; ``None`` for this process's environment.
+            environ: the mapping to change; None changes this process's environment.
 
         Returns:
-            What is set then.
+            The rendezvous that the variables now describe.
 
         Raises:
-            ClusterError: another rank, or number of workers, is set already, or what is set is
-                no address; nothing is changed.
+            ClusterError: another rank or number of workers is set already, or the address is
+                invalid; nothing is changed.
         """
         environ = os.environ if environ is None else environ
-        found = self.rendezvous()
+        rendezvous = self.rendezvous()
         port = EnvironmentVariables(environ).integer("MASTER_PORT", most=MAX_PORT)
-        found = replace(
-            found,
-            master_address=environ.get("MASTER_ADDR") or found.master_address,
-            master_port=found.master_port if port is None else port,
+        rendezvous = replace(
+            rendezvous,
+            master_address=environ.get("MASTER_ADDR") or rendezvous.master_address,
+            master_port=rendezvous.master_port if port is None else port,
         )
-        variables = found.variables()
+        variables = rendezvous.variables()
         for name in _IDENTITY:
-            there = environ.get(name, "")
-            if there and name in variables and there != variables[name]:
+            value = environ.get(name, "")
+            if value and name in variables and value != variables[name]:
                 raise ClusterError(
                     f"{type(self).__name__} says {name}={variables[name]}, but the environment "
-                    f"has {name}={there}; let one launcher start the workers, or "
+                    f"has {name}={value}; let one launcher start the workers, or "
                     "use TorchrunResolver"
                 )
         environ.update(variables)
-        return found
+        return rendezvous
 
 
 def with_layer(address: str, rpc_layer: str | None) -> str:
-    """Returns an address with its protocol before it, if there is one."""
+    """Returns an address with its protocol in front, if it has one."""
     return f"{rpc_layer}://{address}" if rpc_layer else address

@@ -1,4 +1,4 @@
-"""SimpleResolver and UnionResolver: clusters that the program itself says, or puts together."""
+"""SimpleResolver and UnionResolver: a cluster from arguments, and the union of clusters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mirror.errors import ClusterTypeError, short_repr
 
 
 class SimpleResolver(ClusterResolver):
-    """Says what it is given, as ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
+    """Returns its arguments, as ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
 
     Args:
         cluster_spec: the whole cluster.
-        master: what ``master()`` returns when it is asked for no task.
-        num_accelerators: what ``num_accelerators()`` returns, for every task.
+        master: the result of ``master()`` without a task.
+        num_accelerators: the result of ``num_accelerators()`` for every task.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class SimpleResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster that was given."""
+        """Returns the argument."""
         return self._cluster_spec
 
     @property
     def environment(self) -> str | None:
-        """The name that was given."""
+        """The argument."""
         return self._environment
 
     def master(
@@ -57,7 +57,7 @@ class SimpleResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, or without one the ``master`` that was given."""
+        """Returns the address of a task; without a task, the argument ``master``."""
         address = self._master
         if task_type is not None and task_id is not None:
             address = self._cluster_spec.task_address(task_type, task_id)
@@ -66,15 +66,15 @@ class SimpleResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> Mapping[str, int]:
-        """Returns what was given, whoever is asked for."""
+        """Returns the argument, for every task."""
         return {} if self._num_accelerators is None else self._num_accelerators
 
 
 class UnionResolver(ClusterResolver):
-    """Puts the clusters of several resolvers together, as TensorFlow's ``UnionResolver``.
+    """Returns the union of the clusters of several resolvers, as TensorFlow's ``UnionResolver``.
 
-    All but the cluster (task, protocol, devices, environment) is the first resolver's, unless it
-    is given here.
+    Task, protocol, devices and environment are those of the first resolver, unless they are
+    arguments.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class UnionResolver(ClusterResolver):
         self._task_id = task_id
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster of all.
+        """Returns the union of all clusters.
 
-        Jobs of one name become one: lists follow each other in the order of the resolvers; where
-        one of them is sparse, all keep their indices.
+        Jobs of the same name are merged. Their lists are concatenated in the order of the
+        resolvers. If one of these jobs is sparse, all tasks keep their indices.
 
         Raises:
-            KeyError: such a job has an index twice.
+            KeyError: a job with indices has one of them twice.
         """
         parts = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         merged: dict[str, list[str] | dict[int, str]] = {}
@@ -113,12 +113,12 @@ class UnionResolver(ClusterResolver):
             if len(lists) == len(named):
                 merged[job] = [address for tasks in lists for address in tasks]
             else:
-                merged[job] = _together(job, named)
+                merged[job] = _merge_by_index(job, named)
         return ClusterSpec(merged)
 
     @property
     def task_type(self) -> str | None:
-        """What was given here, or the first resolver's."""
+        """The argument, or the first resolver's value."""
         return self._resolvers[0].task_type if self._task_type is None else self._task_type
 
     @task_type.setter
@@ -127,7 +127,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """What was given here, or the first resolver's."""
+        """The argument, or the first resolver's value."""
         return self._resolvers[0].task_id if self._task_id is None else self._task_id
 
     @task_id.setter
@@ -136,7 +136,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What was given here, or the first resolver's."""
+        """The argument, or the first resolver's value."""
         return self._rpc_layer or self._resolvers[0].rpc_layer
 
     @rpc_layer.setter
@@ -145,7 +145,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """The first resolver's."""
+        """The first resolver's value."""
         return self._resolvers[0].environment
 
     def master(
@@ -154,9 +154,9 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task in the cluster of all, or the first resolver's master.
+        """Returns the address of a task in the union, or the first resolver's master.
 
-        As in TensorFlow the first resolver's protocol comes before its own master alone.
+        As in TensorFlow, the first resolver's protocol applies only to its own master.
         """
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
@@ -166,11 +166,11 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> Mapping[str, int]:
-        """Returns what the first resolver says."""
+        """Returns the first resolver's result."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
 
-def _together(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:
+def _merge_by_index(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:
     merged: dict[int, str] = {}
     for tasks in parts:
         indexed = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks

@@ -1,4 +1,4 @@
-"""ClusterSpec: which tasks a cluster has, by job, and where they are."""
+"""ClusterSpec: the tasks of a cluster by job, and their addresses."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from mirror.errors import ClusterError, ClusterTypeError, short_repr
 
 MAX_TASKS = 2**20
-"""No job has an index beyond: what says so is damaged, and would be as long a list."""
+"""The limit of task indices; a larger one is a mistake, and would make a list of that length."""
 
 _INDEX = re.compile("[0-9]{1,20}")
 
 
 class ClusterSpec:
-    """A cluster as a set of tasks, which are processes, in jobs, as ``tf.train.ClusterSpec``.
+    """The tasks (processes) of a cluster, grouped in jobs, as ``tf.train.ClusterSpec``.
 
     ::
 
         ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
-        ClusterSpec({"worker": {1: "b:2222"}})        # sparse: nothing is known of the others
+        ClusterSpec({"worker": {1: "b:2222"}})        # sparse: the other tasks are unknown
 
-    Two specs are equal if their jobs have the same addresses under the same indices; so is a dict
-    from job to dict from index to address. A spec never changes, and an empty one is false.
+    Two specs are equal if their jobs have the same addresses under the same indices. A spec also
+    equals a dict from jobs to dicts from index to address. A spec is immutable, and an empty one
+    is false.
 
     Args:
-        cluster: from names of jobs to lists of addresses, or to dicts from index to address.
+        cluster: maps names of jobs to lists of addresses, or to dicts from index to address.
 
     Raises:
-        ClusterError: an index is no number, is beyond ``MAX_TASKS``, or comes twice; and a
-            ClusterTypeError, which is a TypeError, too, where something is of another type.
+        ClusterError: an index is not a number, exceeds ``MAX_TASKS``, or occurs twice.
+        ClusterTypeError: an argument has another type; this is a TypeError as well.
     """
 
     def __init__(
@@ -52,24 +53,25 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns how many tasks a job has; ValueError for an unknown job."""
+        """Returns the number of tasks of a job; raises ValueError for an unknown job."""
         return len(self._tasks_of(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Returns the indices of a job's tasks, in order; ValueError for an unknown job."""
+        """Returns the sorted indices of a job's tasks; raises ValueError for an unknown job."""
         return sorted(self._tasks_of(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Returns the address of a task; ValueError for an unknown job or index."""
+        """Returns the address of a task; raises ValueError for an unknown job or index."""
         tasks = self._tasks_of(job_name)
         if task_index not in tasks:
             raise ClusterError(
-                f"job {job_name!r} has no task {short_repr(task_index)}; it has {_listed(tasks)}"
+                f"job {job_name!r} has no task {short_repr(task_index)}; "
+                f"it has {_index_text(tasks)}"
             )
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of a job by index; where there is no task stands ``None``."""
+        """Returns the addresses of a job by index, and None where there is no task."""
         tasks = self._tasks_of(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
@@ -107,33 +109,33 @@ def _name(job: object) -> str:
 
 
 def _tasks(job: str, tasks: object) -> dict[int, str]:
-    named: Iterable[tuple[object, object]]
+    items: Iterable[tuple[object, object]]
     if isinstance(tasks, (list, tuple)):
-        named = enumerate(tasks)
+        items = enumerate(tasks)
     elif isinstance(tasks, Mapping):
-        named = tasks.items()
+        items = tasks.items()
     else:
         raise ClusterTypeError(
             f"the tasks of job {job!r} are a list of addresses, or a dict from index to address; "
             f"got {short_repr(tasks)}"
         )
-    found: dict[int, str] = {}
-    for key, address in named:
+    addresses: dict[int, str] = {}
+    for key, address in items:
         index = _index(job, key)
         if not isinstance(address, str):
             raise ClusterTypeError(
                 f"the address of task {index} of job {job!r} is a string, 'host:port'; got "
                 f"{short_repr(address)}"
             )
-        if index in found:
+        if index in addresses:
             raise ClusterError(f"job {job!r} has task {index} twice")
-        found[index] = address
-    return found
+        addresses[index] = address
+    return addresses
 
 
 def _index(job: str, key: object) -> int:
     if isinstance(key, str) and _INDEX.fullmatch(key):
-        key = int(key)  # JSON has no other keys
+        key = int(key)  # keys of JSON objects are strings
     if isinstance(key, bool) or not isinstance(key, (int, str)):
         raise ClusterTypeError(
             f"the tasks of job {job!r} are known by integers; got {short_repr(key)}"
@@ -151,7 +153,7 @@ def _as_list(tasks: dict[int, str]) -> list[str] | dict[int, str]:
     return list(in_order.values()) if max(tasks) + 1 == len(tasks) else in_order
 
 
-def _listed(tasks: dict[int, str]) -> str:
+def _index_text(tasks: dict[int, str]) -> str:
     indices = sorted(tasks)
     if not indices:
         return "none"

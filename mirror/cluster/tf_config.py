@@ -1,4 +1,4 @@
-"""TFConfigResolver: the cluster that the environment variable TF_CONFIG describes."""
+"""TFConfigResolver: the cluster in the environment variable TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TFConfigResolver(ClusterResolver):
 
         {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}
 
-    Without it, or without a cluster in it, this process is alone. Nothing in the variable is
-    trusted: whatever is not as it has to be is a ClusterError that says where.
+    Without the variable, or without a cluster in it, there is only this process. Every value is
+    checked: a wrong one raises ClusterError, with its key.
 
     Args:
-        task_type: instead of the variable's, and so the others.
-        environ: read instead of this process's environment.
+        task_type, task_id, rpc_layer, environment: replace the values of the variable.
+        environ: read in place of this process's environment.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TFConfigResolver(ClusterResolver):
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """Returns what stands under ``cluster``."""
+        """Returns the value of ``cluster``."""
         cluster = self._entry("cluster", dict)
         try:
             spec = ClusterSpec(cluster or {})
@@ -67,16 +67,16 @@ class TFConfigResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """What was given, or ``type`` under ``task``."""
+        """The argument, or ``type`` in ``task``."""
         if self._task_type is not None:
             return str(self._task_type)
         task = self._entry("task", dict) or {}
         if "type" not in task:
             return None
-        found = task["type"]
-        if isinstance(found, bool) or not isinstance(found, (str, int)):
-            raise _wrong("task, type", "the name of a job", found)
-        return str(found)
+        job = task["type"]
+        if isinstance(job, bool) or not isinstance(job, (str, int)):
+            raise _type_error("task, type", "the name of a job", job)
+        return str(job)
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -84,7 +84,7 @@ class TFConfigResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """What was given, or ``index`` under ``task``, which may be a number or its digits."""
+        """The argument, or ``index`` in ``task``, which may be a number or a string of digits."""
         if self._task_id is not None:
             return int(self._task_id)
         task = self._entry("task", dict) or {}
@@ -96,7 +96,7 @@ class TFConfigResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What was given, or what stands under ``rpc_layer``."""
+        """The argument, or the value of ``rpc_layer``."""
         return self._entry("rpc_layer", str) if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
@@ -105,7 +105,7 @@ class TFConfigResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """What was given, or what stands under ``environment``."""
+        """The argument, or the value of ``environment``."""
         return self._entry("environment", str) if self._environment is None else self._environment
 
     def master(
@@ -116,8 +116,8 @@ class TFConfigResolver(ClusterResolver):
     ) -> str:
         """Returns the address of a task, by default this process's.
 
-        It is what stands under ``session_master`` where there is such a thing, whoever is asked
-        for, and empty where the cluster has but one task.
+        The result is the value of ``session_master`` for any task, if there is one, and "" if the
+        cluster has only one task.
         """
         session_master: str | None = self._entry("session_master", str)
         if session_master is not None:
@@ -130,26 +130,26 @@ class TFConfigResolver(ClusterResolver):
         if task_type is None or task_id is None:
             raise ClusterError(
                 f"{_NAME} has a cluster, but not which task of it this process is; add "
-                '"task": {"type": "worker", "index": 0}, or give task_type and task_id'
+                '"task": {"type": "worker", "index": 0}, or pass task_type and task_id'
             )
         layer = self.rpc_layer if rpc_layer is None else rpc_layer
         return with_layer(spec.task_address(task_type, task_id), layer)
 
     def _entry(self, key: str, kind: type) -> Any:
-        """What stands under a key: of a type, or ``None`` where nothing does."""
+        """Returns the value of a key after a check of its type, or None if there is none."""
         config = self._config()
-        found = config.get(key)
-        is_nothing = key not in config or (found is None and kind is str)
-        if not is_nothing and not isinstance(found, kind):
-            raise _wrong(key, "a JSON object" if kind is dict else "a string", found)
-        return found
+        value = config.get(key)
+        is_missing = key not in config or (value is None and kind is str)
+        if not is_missing and not isinstance(value, kind):
+            raise _type_error(key, "a JSON object" if kind is dict else "a string", value)
+        return value
 
     def _config(self) -> dict[str, Any]:
         text = self._variables.environ.get(_NAME)
         if text is None:
             return {}
         try:
-            config = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+            config = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
         except ClusterError:
             raise
         except (ValueError, RecursionError) as error:
@@ -161,31 +161,31 @@ class TFConfigResolver(ClusterResolver):
         return config
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = [key for key, count in counts.items() if count > 1]
         raise ClusterError(f"{_NAME} has {short_repr(twice)} more than once in one object")
-    return found
+    return entries
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
-def _index(found: object) -> int:
-    if isinstance(found, str) and _DIGITS.fullmatch(found):
-        found = int(found)
-    if isinstance(found, float) and found.is_integer():
-        found = int(found)
-    what = f"a number from 0 to {MAX_TASKS - 1}"
-    if isinstance(found, bool) or not isinstance(found, (int, float, str)):
-        raise _wrong("task, index", what, found)
-    if not isinstance(found, int) or not 0 <= found < MAX_TASKS:
-        raise ClusterError(f"{_NAME}, task, index: this is {what}; got {short_repr(found)}")
-    return found
+def _index(value: object) -> int:
+    if isinstance(value, str) and _DIGITS.fullmatch(value):
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    rule = f"a number from 0 to {MAX_TASKS - 1}"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise _type_error("task, index", rule, value)
+    if not isinstance(value, int) or not 0 <= value < MAX_TASKS:
+        raise ClusterError(f"{_NAME}, task, index: this is {rule}; got {short_repr(value)}")
+    return value
 
 
-def _wrong(place: str, what: str, found: object) -> ClusterTypeError:
-    return ClusterTypeError(f"{_NAME}, {place}: this is {what}; got {short_repr(found)}")
+def _type_error(key: str, rule: str, value: object) -> ClusterTypeError:
+    return ClusterTypeError(f"{_NAME}, {key}: this is {rule}; got {short_repr(value)}")

@@ -1,4 +1,4 @@
-"""Variables: what a launcher has told this process, by environment variables."""
+"""Reading and checking of the environment variables that a launcher sets."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ _NUMBER = re.compile("[0-9]{1,20}")
 
 
 class EnvironmentVariables:
-    """The environment of this process, or one that is given, read with errors that name names.
+    """Reads environment variables; errors have the names of the variables.
 
-    A variable that is empty counts as one that is not set: shells and manifests make such ones.
+    An empty variable counts as not set, since shells and manifests create empty ones.
+
+    Args:
+        environ: read in place of this process's environment.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        self._given = environ
+        self._environ = environ
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """All of them, as they are now."""
-        return os.environ if self._given is None else self._given
+        """The current variables."""
+        return os.environ if self._environ is None else self._environ
 
     def text(self, *names: str) -> str | None:
-        """Returns the first of several variables that is set; ``None`` where none is."""
+        """Returns the value of the first variable that is set, or None."""
         name = self.first(*names)
         return None if name is None else self.environ[name].strip()
 
     def first(self, *names: str) -> str | None:
-        """Returns the name of the first that is set."""
+        """Returns the name of the first variable that is set, or None."""
         return next((name for name in names if self.environ.get(name, "").strip()), None)
 
     def needed(self, *names: str, why: str) -> str:
-        """Returns the first of several that is set.
+        """Returns the value of the first variable that is set.
 
         Raises:
-            ClusterError: none of them is; says ``why`` one has to be.
+            ClusterError: none is set; the message has the reason ``why`` one is needed.
         """
         text = self.text(*names)
         if text is None:
@@ -49,14 +52,14 @@ class EnvironmentVariables:
         return text
 
     def integer(self, *names: str, least: int = 0, most: int = MAX_PROCESSES) -> int | None:
-        """Returns the first that is set as a number; ClusterError for what is none in range."""
+        """Returns the first variable that is set as a number, or None; checks the range."""
         name = self.first(*names)
         return None if name is None else integer(self.environ[name], name, least=least, most=most)
 
     def needed_integer(
         self, *names: str, why: str, least: int = 0, most: int = MAX_PROCESSES
     ) -> int:
-        """Returns the first that is set as a number; ClusterError also where none is set."""
+        """Returns the first variable that is set as a number; raises ClusterError if none is."""
         number = self.integer(*names, least=least, most=most)
         if number is None:
             raise missing(names, why)
@@ -64,12 +67,12 @@ class EnvironmentVariables:
 
 
 def missing(names: tuple[str, ...], why: str) -> ClusterError:
-    """Returns the error that says none of the variables is set."""
+    """Returns the error that none of the variables is set."""
     return ClusterError(f"{' or '.join(names)} is not set; {why}")
 
 
 def integer(text: str, name: str, *, least: int = 0, most: int = MAX_PROCESSES) -> int:
-    """Returns the number that a text is; ClusterError, with its name, if it is none in range."""
+    """Returns a text as a number; raises ClusterError with ``name`` if it is not in the range."""
     digits = text.strip()
     number = int(digits) if _NUMBER.fullmatch(digits) else -1
     if not least <= number <= most:

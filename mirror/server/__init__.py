@@ -20,5 +20,5 @@ __all__ = [
     "Server",
 ]
 
-if not TYPE_CHECKING:  # to which an unknown name is one
+if not TYPE_CHECKING:  # type checkers still report unknown names
     __getattr__ = names_of("mirror.server")

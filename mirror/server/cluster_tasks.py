@@ -1,7 +1,4 @@
-"""Settings: how the servers and workers of a strategy work.
-
-Tasks: which servers and workers a cluster has, and where they are.
-"""
+"""The settings of servers and workers, and their addresses in a cluster."""
 
 from __future__ import annotations
 
@@ -15,9 +12,17 @@ if TYPE_CHECKING:
     from mirror.cluster.spec import ClusterSpec
 
 
+JOBS = ("chief", "worker", "ps")
+SERVING = {"ps": "server", "worker": "worker"}
+"""The jobs that serve the chief's program, and the names of their actors."""
+
+_MAX_PORT = 65535
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/\s]+):([0-9]{1,5})")
+
+
 @dataclass(frozen=True)
 class Settings:
-    """How a strategy's servers work; see ``ParameterServerStrategy``."""
+    """The arguments of a ``ParameterServerStrategy``; see there."""
 
     num_servers: int
     num_workers: int
@@ -32,23 +37,15 @@ class Settings:
         return self.to_aggregate is not None
 
 
-JOBS = ("chief", "worker", "ps")
-SERVING = {"ps": "server", "worker": "worker"}
-"""The jobs whose tasks serve the chief's program, and what these are called."""
-
-_MAX_PORT = 65535
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/\s]+):([0-9]{1,5})")
-
-
 @dataclass(frozen=True)
 class Tasks:
-    """Addresses of servers and workers, as they are in a cluster."""
+    """The addresses of servers and workers in a cluster."""
 
     servers: tuple[str, ...]
     workers: tuple[str, ...]
 
     def by_name(self) -> dict[str, tuple[str, int]]:
-        """Returns host and port by ``server 0`` and the like."""
+        """Returns host and port by the actor's name, such as ``server 0``."""
         return {
             f"{name} {i}": host_and_port(address)
             for name, own in (("server", self.servers), ("worker", self.workers))
@@ -60,9 +57,9 @@ def tasks_of(cluster: Any) -> Tasks:
     """Returns the tasks of a ClusterSpec, a dict, or a resolver.
 
     Raises:
-        ValueError: jobs of another name, several chiefs, no ps or no worker; an address that is
-            none, or that two tasks have.
-        StrategyError: the resolver says that this process is one of the servers or workers.
+        ValueError: a job has another name, there are several chiefs, no ps or no worker, or an
+            address is invalid or occurs twice.
+        StrategyError: the resolver says that this process is a server or a worker.
     """
     spec = spec_of(cluster)
     counts = {job: spec.num_tasks(job) if job in spec.jobs else 0 for job in JOBS}
@@ -90,8 +87,8 @@ def tasks_of(cluster: Any) -> Tasks:
 
 
 def spec_of(cluster: Any) -> ClusterSpec:
-    """Returns a cluster of parameter servers; ValueError for jobs of another name."""
-    from mirror.cluster.spec import ClusterSpec  # which most programs do without
+    """Returns a cluster's spec; raises ValueError if a job has another name."""
+    from mirror.cluster.spec import ClusterSpec  # imported only by programs with a cluster
 
     spec = ClusterSpec(cluster.cluster_spec() if hasattr(cluster, "cluster_spec") else cluster)
     unknown = [job for job in spec.jobs if job not in JOBS]
@@ -104,7 +101,7 @@ def spec_of(cluster: Any) -> ClusterSpec:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Returns the two; ClusterError for what is no address."""
+    """Returns the two parts of an address; raises ClusterError if it is invalid."""
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if found is None or int(found[2]) > _MAX_PORT:
         raise ClusterError(

@@ -1,4 +1,4 @@
-"""States of optimizers: of pieces, as messages; of whole variables, cut and joined."""
+"""Optimizer states: those of pieces as messages, those of whole variables cut and joined."""
 
 from __future__ import annotations
 
@@ -15,42 +15,47 @@ State = dict[str, Any]
 
 
 def message_of(states: Mapping[int, State]) -> tuple[list[Any], list[Bytes]]:
-    """Returns the states of pieces as what JSON can say and a buffer.
+    """Returns the states of pieces as a list of JSON entries and one buffer.
+
+    An entry is ``[piece, name, [shape, dtype]]`` for a tensor, ``[piece, name, None, value]``
+    for a plain value.
 
     Raises:
-        StrategyError: a state is neither of tensors nor of plain values.
+        StrategyError: a state has values of other types.
     """
-    said: list[Any] = []
+    entries: list[Any] = []
     tensors = []
     for piece, state in states.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
-                said.append([piece, name, [list(value.shape), name_of(value.dtype)]])
+                entries.append([piece, name, [list(value.shape), name_of(value.dtype)]])
                 tensors.append(value)
             elif value is None or isinstance(value, (bool, int, float, str)):
-                said.append([piece, name, None, value])
+                entries.append([piece, name, None, value])
             else:
                 raise StrategyError(
-                    f"an optimizer's state {name!r} is {short_repr(value)}; parameter "
-                    "servers keep "
-                    "tensors, numbers, strings and None"
+                    f"an optimizer's state {name!r} is {short_repr(value)}; parameter servers "
+                    "keep tensors, numbers, strings and None"
                 )
-    return said, [pack(tensors)]
+    return entries, [pack(tensors)]
 
 
-def from_message(said: Sequence[Any], buffers: Sequence[Any]) -> dict[int, State]:
-    """Returns the states of a message, in memory of their own."""
-    specs = [(entry[2][0], dtype_named(entry[2][1])) for entry in said if entry[2] is not None]
+def from_message(entries: Sequence[Any], buffers: Sequence[Any]) -> dict[int, State]:
+    """Returns the states of a message, as copies."""
+    specs = [(entry[2][0], dtype_named(entry[2][1])) for entry in entries if entry[2] is not None]
     tensors = iter(unpack(buffers[0], specs))
     states: dict[int, State] = {}
-    for piece, name, spec, *value in said:
-        found = value[0] if spec is None else next(tensors).clone()
-        states.setdefault(piece, {})[name] = found
+    for piece, name, spec, *value in entries:
+        entry = value[0] if spec is None else next(tensors).clone()
+        states.setdefault(piece, {})[name] = entry
     return states
 
 
 def cut(state: State, shape: tuple[int, ...], rows: Sequence[tuple[int, int]]) -> list[State]:
-    """Returns the states of a variable's pieces: rows of what has its shape, the rest to each."""
+    """Returns the states of a variable's pieces.
+
+    A tensor of the variable's shape is cut into rows; other values go to every piece.
+    """
     if len(rows) == 1:
         return [state]
     return [
@@ -60,10 +65,10 @@ def cut(state: State, shape: tuple[int, ...], rows: Sequence[tuple[int, int]]) -
 
 
 def join(name: str, states: Sequence[State], shapes: Sequence[tuple[int, ...]]) -> State:
-    """Returns a variable's state from those of its pieces.
+    """Returns a variable's state from the states of its pieces.
 
     Raises:
-        StrategyError: something neither has the pieces' shapes nor is the same for all.
+        StrategyError: a value differs between the pieces and does not have their shapes.
     """
     if len(states) == 1:
         return states[0]
@@ -77,8 +82,8 @@ def join(name: str, states: Sequence[State], shapes: Sequence[tuple[int, ...]]) 
             joined[key] = first
         else:
             raise StrategyError(
-                f"the optimizer's state {key!r} of {name} differs between its pieces, and has not "
-                "their shape, so that no whole variable has it; leave out partitioner="
+                f"the optimizer's state {key!r} of {name} differs between its pieces and does not "
+                "have their shape, so the pieces cannot be joined; leave out partitioner="
             )
     return joined
 

@@ -1,7 +1,7 @@
-"""Partitioners: into how many pieces a variable is cut along its first axis, as TensorFlow's.
+"""Partitioners, which cut variables along their first axis, with TensorFlow's numbers of pieces.
 
-A partitioner is a function of a shape and a dtype that returns the number of pieces along every
-axis, all but the first of which are 1; a plain number stands for those along the first.
+A partitioner is a function of a shape and a dtype. It returns the number of pieces along each
+axis, which is 1 for all but the first axis, or only the number for the first axis.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Partitioner = Callable[[Sequence[int], torch.dtype], "Sequence[int] | int"]
 
 @dataclass(frozen=True)
 class FixedShards:
-    """Cuts every variable into so many pieces, or into its rows if these are fewer.
+    """Cuts each variable into ``num_shards`` pieces, or into its rows if it has fewer.
 
     Raises:
-        ValueError: no positive number of pieces.
+        ValueError: the number is not positive.
     """
 
     num_shards: int
@@ -38,11 +38,11 @@ class FixedShards:
 class MinSize:
     """Cuts variables into pieces of at least about ``min_shard_bytes``, up to ``max_shards``.
 
-    A variable of ``b`` bytes has ``ceil(b / min_shard_bytes)`` pieces: the last ones may be
-    smaller, as TensorFlow's are.
+    A variable of ``b`` bytes has ``ceil(b / min_shard_bytes)`` pieces. As in TensorFlow, the last
+    ones may be smaller.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a number is not positive.
     """
 
     min_shard_bytes: int = 256 << 10
@@ -59,10 +59,10 @@ class MinSize:
 
 @dataclass(frozen=True)
 class MaxSize:
-    """Cuts variables into pieces of at most ``max_shard_bytes``, where a row is not larger.
+    """Cuts variables into pieces of at most ``max_shard_bytes``, or of one row if that is larger.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a number is not positive.
     """
 
     max_shard_bytes: int
@@ -85,23 +85,23 @@ class MaxSize:
 def num_pieces(
     partitioner: Partitioner | None, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> int:
-    """Returns into how many pieces a variable is cut; scalars never are.
+    """Returns the number of pieces of a variable, which is 1 for scalars.
 
     Raises:
-        ValueError: the partitioner cuts along another axis, or returns no such numbers.
+        ValueError: the partitioner cuts along another axis, or returns invalid numbers.
     """
     if partitioner is None or not shape:
         return 1
-    found = partitioner(torch.Size(shape), dtype)
-    counts = [found, *[1] * (len(shape) - 1)] if isinstance(found, int) else found
+    result = partitioner(torch.Size(shape), dtype)
+    counts = [result, *[1] * (len(shape) - 1)] if isinstance(result, int) else result
     if not isinstance(counts, Sequence) or not all(_is_int(n) and int(n) >= 1 for n in counts):
         raise ValueError(
             f"a partitioner returns the number of pieces along every axis, integers from 1 on; "
-            f"for {name} of shape {tuple(shape)} it has returned {short_repr(found)}"
+            f"for {name} of shape {tuple(shape)} it has returned {short_repr(result)}"
         )
     if len(counts) != len(shape) or any(n != 1 for n in counts[1:]):
         raise ValueError(
-            f"variables are cut along their first axis alone, so a partitioner returns "
+            f"variables are cut along their first axis only, so a partitioner returns "
             f"[n{', 1' * (len(shape) - 1)}] for {name} of shape {tuple(shape)}; it has returned "
             f"{list(counts)}"
         )

@@ -1,15 +1,16 @@
-"""Tokens: what stands in a pickle for things that every process has its own of.
+"""Pickles of steps, with persistent ids in place of objects that every process has.
 
-[Note: Tokens]
-A step that goes to a worker holds the user's model and optimizer: by name, in a closure, as
-attributes of a trainer. In its pickle a token stands in the place of each, ``("module", 3)``, and
-the worker has its own module under that name; so no step carries weights, and what a step returns
-may name the model, too. What is no token goes by value. A module or a large tensor among that is
-probably a mistake (a model made outside of the scope): its name is warned of.
+[Note: Persistent ids]
+A step refers to the user's model and optimizer: as globals, in a closure, as attributes of a
+trainer. Its pickle has a persistent id for each, such as ``("module", 3)``, and the worker
+replaces the id by its own module. So a step carries no weights, and its result may refer to the
+model as well. All other objects are pickled by value. A module or a large tensor among these is
+probably a mistake (a model that was created outside the scope), and a warning names it.
 
-Functions of the main module, and those inside others, travel by value with the globals they use,
-which needs cloudpickle. One of an imported module is found there by its name, and would see
-globals of its own; so if that module has one of our things among its globals, it goes by value.
+cloudpickle pickles functions of the main module and nested functions by value, with the globals
+that they use. It pickles a function of an imported module by name, and on the worker that function
+would use the worker's globals. So if that module has a model or optimizer of the strategy among
+its globals, its functions are pickled by value too.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _pickler() -> type[pickle.Pickler]:
     library = _cloudpickle()
     base: Any = pickle.Pickler if library is None else library.Pickler
 
-    class Tokens(base):  # type: ignore[misc]
-        """A pickler that asks of everything whether there is a token for it."""
+    class PersistentIdPickler(base):  # type: ignore[misc]
+        """A pickler that asks ``find`` for the persistent id of each object."""
 
         def __init__(self, file: io.BytesIO, find: Find) -> None:
             super().__init__(file, protocol=5)
@@ -53,7 +54,7 @@ def _pickler() -> type[pickle.Pickler]:
         def persistent_id(self, thing: Any) -> PersistentId | None:
             return self._find(thing)
 
-    return Tokens
+    return PersistentIdPickler
 
 
 class _Unpickler(pickle.Unpickler):
@@ -63,10 +64,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(thing: Any, find: Find) -> bytes:
-    """Returns a pickle with tokens, where ``find`` returns one.
+    """Returns a pickle, with persistent ids for the objects that ``find`` has one for.
 
     Raises:
-        Exception: whatever pickle raises; and what ``find`` does.
+        Exception: any error of pickle, or of ``find``.
     """
     file = io.BytesIO()
     pickler: Any = _pickler()
@@ -75,15 +76,15 @@ def dump(thing: Any, find: Find) -> bytes:
 
 
 def load(data: Any, thing_of: Callable[[PersistentId], Any]) -> Any:
-    """Returns what was pickled, with what ``thing_of`` returns for each token."""
+    """Returns the pickled object; ``thing_of`` returns the object for each persistent id."""
     return _Unpickler(io.BytesIO(bytes(data)), thing_of).load()
 
 
 def dump_step(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], find: Find) -> bytes:
-    """Returns a step's pickle.
+    """Returns the pickle of a step.
 
     Raises:
-        StepError: something in it cannot be pickled, which is named.
+        StepError: an object in it cannot be pickled; the message names the object.
     """
     with _by_value(fn, find):
         try:
@@ -91,18 +92,18 @@ def dump_step(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], find
         except (StepError, ValueError):
             raise
         except Exception as error:
-            raise StepError(_what_fails(fn, args, kwargs, find, error)) from error
+            raise StepError(_failure_text(fn, args, kwargs, find, error)) from error
 
 
 def names_in(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields pairs of a name in the program and what it stands for in a step."""
+    """Yields the objects that a step refers to, each with its name in the program."""
     plain = _function_of(fn)
     if plain is not None:
         code = plain.__code__
         for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents
-            except ValueError:  # it has no value yet
+            except ValueError:  # the variable has no value yet
                 continue
         for name in code.co_names:
             if name in plain.__globals__:
@@ -119,7 +120,7 @@ def names_in(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> It
 
 @contextmanager
 def _by_value(fn: Callable[..., Any], find: Find) -> Iterator[None]:
-    """Lets functions of an imported module travel by value, if it holds things with tokens."""
+    """Pickles functions of an imported module by value; see [Note: Persistent ids]."""
     plain, library = _function_of(fn), _cloudpickle()
     module = sys.modules.get(plain.__module__) if plain is not None else None
     if (
@@ -127,7 +128,7 @@ def _by_value(fn: Callable[..., Any], find: Find) -> Iterator[None]:
         or library is None
         or module is None
         or module.__name__ in ("__main__", *library.list_registry_pickle_by_value())
-        or not any(find(value) is not None for value in _of_ours(plain.__globals__))
+        or not any(find(value) is not None for value in _candidates(plain.__globals__))
     ):
         yield
         return
@@ -138,9 +139,10 @@ def _by_value(fn: Callable[..., Any], find: Find) -> Iterator[None]:
         library.unregister_pickle_by_value(module)
 
 
-def _of_ours(found: Mapping[str, Any]) -> list[Any]:
+def _candidates(variables: Mapping[str, Any]) -> list[Any]:
+    """Returns the values that may be a model or an optimizer."""
     plain = (str, int, float, bool, type, ModuleType, FunctionType, type(None))
-    return [value for value in found.values() if not isinstance(value, plain)]
+    return [value for value in variables.values() if not isinstance(value, plain)]
 
 
 def _function_of(fn: Any) -> FunctionType | None:
@@ -154,7 +156,7 @@ def _function_of(fn: Any) -> FunctionType | None:
     return fn
 
 
-def _what_fails(
+def _failure_text(
     fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], find: Find, error: Exception
 ) -> str:
     for name, value in names_in(fn, args, kwargs):
@@ -174,6 +176,6 @@ def _what_fails(
     )
     name = getattr(fn, "__qualname__", None) or short_repr(fn)
     return (
-        f"the step {name} cannot be sent to a worker, it cannot be pickled: "
+        f"the step {name} cannot be sent to a worker: it cannot be pickled: "
         f"{type(error).__name__}: {error}{remedy}"
     )

@@ -1,4 +1,4 @@
-"""The parameters or buffers of a module, brought up to date before they are read."""
+"""Modules that call a function before their parameters and buffers are read, to pull them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 Before = Callable[["str | None"], None]
-"""Called with the name that is read, or None where all are."""
+"""Called with the name that is read, or with None if all are read."""
 
 
 class PullOnReadDict(dict[str, Any]):
-    """A module's dict that calls a function before each reading.
+    """A module's dict that calls a function before each read.
 
     Copies and pickles of the module have plain dicts.
     """
@@ -39,7 +39,7 @@ class PullOnReadDict(dict[str, Any]):
         return super().values()
 
     def plain(self) -> dict[str, Any]:
-        """Returns the entries as they are."""
+        """Returns the entries without calling the function."""
         return dict(super().items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -50,23 +50,23 @@ class PullOnReadDict(dict[str, Any]):
 
 
 def plain_parameters(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's own parameters by name, without bringing them up to date."""
+    """Returns a module's own parameters by name, without pulling them."""
     return _plain(module._parameters)
 
 
 def plain_buffers(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's own buffers by name, likewise."""
+    """Returns a module's own buffers by name, without pulling them."""
     return _plain(module._buffers)
 
 
 def watch(module: nn.Module, before: Before) -> None:
-    """Has a function called before a module's own parameters and buffers are read."""
+    """Calls a function before each read of a module's own parameters and buffers."""
     vars(module)["_parameters"] = PullOnReadDict(plain_parameters(module), before)
     vars(module)["_buffers"] = PullOnReadDict(plain_buffers(module), before)
 
 
 def unwatch(module: nn.Module) -> None:
-    """Gives a module plain dicts again."""
+    """Replaces the dicts of ``watch`` by plain ones."""
     vars(module)["_parameters"] = plain_parameters(module)
     vars(module)["_buffers"] = plain_buffers(module)
 

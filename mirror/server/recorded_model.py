@@ -1,4 +1,4 @@
-"""Recording: which modules were made under the scope of a parameter server strategy."""
+"""The modules that were created under a strategy's scope, and their variables in order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mirror.server.variable_placement import VariableSpec
 
 
 class RecordedModules:
-    """The modules that a strategy has been given, or that were made under its scope.
+    """The modules that a strategy was given, or that were created under its scope.
 
-    It keeps none of them alive; those that are gone when servers are set up are not placed.
+    References are weak: a module that is freed before the servers are set up is not placed.
     """
 
     def __init__(self) -> None:
@@ -28,31 +28,31 @@ class RecordedModules:
         self.count = 0
 
     def add(self, module: nn.Module) -> None:
-        """Notes a module."""
+        """Records a module."""
         known = self._seen.get(id(module))
         if known is None or known() is not module:
             self._seen[id(module)] = weakref.ref(module)
             self.count += 1
 
     def roots(self) -> list[nn.Module]:
-        """Returns the modules that are in no other, in the order in which they were made."""
+        """Returns the modules that no other module contains, in the order of their creation."""
         alive = [m for m in (ref() for ref in self._seen.values()) if m is not None]
         inside = {id(child) for module in alive for child in module.children()}
         return [module for module in alive if id(module) not in inside]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Notes modules of this thread to which something is given inside."""
+        """Records modules to which this thread assigns a parameter, buffer or module."""
         thread = threading.get_ident()
 
-        def note(module: nn.Module, name: str, value: Any) -> None:
+        def record(module: nn.Module, name: str, value: Any) -> None:
             if threading.get_ident() == thread:
                 self.add(module)
 
         handles = [
-            torch_module.register_module_parameter_registration_hook(note),
-            torch_module.register_module_buffer_registration_hook(note),
-            torch_module.register_module_module_registration_hook(note),
+            torch_module.register_module_parameter_registration_hook(record),
+            torch_module.register_module_buffer_registration_hook(record),
+            torch_module.register_module_module_registration_hook(record),
         ]
         try:
             yield
@@ -62,12 +62,12 @@ class RecordedModules:
 
 
 class Model:
-    """All modules together: their variables, parameters first, by name.
+    """Modules and their variables: first the parameters, then the buffers.
 
     Attributes:
-        modules: each once, in order.
-        tensors: parameters and buffers, as ``variables`` says.
-        num_parameters: how many of them are parameters.
+        modules: all modules below the roots, each once, in order.
+        tensors: the parameters and buffers, in the order of ``variables``.
+        num_parameters: the number of parameters among them.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -105,16 +105,16 @@ class Model:
         ]
 
     def identity(self) -> list[tuple[Any, ...]]:
-        """Returns what differs when there are other variables."""
+        """Returns a list that differs if the model has other variables."""
         return [(id(t), tuple(t.shape), t.dtype) for t in self.tensors]
 
     def flags(self) -> list[bool]:
-        """Returns which modules are in training mode, and which parameters want gradients."""
+        """Returns the modules' training modes, then the parameters' ``requires_grad``."""
         wanted = [t.requires_grad for t in self.tensors[: self.num_parameters]]
         return [module.training for module in self.modules] + wanted
 
     def _tables(self) -> set[int]:
-        """Returns the weights of sparse embeddings that nothing else uses."""
+        """Returns the ids of sparse embeddings' weights that no other module uses."""
         users: dict[int, list[nn.Module]] = {}
         for module in self.modules:
             for tensor in plain_parameters(module).values():
@@ -128,22 +128,21 @@ class Model:
 
 
 def is_table_of_rows(module: nn.Module) -> bool:
-    """Whether a module reads and changes some rows of its weight alone."""
+    """Returns whether a module reads and changes only some rows of its weight per call."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 def check_model(model: Model) -> None:
-    """Raises StrategyError for what parameter servers cannot hold."""
+    """Raises StrategyError for a model that parameter servers cannot hold."""
     for module in model.modules:
         if getattr(module, "max_norm", None) is not None:
             raise StrategyError(
-                f"{type(module).__name__}(max_norm=...) changes its weight when it is read, which "
-                "parameter servers hold; leave max_norm out"
+                f"{type(module).__name__}(max_norm=...) changes its weight in forward, but only "
+                "parameter servers change variables; leave max_norm out"
             )
     for variable, tensor in zip(model.variables, model.tensors, strict=True):
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise StrategyError(
-                f"parameter servers hold dense tensors; {variable.name} is "
-                f"{short_repr(tensor)} of "
-                f"type {type(tensor).__name__} and layout {tensor.layout}"
+                f"parameter servers hold dense tensors; {variable.name} is {short_repr(tensor)} "
+                f"of type {type(tensor).__name__} and layout {tensor.layout}"
             )

@@ -1,12 +1,12 @@
-"""The user's optimizers on servers: made there of their class and options, over pieces.
+"""The user's optimizers on servers, rebuilt there from class and options, over pieces.
 
 [Note: Optimizers over pieces]
-A server steps an optimizer over its own pieces alone. That is right for those whose update of an
-element depends on nothing but this element's values, gradients and state: SGD, Adam and most
-others. It is wrong for those that look at norms of variables (LARS, LAMB), at rows and columns
-(Adafactor, Muon), at all variables at once, or call a closure (LBFGS). No list says which a user's
-class is: it is tried. ``check_apart`` steps one optimizer over small tensors as they are, and
-others of the same class and options over their pieces, and compares.
+A server steps an optimizer over its own pieces only. The result is right if the update of an
+element depends only on that element's value, gradient and state, as in SGD and Adam. It is wrong
+for an optimizer that uses norms of variables (LARS, LAMB), rows and columns (Adafactor, Muon) or
+all variables together, or that calls a closure (LBFGS). No list can classify a user's class, so
+``check_piecewise`` tests it: it steps one optimizer over small whole tensors, and others of the
+same class and options over their pieces, and compares the results.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
 
-# Of an optimizer's attributes, what it makes itself when it is made.
-_OWN = ("state", "param_groups", "defaults", "step")
-_MADE = ("_opt", "_zero_grad", "_warned")
-_TRIED_STEPS = 3
+# Attributes that ``rebuild`` sets itself, or that every optimizer creates for itself.
+_REBUILT = ("state", "param_groups", "defaults", "step")
+_CREATED = ("_opt", "_zero_grad", "_warned")
+_NUM_STEPS = 3
 _SHAPES = ((6, 4), (5, 4))
 
 
 def describe(optimizer: Optimizer, index_of: Callable[[Tensor], int]) -> dict[str, Any]:
-    """Returns what ``rebuild`` makes an optimizer of: pickles without weights.
+    """Returns a description for ``rebuild``, which has no weights and can be pickled.
 
-    Raises:
-        KeyError: of ``index_of``, for a parameter that is not known.
+    Args:
+        index_of: returns the index of a parameter's variable; may raise KeyError.
     """
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in _OWN and not name.startswith(_MADE)
+        if name not in _REBUILT and not name.startswith(_CREATED)
     }
     return {
         "class": type(optimizer),
@@ -49,7 +49,7 @@ def describe(optimizer: Optimizer, index_of: Callable[[Tensor], int]) -> dict[st
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns the hyperparameters of each group."""
+    """Returns the hyperparameters of each parameter group."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -57,7 +57,7 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Puts hyperparameters into an optimizer's groups."""
+    """Sets the hyperparameters of each parameter group."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         group.update(values)
 
@@ -65,10 +65,13 @@ def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> N
 def rebuild(
     description: Mapping[str, Any], parameters: Callable[[int], Sequence[nn.Parameter]]
 ) -> Optimizer:
-    """Makes an optimizer over what ``parameters`` gives for each variable's index.
+    """Returns an optimizer with the class, options and attributes of a description.
 
-    It is made as a copy is, without calling the class: what options ``__init__`` takes is not
-    known, what it has made of them is.
+    It is created as a copy is, without ``__init__``: the arguments of ``__init__`` are unknown,
+    but the attributes that it set are known.
+
+    Args:
+        parameters: returns the parameters for the index of a variable.
     """
     optimizer: Optimizer = description["class"].__new__(description["class"])
     groups = [
@@ -83,11 +86,11 @@ def rebuild(
     return optimizer
 
 
-def check_apart(description: Mapping[str, Any], *, cuts: bool, spreads: bool) -> None:
+def check_piecewise(description: Mapping[str, Any], *, cuts: bool, spreads: bool) -> None:
     """Raises StrategyError for an optimizer that servers cannot step over their pieces.
 
     Args:
-        cuts: whether variables of it are cut into pieces.
+        cuts: whether its variables are cut into pieces.
         spreads: whether its variables are on several servers.
     """
     name = description["class"].__name__
@@ -95,57 +98,59 @@ def check_apart(description: Mapping[str, Any], *, cuts: bool, spreads: bool) ->
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     gradients = [
-        [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_TRIED_STEPS)
+        [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_NUM_STEPS)
     ]
     state = torch.get_rng_state()
     try:
-        whole, is_sparse = _tried(options, [[0, 1]], values, gradients, 1)
+        whole, is_sparse = _run_steps(options, [[0, 1]], values, gradients, 1)
     except Exception as error:
         raise StrategyError(
-            f"{name} cannot be stepped on a parameter server, by `optimizer.step()` with nothing "
-            f"but gradients: {type(error).__name__}: {error}; use another optimizer, or "
+            f"{name} cannot be stepped on a parameter server, by `optimizer.step()` with only "
+            f"gradients: {type(error).__name__}: {error}; use another optimizer, or "
             "MirroredStrategy"
         ) from error
     finally:
         torch.set_rng_state(state)
-    for is_asked, owners, parts, why, remedy in (
+    for applies, owners, num_pieces, dependency, remedy in (
         (cuts, [[0, 1]], 2, "the other rows of its variable", "leave out partitioner="),
         (spreads, [[0], [1]], 1, "other variables", "use one server: num_servers=1"),
     ):
-        if is_asked:
-            apart, _ = _tried(options, owners, values, gradients, parts, is_sparse)
+        if applies:
+            cut, _ = _run_steps(options, owners, values, gradients, num_pieces, is_sparse)
             torch.set_rng_state(state)
-            if not all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, apart, strict=True)):
+            if not all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, cut, strict=True)):
                 raise StrategyError(
-                    f"what {name} does to a row depends on {why}, which may be on another server "
-                    f"here; {remedy}, or use an optimizer that looks at every element alone"
+                    f"the update of a row by {name} depends on {dependency}, which may be on "
+                    f"another server; {remedy}, or use an optimizer that updates each element "
+                    "by itself"
                 )
 
 
-def _tried(
+def _run_steps(
     description: Mapping[str, Any],
     owners: Sequence[Sequence[int]],
     values: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
-    parts: int,
+    num_pieces: int,
     is_sparse: bool | None = None,
 ) -> tuple[list[Tensor], bool]:
-    """Returns what values become, and whether it is gradients of rows that the optimizer takes."""
+    """Returns the values after some steps, and whether the optimizer needs sparse gradients."""
     if is_sparse is None:
         try:
-            return _tried(description, owners, values, gradients, parts, False)
+            return _run_steps(description, owners, values, gradients, num_pieces, False)
         except RuntimeError:
-            return _tried(description, owners, values, gradients, parts, True)
+            return _run_steps(description, owners, values, gradients, num_pieces, True)
     pieces = [
-        [nn.Parameter(part.clone()) for part in value.tensor_split(parts)] for value in values
+        [nn.Parameter(piece.clone()) for piece in value.tensor_split(num_pieces)]
+        for value in values
     ]
     optimizers = [
         rebuild({**description, "members": [list(own)]}, lambda index: pieces[index])
         for own in owners
     ]
-    for at_once in gradients:
-        for own, gradient in zip(pieces, at_once, strict=True):
-            for piece, part in zip(own, gradient.tensor_split(parts), strict=True):
+    for step_gradients in gradients:
+        for own, gradient in zip(pieces, step_gradients, strict=True):
+            for piece, part in zip(own, gradient.tensor_split(num_pieces), strict=True):
                 piece.grad = part.to_sparse(1) if is_sparse else part.clone()
         for optimizer in optimizers:
             optimizer.step()

@@ -1,4 +1,4 @@
-"""ServersReport: what servers and workers have done."""
+"""The report of a parameter-server strategy: steps, updates, traffic, times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BAR = 30
 
 @dataclass
 class Traffic:
-    """What was pulled and pushed, and how long that took."""
+    """The bytes and seconds of pulls and pushes."""
 
     pulled_bytes: int = 0
     pushed_bytes: int = 0
@@ -25,31 +25,32 @@ class Traffic:
     num_pushes: int = 0
 
     def add(self, other: Mapping[str, Any]) -> None:
-        """Adds another's numbers."""
+        """Adds the numbers of another process, as ``take`` returns them."""
         for name, value in other.items():
             setattr(self, name, getattr(self, name) + value)
 
     def take(self) -> dict[str, Any]:
-        """Returns the numbers, and begins anew."""
-        found = asdict(self)
+        """Returns the numbers, and resets them to zero."""
+        numbers = asdict(self)
         vars(self).update(vars(Traffic()))
-        return found
+        return numbers
 
 
 @dataclass(frozen=True)
 class ServersReport:
-    """Counts since the strategy was made; printed, a table.
+    """Counts since the strategy was created; ``print`` shows a table.
 
     Attributes:
-        num_steps: how many scheduled steps have ended.
-        num_retried: how often a step went to another worker, for its own was lost.
-        num_updates: how many gradients were applied, or synchronous updates made.
-        num_dropped: how many gradients came too late.
-        num_waiting: how many gradients wait for others, for the next synchronous update.
-        staleness: how many gradients came by how many updates late.
-        pulled_bytes, pushed_bytes: by all workers.
-        pull_seconds, push_seconds, step_seconds: of all workers together; steps include both.
-        server_bytes: what each server holds, but for optimizer states.
+        num_steps: the number of scheduled steps that have ended.
+        num_retried: how often a step ran again because its worker was lost.
+        num_updates: the number of applied gradients or, if synchronous, of updates.
+        num_dropped: the number of gradients that came too late.
+        num_waiting: the number of gradients that wait for the next synchronous update.
+        staleness: counts gradients by the number of updates that they were late.
+        pulled_bytes, pushed_bytes: the sums over all workers.
+        pull_seconds, push_seconds: the sums over all workers.
+        step_seconds: the same for whole steps, pulls and pushes included.
+        server_bytes: the size of each server's values, without optimizer states.
     """
 
     num_steps: int = 0
@@ -86,7 +87,7 @@ class ServersReport:
         return table_of(title, self.step_seconds / steps, parts, list(self._lines()))
 
     def _lines(self) -> Iterator[str]:
-        """Yields what is told besides times."""
+        """Yields the lines that have no times."""
         steps = max(1, self.num_steps)
         yield f"steps           {self.num_steps}, {self.num_retried} times again on another worker"
         yield (

@@ -1,28 +1,29 @@
-"""Shard: what one server holds, values and optimizers over them, and how updates get there.
+"""The shard of one server: values, optimizers over them, and how pushed gradients update them.
 
 [Note: One number for an update]
-Asynchronously, a gradient is applied when it arrives. Synchronously an update is the mean of the
-first so many gradients that were computed from the values after the last one, and all servers must
-take those of the same steps. So one of them, the leader, numbers the updates::
+Asynchronously, a gradient is applied when it arrives. Synchronously, an update is the mean of the
+first ``to_aggregate`` gradients that were computed from the current values, and all servers must
+average the gradients of the same steps. So one server, the leader, numbers the updates::
 
-    worker      pushes to all others, which put the gradient by; then to the leader
-    leader      takes it, or drops it, if the update it was for has been made; the one that makes
-                the number full is an update: a commit, the list of the steps it is the mean of
-    others      hear of a commit by whoever pulls from them, who has pulled from the leader first
+    worker      pushes to the followers, which store the gradient, and then to the leader
+    leader      stores the gradient too, or drops it if the update has been made already; the
+                last gradient that is needed makes the update and a commit: the list of its steps
+    follower    receives the commit from the next worker that pulls, and makes the same update
 
-Whoever computes a gradient has pulled, so no server is more than one commit behind, and nobody
-waits for another process inside a server.
+A worker pulls from the leader first, and pulls before it computes a gradient. So a follower is at
+most one commit behind, and no server waits for another process.
 
 [Note: Steps that count once]
-A push is known by its step and its number in that step. A step that goes to a second worker, for
-the first is lost, may push again: a server that has applied a push says so and forgets the second.
+A step that lost its worker runs again and may push again. A server identifies a push by its step
+and its number in the step. It applies the first one, and answers REPEATED to the second.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -34,17 +35,31 @@ from mirror.server.server_optimizers import rebuild, set_options
 from mirror.server.shard_updates import Update, mean
 from mirror.server.tensor_bytes import Bytes, Spec, as_bytes, pack, unpack
 
-Key = tuple[int, int, int]  # step, number of the push in it, attempt
+Key = tuple[int, int, int]  # step, number of the push in the step, attempt
 Commit = dict[str, Any]
+
+
+class PushResult(str, Enum):
+    """The effect of a push on a server."""
+
+    APPLIED = "applied"
+    """The values have changed."""
+    GATHERED = "gathered"
+    """The gradient waits for the other gradients of its synchronous update."""
+    DROPPED = "dropped"
+    """The gradient came too late."""
+    REPEATED = "repeated"
+    """The same push was applied or gathered before."""
 
 
 @dataclass(frozen=True)
 class PieceSpec:
-    """What a shard is told of a piece.
+    """A piece of a variable in a shard.
 
     Attributes:
-        variable: its index.
-        is_buffer: whether it has no gradients, but changes.
+        variable: the index of the variable.
+        offset: of the first byte in the shard's buffer.
+        is_buffer: whether it belongs to a buffer, which has changes instead of gradients.
     """
 
     variable: int
@@ -60,14 +75,17 @@ class PieceSpec:
 
 @dataclass(frozen=True)
 class PushMessage:
-    """Which push this is.
+    """The header of a push.
 
     Attributes:
-        optimizer: whose step it is, by index; ``None`` changes buffers alone.
-        based_on: the version that was pulled; of a synchronous one, the number of the
-            optimizer's updates then.
-        examples: how many examples the gradient is the mean of.
-        done_below: steps with smaller numbers will not be heard of again.
+        step: the number of the scheduled step.
+        number: of the push in the step; -1 for changes of buffers.
+        attempt: how many workers were lost with the step.
+        optimizer: the index of the optimizer that steps; None changes only buffers.
+        based_on: the version of the pulled values; if updates are synchronous, the number of the
+            optimizer's updates at that time.
+        examples: the number of examples that the gradient is the mean of.
+        done_below: steps with smaller numbers send no more pushes.
     """
 
     step: int
@@ -81,7 +99,7 @@ class PushMessage:
 
 @dataclass
 class _Gathered:
-    """Gradients for an optimizer's next update."""
+    """Gradients that wait for an optimizer's next synchronous update."""
 
     num_updates: int = 0
     pushes: dict[Key, tuple[float, Update]] = field(default_factory=dict)
@@ -89,20 +107,21 @@ class _Gathered:
 
 
 class Shard:
-    """The pieces that a server has.
+    """The pieces of one server.
 
     Args:
         pieces: in the order of the layout.
-        num_bytes, dense_bytes: of the buffer, and of its part that is pulled as a whole.
-        to_aggregate: of how many gradients a synchronous update is the mean; ``None``: each
-            gradient is applied when it arrives.
+        num_bytes: the size of the buffer with all pieces.
+        dense_bytes: the size of the buffer's first part, which is pulled as a whole.
+        to_aggregate: the number of gradients in a synchronous update. With None, each gradient is
+            applied when it arrives.
         max_staleness: by how many updates a gradient may be late.
-        is_leader: whether it numbers synchronous updates, and says what is too stale.
+        is_leader: whether this shard numbers synchronous updates and drops stale gradients.
 
     Attributes:
-        version: how often values have changed.
-        staleness: how many pushes were late by how many updates.
-        counts: of pushes: applied, dropped, repeated.
+        version: the number of changes of the values.
+        staleness: counts pushes by the number of updates that they were late.
+        counts: counts pushes by their result.
     """
 
     def __init__(
@@ -128,40 +147,40 @@ class Shard:
         self.optimizers: list[Optimizer] = []
         self.version = 0
         self.staleness: Counter[int] = Counter()
-        self.counts: Counter[str] = Counter()
-        self._decided: dict[tuple[int, int], str] = {}
+        self.counts: Counter[PushResult] = Counter()
+        self._results: dict[tuple[int, int], PushResult] = {}
         self._gathered: list[_Gathered] = []
 
     def _view(self, piece: PieceSpec) -> Tensor:
-        count = torch.Size(piece.shape).numel() * piece.dtype.itemsize
-        bytes_of = self.values[piece.offset : piece.offset + count]
-        return bytes_of.view(piece.dtype).view(piece.shape)
+        num_bytes = torch.Size(piece.shape).numel() * piece.dtype.itemsize
+        data = self.values[piece.offset : piece.offset + num_bytes]
+        return data.view(piece.dtype).view(piece.shape)
 
     @property
     def is_sync(self) -> bool:
         """Whether an update is the mean of several gradients."""
         return self._to_aggregate is not None
 
-    # What the coordinator does
+    # - Called by the coordinator
 
     def assign(self, pieces: Sequence[int], packed: Any) -> None:
-        """Sets pieces; gradients that wait for others were computed from what is no more."""
+        """Sets the values of pieces, and drops gathered gradients: they belong to old values."""
         values = unpack(packed, [self.pieces[i].spec for i in pieces])
         for i, value in zip(pieces, values, strict=True):
             self.tensors[i].copy_(value)
         self.version += 1
         for gathered in self._gathered:
-            self.counts["dropped"] += len(gathered.pushes) * self._is_leader
+            self.counts[PushResult.DROPPED] += len(gathered.pushes) * self._is_leader
             gathered.pushes.clear()
             gathered.num_updates += 1
             gathered.commit = None
 
     def add_optimizer(self, description: Mapping[str, Any]) -> None:
-        """Makes an optimizer over the pieces of its variables that are here."""
-        of_variable: dict[int, list[nn.Parameter]] = {}
+        """Creates an optimizer over those pieces of its variables that this shard holds."""
+        pieces: dict[int, list[nn.Parameter]] = {}
         for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            of_variable.setdefault(piece.variable, []).append(parameter)
-        self.optimizers.append(rebuild(description, lambda index: of_variable.get(index, [])))
+            pieces.setdefault(piece.variable, []).append(parameter)
+        self.optimizers.append(rebuild(description, lambda index: pieces.get(index, [])))
         self._gathered.append(_Gathered())
 
     def set_options(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
@@ -170,26 +189,26 @@ class Shard:
 
     def states(self, optimizer: int) -> dict[int, State]:
         """Returns an optimizer's state, by piece."""
-        found = self.optimizers[optimizer].state
-        return {i: found[p] for i, p in enumerate(self.parameters) if p in found}
+        states = self.optimizers[optimizer].state
+        return {i: states[p] for i, p in enumerate(self.parameters) if p in states}
 
     def set_states(self, optimizer: int, states: Mapping[int, State]) -> None:
-        """Puts states in place of those that an optimizer has."""
+        """Replaces an optimizer's state."""
         self.optimizers[optimizer].state.clear()
         for i, state in states.items():
             self.optimizers[optimizer].state[self.parameters[i]] = state
 
-    # What workers do
+    # - Called by workers
 
     def pull(
         self, known: int, commits: Iterable[Commit] = (), large: Sequence[int] = ()
     ) -> tuple[int, list[Bytes]]:
-        """Returns the version and the values, but for tables; no values, if they are known.
+        """Returns the version, and the values except for tables.
 
         Args:
-            known: the version that the caller has.
-            commits: those that the leader has told of.
-            large: pieces that are wanted as buffers of their own, after one of all others.
+            known: the caller's version; if it is current, no values are returned.
+            commits: the leader's last commits.
+            large: pieces to return as separate buffers, after one buffer with all others.
         """
         for commit in commits:
             self.apply(commit)
@@ -197,82 +216,80 @@ class Shard:
             return self.version, []
         if not large:
             return self.version, [as_bytes(self.values[: self._dense_bytes])]
-        apart = set(large)
+        separate = set(large)
         rest = [
             tensor
             for i, (piece, tensor) in enumerate(zip(self.pieces, self.tensors, strict=True))
-            if i not in apart and piece.offset < self._dense_bytes
+            if i not in separate and piece.offset < self._dense_bytes
         ]
         return self.version, [pack(rest), *(as_bytes(self.tensors[i]) for i in large)]
 
     def pull_rows(self, piece: int, rows: Tensor) -> Tensor:
-        """Returns rows of a table's piece."""
+        """Returns rows of a piece of a table."""
         return self.tensors[piece].index_select(0, rows)
 
     def updates(self) -> list[int]:
-        """Returns how many updates every optimizer has made."""
+        """Returns the number of synchronous updates of each optimizer."""
         return [gathered.num_updates for gathered in self._gathered]
 
     def commits(self) -> list[Commit]:
-        """Returns every optimizer's last update, for the servers that follow."""
+        """Returns the last commit of each optimizer, for the followers."""
         return [gathered.commit for gathered in self._gathered if gathered.commit is not None]
 
-    def push(self, push: PushMessage, update: Update) -> str:
-        """Takes a worker's gradients.
-
-        Returns:
-            ``"applied"``, ``"gathered"``, ``"dropped"``, or ``"repeated"``, of a push that has
-            been applied or gathered before.
-        """
-        for key in [key for key in self._decided if key[0] < push.done_below]:
-            del self._decided[key]
+    def push(self, push: PushMessage, update: Update) -> PushResult:
+        """Applies or stores a worker's gradients and changes of buffers, once per push."""
+        for key in [key for key in self._results if key[0] < push.done_below]:
+            del self._results[key]
         if push.optimizer is None:
             return self._once(push, lambda: self._change(update))
         if self._to_aggregate is not None:
             return self._gather(push, self._gathered[push.optimizer], update)
         late = self.version - push.based_on
 
-        def apply() -> str:
+        def apply() -> PushResult:
             if self._is_leader:
                 self.staleness[late] += 1
                 if self._max_staleness is not None and late > self._max_staleness:
-                    return "dropped"
+                    return PushResult.DROPPED
             return self._step(push.optimizer, update)
 
         return self._once(push, apply)
 
-    def _once(self, push: PushMessage, action: Any) -> str:
+    def _once(self, push: PushMessage, action: Callable[[], PushResult]) -> PushResult:
+        """Calls a function, unless this push came before: [Note: Steps that count once]."""
         key = push.step, push.number
-        before = self._decided.get(key)
-        if before is not None:
-            self.counts["repeated"] += 1
-            return "dropped" if before == "dropped" else "repeated"
-        found: str = action()
-        self._decided[key] = found
-        self.counts[found] += 1
-        return found
+        earlier = self._results.get(key)
+        if earlier is not None:
+            self.counts[PushResult.REPEATED] += 1
+            dropped = earlier is PushResult.DROPPED
+            return PushResult.DROPPED if dropped else PushResult.REPEATED
+        result = action()
+        self._results[key] = result
+        self.counts[result] += 1
+        return result
 
-    def _gather(self, push: PushMessage, gathered: _Gathered, update: Update) -> str:
+    def _gather(self, push: PushMessage, gathered: _Gathered, update: Update) -> PushResult:
+        """Stores a gradient for a synchronous update; see [Note: One number for an update]."""
         key = push.step, push.number, push.attempt
-        if not self._is_leader:  # it waits for what the leader says
+        if not self._is_leader:  # the gradient waits for the leader's commit
             if push.based_on >= gathered.num_updates:
                 gathered.pushes[key] = push.examples, update
-            return "gathered"
+            return PushResult.GATHERED
 
-        def gather() -> str:
+        def gather() -> PushResult:
             self.staleness[gathered.num_updates - push.based_on] += 1
             if push.based_on != gathered.num_updates:
-                return "dropped"
+                return PushResult.DROPPED
             gathered.pushes[key] = push.examples, update
             if len(gathered.pushes) == self._to_aggregate:
                 self._commit(push.optimizer or 0, list(gathered.pushes))
-                return "applied"
-            return "gathered"
+                return PushResult.APPLIED
+            return PushResult.GATHERED
 
         return self._once(push, gather)
 
     def apply(self, commit: Commit) -> None:
-        """Makes the update that the leader has made, if it has not been made here."""
+        """Makes the update of a commit, unless this shard has made it already."""
         gathered = self._gathered[commit["optimizer"]]
         if commit["update"] == gathered.num_updates:
             self._commit(commit["optimizer"], [tuple(key) for key in commit["pushes"]])
@@ -289,7 +306,7 @@ class Shard:
         gathered.num_updates += 1
         gathered.pushes.clear()
 
-    def _step(self, optimizer: int | None, update: Update) -> str:
+    def _step(self, optimizer: int | None, update: Update) -> PushResult:
         used = []
         for i, gradient in update.gradients.items():
             used.append(i)
@@ -308,11 +325,11 @@ class Shard:
                 self.parameters[i].grad = None
         return self._change(update)
 
-    def _change(self, update: Update) -> str:
+    def _change(self, update: Update) -> PushResult:
         for i, change in update.changes.items():
             if self.pieces[i].dtype == torch.bool:
                 self.tensors[i].copy_(change)
             else:
                 self.tensors[i].add_(change)
         self.version += 1
-        return "applied"
+        return PushResult.APPLIED

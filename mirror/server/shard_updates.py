@@ -1,4 +1,4 @@
-"""Updates: what one push carries to one server, and the mean of several."""
+"""The content of a push to one server, as messages, and the mean of several pushes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mirror.server.tensor_bytes import (
 from mirror.server.variable_placement import VariablePiece
 
 Rows = tuple[Tensor, Tensor]
-"""Indices of rows of a piece, maybe several times, and what belongs to each."""
+"""Indices of rows of a piece, possibly repeated, and a gradient for each."""
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Update:
 
     Attributes:
         gradients: of whole pieces.
-        rows: of tables, whose other rows have none.
-        changes: by how much buffers have changed; of bool ones, what they are now.
+        rows: gradients of some rows of tables.
+        changes: differences to add to buffers; for bool buffers, the new values.
     """
 
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Update:
     changes: dict[int, Tensor] = field(default_factory=dict)
 
     def message(self) -> tuple[dict[str, Any], list[Bytes]]:
-        """Returns the header's part and the buffers that ``from_message`` takes."""
+        """Returns the header and the buffers for ``from_message``."""
         large = {piece: g for piece, g in self.gradients.items() if g.nbytes >= LARGE}
         small = {piece: g for piece, g in self.gradients.items() if piece not in large}
         header = {
@@ -59,25 +59,26 @@ class Update:
     def from_message(
         cls, header: Mapping[str, Any], buffers: Sequence[Any], pieces: Sequence[Spec]
     ) -> Update:
-        """Returns the update of a message; ``pieces`` are shapes and dtypes of the server's."""
+        """Returns the update of a message, from the shapes and dtypes of the server's pieces."""
         whole = [*header["gradients"], *header["changes"]]
         specs: list[Spec] = [pieces[piece] for piece in whole]
         for piece, count in header["rows"]:
             shape, dtype = pieces[piece]
             specs += [((count,), torch.int64), ((count, *shape[1:]), dtype)]
-        found = iter(unpack(buffers[0], specs))
-        gradients = {piece: next(found) for piece in header["gradients"]}
+        tensors = iter(unpack(buffers[0], specs))
+        gradients = {piece: next(tensors) for piece in header["gradients"]}
         for piece, buffer in zip(header["large"], buffers[1:], strict=True):
-            gradients[piece] = flat(buffer, pieces[piece])
-        changes = {piece: next(found) for piece in header["changes"]}
-        rows = {piece: (next(found), next(found)) for piece, _ in header["rows"]}
+            shape, dtype = pieces[piece]
+            gradients[piece] = as_tensor(buffer, dtype).view(tuple(shape))
+        changes = {piece: next(tensors) for piece in header["changes"]}
+        rows = {piece: (next(tensors), next(tensors)) for piece, _ in header["rows"]}
         return cls(gradients, rows, changes)
 
 
 def mean(updates: Sequence[Update], weights: Sequence[float]) -> Update:
-    """Returns the mean of updates, weighted; one that lacks a gradient counts as zeros.
+    """Returns the weighted mean of updates; an update without a gradient counts as zeros.
 
-    Of changes of integers, whose mean is none, the first one is taken.
+    Integers have no exact mean, so the first update's changes of integer buffers are used.
     """
     total = float(sum(weights))
     shares = [weight / total for weight in weights]
@@ -85,37 +86,31 @@ def mean(updates: Sequence[Update], weights: Sequence[float]) -> Update:
     for piece in _keys(update.gradients for update in updates):
         result.gradients[piece] = _weighted([u.gradients.get(piece) for u in updates], shares)
     for piece in _keys(update.rows for update in updates):
-        parts = [
+        rows = [
             (u.rows[piece], s) for u, s in zip(updates, shares, strict=True) if piece in u.rows
         ]
-        ids = torch.cat([ids for (ids, _), _ in parts])
-        result.rows[piece] = ids, torch.cat([values * share for (_, values), share in parts])
+        ids = torch.cat([ids for (ids, _), _ in rows])
+        result.rows[piece] = ids, torch.cat([values * share for (_, values), share in rows])
     for piece in _keys(update.changes for update in updates):
-        found = [update.changes.get(piece) for update in updates]
-        first = next(change for change in found if change is not None)
-        is_exact = first.is_floating_point() or first.is_complex()
-        result.changes[piece] = _weighted(found, shares) if is_exact else first
+        changes = [update.changes.get(piece) for update in updates]
+        first = next(change for change in changes if change is not None)
+        has_mean = first.is_floating_point() or first.is_complex()
+        result.changes[piece] = _weighted(changes, shares) if has_mean else first
     return result
 
 
-def flat(array: Any, spec: Spec) -> Tensor:
-    """Returns one tensor that a buffer has alone."""
-    shape, dtype = spec
-    return as_tensor(array, dtype).view(tuple(shape))
-
-
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal; NaN is NaN."""
+    """Returns whether two tensors are equal; NaN equals NaN here."""
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def rows_of(gradient: Tensor, piece: VariablePiece) -> tuple[Tensor, Tensor]:
-    """Returns a piece's rows of a sparse gradient, by the piece's own indices."""
+    """Returns the rows of a sparse gradient that are in a piece, with indices in the piece."""
     whole = gradient.detach().coalesce()
     if whole.sparse_dim() != 1:
         raise StrategyError(
-            "a sparse gradient that parameter servers take has one sparse dimension, its rows; "
-            f"got {whole.sparse_dim()} of {name_of(whole.dtype)}"
+            "parameter servers take sparse gradients with one sparse dimension, the rows; got "
+            f"{whole.sparse_dim()} sparse dimensions of {name_of(whole.dtype)}"
         )
     rows = whole.indices()[0]
     mine = (rows >= piece.begin) & (rows < piece.end)
@@ -126,9 +121,13 @@ def _keys(dicts: Iterable[Mapping[int, Any]]) -> list[int]:
     return sorted({key for each in dicts for key in each})
 
 
-def _weighted(parts: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor:
-    there = [(p, share) for p, share in zip(parts, shares, strict=True) if p is not None]
-    total = there[0][0] * there[0][1]
-    for part, share in there[1:]:
-        total.add_(part, alpha=share)
+def _weighted(tensors: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor:
+    (first, share), *rest = [
+        (tensor, share)
+        for tensor, share in zip(tensors, shares, strict=True)
+        if tensor is not None
+    ]
+    total = first * share
+    for tensor, share in rest:
+        total.add_(tensor, alpha=share)
     return total

@@ -1,4 +1,4 @@
-"""Tensors as bytes: many in one buffer, each at a multiple of 16; no pickle."""
+"""Tensors as bytes: many in one buffer, each at an offset of a multiple of 16; no pickle."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Spec = tuple[Sequence[int], torch.dtype]
 
 LARGE = 64 << 10
-"""From how many bytes on a tensor travels as a buffer of its own, with no copy into another."""
+"""A tensor of this many bytes or more is sent as a buffer of its own, without a copy."""
 
 
 def as_bytes(tensor: Tensor) -> Bytes:
-    """Returns a tensor's bytes: its own memory, where that is contiguous and on the host."""
+    """Returns a tensor's bytes: its own memory if that is contiguous and on the host."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    found: Bytes = plain.view(-1).view(torch.uint8).numpy()
-    return found
+    array: Bytes = plain.view(-1).view(torch.uint8).numpy()
+    return array
 
 
 def pack(tensors: Sequence[Tensor]) -> Bytes:
@@ -32,47 +32,47 @@ def pack(tensors: Sequence[Tensor]) -> Bytes:
     packed = np.empty(ends[-1] if ends else 0, np.uint8)
     begin = 0
     for tensor, end in zip(tensors, ends, strict=True):
-        own = tensor.numel() * tensor.dtype.itemsize
-        packed[begin : begin + own] = as_bytes(tensor)
+        size = tensor.numel() * tensor.dtype.itemsize
+        packed[begin : begin + size] = as_bytes(tensor)
         begin = end
     return packed
 
 
 def unpack(packed: Any, specs: Sequence[Spec]) -> list[Tensor]:
-    """Returns the tensors of a buffer, as views of it unless it is read-only."""
+    """Returns the tensors of a buffer: views of it, or of a copy if it is read-only."""
     flat = as_tensor(packed, torch.uint8)
-    found, begin = [], 0
+    tensors, begin = [], 0
     for (shape, dtype), end in zip(specs, _ends(specs), strict=True):
-        own = math.prod(shape) * dtype.itemsize
-        found.append(flat[begin : begin + own].view(dtype).view(tuple(shape)))
+        size = math.prod(shape) * dtype.itemsize
+        tensors.append(flat[begin : begin + size].view(dtype).view(tuple(shape)))
         begin = end
-    return found
+    return tensors
 
 
 def as_tensor(array: Any, dtype: torch.dtype) -> Tensor:
-    """Returns an array's bytes as a flat tensor of a dtype: the same memory, if it is writable."""
-    found = np.frombuffer(array, np.uint8) if not isinstance(array, np.ndarray) else array
-    if not (found.flags.writeable and found.flags.c_contiguous):
-        found = np.array(found)
-    found = found.reshape(-1).view(np.uint8)
-    if found.ctypes.data % ALIGNMENT:
-        found = found.copy()
-    return torch.from_numpy(found).view(dtype)
+    """Returns an array's bytes as a 1-d tensor: the same memory if it is writable and aligned."""
+    data = np.frombuffer(array, np.uint8) if not isinstance(array, np.ndarray) else array
+    if not (data.flags.writeable and data.flags.c_contiguous):
+        data = np.array(data)
+    data = data.reshape(-1).view(np.uint8)
+    if data.ctypes.data % ALIGNMENT:
+        data = data.copy()
+    return torch.from_numpy(data).view(dtype)
 
 
 def packed_size(specs: Sequence[Spec]) -> int:
-    """Returns the number of bytes of packed tensors."""
+    """Returns the size of the buffer of ``pack``, in bytes."""
     ends = _ends(specs)
     return ends[-1] if ends else 0
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether ``as_bytes`` gives a tensor's own memory."""
+    """Returns whether ``as_bytes`` returns a tensor's own memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Returns the dtype that ``name_of`` has named."""
+    """Returns the dtype with a name as ``name_of`` returns it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
@@ -85,7 +85,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _ends(specs: Iterable[Spec]) -> list[int]:
-    """Returns where each next tensor begins."""
+    """Returns the aligned end of each tensor, where the next one begins."""
     ends, end = [], 0
     for shape, dtype in specs:
         end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT

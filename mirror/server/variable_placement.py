@@ -1,16 +1,17 @@
-"""Placement: which server has which piece of which variable. Planned once, from shapes alone.
+"""The placement of variables: which server holds which piece. It depends only on shapes.
 
 ::
 
-    place([Variable("weight", (5, 2)), Variable("bias", (5,))], 2, partitioner=FixedShards(2))
+    place([VariableSpec("weight", (5, 2)), VariableSpec("bias", (5,))], 2,
+          partitioner=FixedShards(2))
 
         weight, rows 0 to 3    server 0
         weight, rows 3 to 5    server 1
         bias, rows 0 to 3      server 0
         bias, rows 3 to 5      server 1
 
-A server's pieces lie in one flat buffer of bytes, each at a multiple of 16, in the order of
-variables, with the tables that are pulled by rows after all others.
+A server's pieces are in one flat buffer of bytes, each at a multiple of 16, in the order of the
+variables. Tables that are pulled by rows come after all others.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from mirror.server.partitioners import Partitioner, num_pieces
 ALIGNMENT = 16
 
 PlacementFunction = Callable[[str, "tuple[int, ...]", torch.dtype, int], int]
-"""Of name, shape, dtype and the number of servers; returns a server's index."""
+"""Takes name, shape, dtype and the number of servers; returns a server's index."""
 
 PLACEMENTS = ("round_robin", "largest_first")
 
 
 @dataclass(frozen=True)
 class VariableSpec:
-    """What placement knows of a parameter or buffer.
+    """A parameter or buffer, as placement sees it.
 
     Attributes:
-        is_whole: whether no partitioner may cut it: a buffer.
-        by_rows: whether it is a table of which workers pull and push rows alone.
+        is_whole: whether it is a buffer, which no partitioner cuts.
+        by_rows: whether it is a table, which workers pull and push by rows.
     """
 
     name: str
@@ -58,11 +59,11 @@ class VariablePiece:
     """Some rows of a variable, on a server.
 
     Attributes:
-        variable: its index among the variables.
-        begin, end: its rows; of a scalar, 0 and 1.
-        shape: the piece's own.
-        server: the index of the server that has it.
-        offset: where it begins in the server's buffer, in bytes.
+        variable: the index of the variable.
+        begin, end: its rows; 0 and 1 for a scalar.
+        shape: of the piece.
+        server: the index of the server that holds it.
+        offset: of its first byte in the server's buffer.
     """
 
     variable: int
@@ -76,13 +77,13 @@ class VariablePiece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is.
+    """The pieces of all variables and their servers.
 
     Attributes:
-        variables: what is placed.
-        pieces: of all servers, by variable and row.
+        variables: all variables.
+        pieces: of all servers, ordered by variable and row.
         sizes: of the servers' buffers, in bytes.
-        dense_sizes: of what in them is no table pulled by rows: it comes first.
+        dense_sizes: of the buffers' first parts, without tables, in bytes.
     """
 
     variables: tuple[VariableSpec, ...]
@@ -91,7 +92,7 @@ class Layout:
     dense_sizes: tuple[int, ...]
 
     def of_server(self, server: int) -> list[VariablePiece]:
-        """Returns a server's pieces, by variable and row: a piece's index there is its name."""
+        """Returns a server's pieces, by variable and row; messages refer to them by this index."""
         return [piece for piece in self.pieces if piece.server == server]
 
     def of_variable(self, variable: int) -> list[VariablePiece]:
@@ -100,7 +101,7 @@ class Layout:
 
 
 def check_placement(placement: object) -> None:
-    """Raises ValueError for what is neither the name of a placement nor a function."""
+    """Raises ValueError if the argument is neither a placement's name nor a function."""
     if not callable(placement) and placement not in PLACEMENTS:
         raise ValueError(
             f"placement must be one of {', '.join(map(repr, PLACEMENTS))}, or a function of name, "
@@ -115,16 +116,16 @@ def place(
     partitioner: Partitioner | None = None,
     placement: str | PlacementFunction = "round_robin",
 ) -> Layout:
-    """Gives every piece of every variable a server.
+    """Returns the layout that assigns each piece of each variable to a server.
 
     Args:
-        placement: ``"round_robin"``: piece after piece, in the order of variables, as TensorFlow.
-            ``"largest_first"``: the largest piece that is left goes to the server with the fewest
-            bytes. Or a function of a name (``weight``, or ``weight/part_0`` of what is cut), a
-            shape, a dtype and the number of servers, that returns a server's index.
+        placement: ``"round_robin"`` assigns the pieces to the servers in turn, as TensorFlow.
+            ``"largest_first"`` assigns the largest remaining piece to the server with the fewest
+            bytes. A function takes a name (``weight``, or ``weight/part_0`` for a piece), a
+            shape, a dtype and the number of servers, and returns a server's index.
 
     Raises:
-        ValueError: a server that there is not; or as ``num_pieces``.
+        ValueError: the function returns an invalid index; or as ``num_pieces``.
     """
     check_placement(placement)
     cut = [
@@ -156,7 +157,7 @@ def place(
 
 
 def _cut(variable: VariableSpec, partitioner: Partitioner | None) -> list[tuple[int, int, str]]:
-    """Returns the rows where pieces begin and end, and their names."""
+    """Returns the first row, the end and the name of each piece of a variable."""
     rows = variable.shape[0] if variable.shape else 1
     count = num_pieces(partitioner, variable.name, variable.shape, variable.dtype)
     size, rest = divmod(rows, count)
@@ -200,7 +201,7 @@ def _request(
     server = placement(name, _shape_of(variable, begin, end), variable.dtype, num_servers)
     if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < num_servers:
         raise ValueError(
-            f"the placement function returns the index of a server, 0 to {num_servers - 1}; for "
+            f"a placement function returns the index of a server, 0 to {num_servers - 1}; for "
             f"{name} it has returned {short_repr(server)}"
         )
     return server

@@ -121,7 +121,7 @@ def test_what_is_set_counts():
         (PYTORCH_JOB | {"PET_NODE_RANK": "", "RANK": "9"}, "^RANK makes this worker 9"),
         (
             JOB_SET | {"HOSTNAME": "set-workers-1-1"},
-            "pods of 'set-workers-1', but rank 0 is of 'set-workers-0'.*set RANK",
+            "pods of 'set-workers-1', but rank 0 is in 'set-workers-0'.*set RANK",
         ),
     ],
 )
@@ -151,7 +151,7 @@ RUNNING = [
 def test_pods_of_one_node_have_addresses_of_their_own():
     resolver = KubernetesResolver({"worker": ["a=b"]}, 9, None, client_of(*RUNNING))
     assert resolver.cluster_spec().job_tasks("worker") == ["10.0.0.2:9", "10.0.0.1:9"]
-    with pytest.raises(ClusterError, match="nobody says which of them this process is"):
+    with pytest.raises(ClusterError, match="this process's task is unknown"):
         resolver.rendezvous()
     resolver.task_type, resolver.task_id = "worker", 1
     assert resolver.rendezvous() == Rendezvous(1, 2, "10.0.0.2", 9, 0, 1)

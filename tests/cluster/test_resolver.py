@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mirror.cluster import ClusterError, ClusterResolver, ClusterSpec, Rendezvous, SimpleResolver
-from mirror.cluster.rendezvous import alone, rendezvous_of, split_address
+from mirror.cluster.rendezvous import rendezvous_of, single_process, split_address
 from mirror.cluster.variables import MAX_PROCESSES, EnvironmentVariables, integer
 
 SPEC = ClusterSpec({"worker": ["a:2222", "b:2222"]})
@@ -49,7 +49,7 @@ def test_num_accelerators_are_this_process_own(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda count=count: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         assert own.num_accelerators() == own.num_accelerators("worker", 0) == found
-    with pytest.raises(ClusterError, match="knows its own devices alone; asked for task 1"):
+    with pytest.raises(ClusterError, match="sees only its own devices; got task 1"):
         own.num_accelerators("worker", 1)
 
 
@@ -185,10 +185,15 @@ def test_without_a_chief_worker_0_is_it():
     assert of({"worker": ["a:1", "b:2"]}, "worker", 1) == Rendezvous(1, 2, "a", 1, 0, 1)
 
 
-def test_an_evaluator_and_a_process_without_a_cluster_are_alone():
-    assert of(CLUSTER, "evaluator", 0) == of({}, "worker", 0) == of({}, None, None) == alone()
-    assert of({"worker": ["a:1", "b:1"]}, "evaluator", 0) == alone()
-    assert alone().is_chief
+def test_an_evaluator_and_a_process_without_a_cluster_have_no_others():
+    assert (
+        of(CLUSTER, "evaluator", 0)
+        == of({}, "worker", 0)
+        == of({}, None, None)
+        == single_process()
+    )
+    assert of({"worker": ["a:1", "b:1"]}, "evaluator", 0) == single_process()
+    assert single_process().is_chief
 
 
 def test_addresses_that_nobody_told_leave_the_place_on_the_machine_open():
@@ -202,8 +207,8 @@ def test_addresses_that_nobody_told_leave_the_place_on_the_machine_open():
         (CLUSTER, ("ps", 0), "parameter server"),
         (CLUSTER, ("worker", 3), "no task 3; it has 0 to 2"),
         (CLUSTER, ("evaluator", 1), "no task 1"),
-        (CLUSTER, (None, None), "4 workers, and nobody says"),
-        (CLUSTER, ("worker", None), "4 workers, and nobody says"),
+        (CLUSTER, (None, None), "4 workers, and this process's task is unknown; pass"),
+        (CLUSTER, ("worker", None), "4 workers, and this process's task is unknown; pass"),
         ({"worker": ["a:1"]}, ("chief", 0), "no job 'chief'"),
         ({"worker": {1: "a:1"}}, ("worker", 1), "numbered from 0 without gaps"),
         ({"worker": {0: "a:1", 2: "b:1"}}, ("worker", 0), "without gaps"),

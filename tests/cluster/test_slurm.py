@@ -23,7 +23,7 @@ STEP = {
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch):
-    monkeypatch.setattr(SlurmResolver, "_shared_out", None)
+    monkeypatch.setattr(SlurmResolver, "_assigned", None)
 
 
 def resolver_of(rank, *, given=STEP, **arguments):
@@ -162,11 +162,11 @@ def step_of(tasks_per_node=None, **change):
 
 
 def nodes_of(step):
-    return " ".join(step.nodes[node] for node, _ in step.places)
+    return " ".join(step.nodes[node] for node, _ in step.placement)
 
 
 def locals_of(step):
-    return [local for _, local in step.places]
+    return [local for _, local in step.placement]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def test_every_node_gets_its_tasks_in_order(counts, distribution):
         SLURM_DISTRIBUTION=distribution,
     )
     assert step.num_tasks == sum(counts)
-    assert step.places[0] == (0, 0)  # rank 0 is on the first node, whatever the distribution
+    assert step.placement[0] == (0, 0)  # rank 0 is on the first node, whatever the distribution
     for node, count in enumerate(counts):
-        assert [local for at, local in step.places if at == node] == list(range(count))
+        assert [local for at, local in step.placement if at == node] == list(range(count))
 
 
 def test_names_of_the_job_stand_in_for_those_of_the_step():
@@ -238,10 +238,13 @@ def test_the_program_may_say_how_many_tasks_a_node_has():
         ({"SLURM_STEP_NODELIST": ""}, "^SLURM_STEP_NODELIST or SLURM_JOB_NODELIST"),
         ({"SLURM_STEP_NODELIST": "n[1-"}, "written like.*brackets do not pair"),
         ({"SLURM_STEP_NODELIST": "n1,n2,n1"}, "^SLURM_STEP_NODELIST names a node twice"),
-        ({"SLURM_STEP_NODELIST": "n[1-4]"}, "NODELIST is of 4 nodes, SLURM_STEP_TASKS.* of 3"),
+        ({"SLURM_STEP_NODELIST": "n[1-4]"}, "NODELIST has 4 nodes, but SLURM_STEP_TASKS.* has 3"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2;1"}, r"written like '2\(x3\),1'; got '2;1'"),
-        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "5 tasks do not tell how many are on each of 3 nodes"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_STEP_NUM_TASKS": ""}, "None tasks do not tell"),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "5 tasks cannot be divided equally among 3 nodes"),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_STEP_NUM_TASKS": ""},
+            "None tasks cannot be divided",
+        ),
         ({"SLURM_NODEID": "1"}, "^SLURM_NODEID=1, but .*=block task 1 has 0; .*=block$"),
         ({"SLURM_LOCALID": "0"}, "^SLURM_LOCALID=0, but .* task 1 has 1"),
         ({"SLURM_NODEID": "0", "SLURM_DISTRIBUTION": "cyclic"}, "=cyclic task 1 has 1"),

@@ -107,10 +107,10 @@ def differences(monkeypatch):
         monkeypatch.delenv(name)
     for name in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES", *_slurm_names()):
         monkeypatch.setenv(name, "")  # to be put back in the end
-    monkeypatch.setattr(SlurmResolver, "_shared_out", None)
+    monkeypatch.setattr(SlurmResolver, "_assigned", None)
     found = []
     for kind, came, theirs in FACTS:
-        SlurmResolver._shared_out = None  # every input is a process of its own
+        SlurmResolver._assigned = None  # every input is a process of its own
         ours = answers(MIRROR, kind, came)
         # Where one of them makes nothing, there is nothing else to compare.
         names = [name for name in ("made",) if name in theirs.keys() ^ ours.keys()]

@@ -78,7 +78,7 @@ def test_what_is_given_comes_first_and_needs_no_entry():
         ("9" * 10_000, "^TF_CONFIG is a JSON object"),
         ("\x00", "^TF_CONFIG is a JSON object"),
         ("[1, 2]", r"^TF_CONFIG is a JSON object; got \[1, 2\]"),
-        ('{"cluster": NaN}', "NaN is no JSON"),
+        ('{"cluster": NaN}', "NaN is not JSON"),
         ('{"task": {}, "task": {}}', r"^TF_CONFIG has \['task'\] more than once"),
         (
             '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}',
@@ -120,7 +120,7 @@ def test_what_is_given_comes_first_and_needs_no_entry():
             {**CONFIG, "task": {"type": "nobody", "index": 0}},
             "no job 'nobody'; it has 'chief', 'w",
         ),
-        ({"cluster": CLUSTER}, "nobody says which of them"),
+        ({"cluster": CLUSTER}, "this process's task is unknown"),
         ({**CONFIG, "rpc_layer": 3}, "^TF_CONFIG, rpc_layer: this is a string; got 3"),
         ({**CONFIG, "environment": []}, "^TF_CONFIG, environment: this is a string"),
         ({**CONFIG, "session_master": {}}, "^TF_CONFIG, session_master: this is a string"),

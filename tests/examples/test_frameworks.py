@@ -56,7 +56,7 @@ class Kill(mirror.train.Hook):
     def after_step(self, training):
         if training.step == {at} and not Kill.is_over:
             Kill.is_over = True
-            training.strategy._session.fleet.servers[1].kill()
+            training.strategy._session.actors.servers[1].kill()
 
 
 """

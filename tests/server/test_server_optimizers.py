@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.server.server_optimizers import check_apart, describe, options_of, rebuild, set_options
+from mirror.server.server_optimizers import (
+    check_piecewise,
+    describe,
+    options_of,
+    rebuild,
+    set_options,
+)
 
 
 class Lars(torch.optim.SGD):
@@ -33,7 +39,7 @@ def of(cls, **options):
     "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD SparseAdam".split(),
 )
 def test_what_looks_at_every_element_alone_is_right(name):
-    check_apart(of(getattr(torch.optim, name), lr=0.1), cuts=True, spreads=True)
+    check_piecewise(of(getattr(torch.optim, name), lr=0.1), cuts=True, spreads=True)
 
 
 @pytest.mark.parametrize(
@@ -41,23 +47,23 @@ def test_what_looks_at_every_element_alone_is_right(name):
     [(Lars, True, False), (Clipped, False, True), (torch.optim.Adafactor, True, False)],
 )
 def test_what_looks_at_others_is_refused_where_they_are_apart(cls, cuts, spreads):
-    check_apart(of(cls, lr=0.1), cuts=False, spreads=False)
+    check_piecewise(of(cls, lr=0.1), cuts=False, spreads=False)
     with pytest.raises(StrategyError, match=cls.__name__):
-        check_apart(of(cls, lr=0.1), cuts=cuts, spreads=spreads)
+        check_piecewise(of(cls, lr=0.1), cuts=cuts, spreads=spreads)
 
 
 def test_norms_of_variables_are_right_where_variables_are_whole():
-    check_apart(of(Lars, lr=0.1), cuts=False, spreads=True)
+    check_piecewise(of(Lars, lr=0.1), cuts=False, spreads=True)
 
 
 def test_what_needs_a_closure_is_refused():
     with pytest.raises(StrategyError, match="LBFGS cannot be stepped"):
-        check_apart(of(torch.optim.LBFGS), cuts=False, spreads=False)
+        check_piecewise(of(torch.optim.LBFGS), cuts=False, spreads=False)
 
 
 def test_trying_leaves_the_global_generator_alone():
     state = torch.get_rng_state()
-    check_apart(of(torch.optim.Adam), cuts=True, spreads=True)
+    check_piecewise(of(torch.optim.Adam), cuts=True, spreads=True)
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -1,18 +1,15 @@
-"""The process of an actor, from its fork to its end: it ends with the process that started it.
+"""The process of an actor, from its fork until it exits.
 
-Its tether is one end of a pair of sockets whose other end that process holds: the actor's
-configuration comes there, its readiness goes back, and an end of it is the actor's.
+The process reads its configuration from its lifeline, constructs the role, reports that it is
+ready, and serves calls. It exits when its lifeline closes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import os
 import random
 import socket
-import struct
 import sys
 import threading
 import types
@@ -21,123 +18,59 @@ from typing import Any
 
 import numpy as np
 
-from mirror.errors import short_repr
-from mirror.server.engine.service_loop import ServiceLoop, encode_error
+from mirror.server.engine.handshake import listen
+from mirror.server.engine.lifeline import failure_message, receive_message, send_message
+from mirror.server.engine.service_loop import ServiceLoop, resolve_role
 from mirror.server.engine.socket_client import register_key
 
-_LENGTH = struct.Struct("<I")
 
-
-def send_words(sock: socket.socket, content: dict[str, Any]) -> None:
-    """Sends JSON over a tether."""
-    text = json.dumps(content).encode()
-    sock.sendall(_LENGTH.pack(len(text)) + text)
-
-
-def receive_words(sock: socket.socket) -> dict[str, Any] | None:
-    """Returns the JSON that comes over a tether; None if the other side is gone."""
-    head = _received(sock, _LENGTH.size)
-    text = None if head is None else _received(sock, _LENGTH.unpack(head)[0])
-    found: dict[str, Any] | None = None if text is None else json.loads(text)
-    return found
-
-
-def _received(sock: socket.socket, size: int) -> bytes | None:
-    got = b""
-    while len(got) < size:
-        try:
-            more = sock.recv(size - len(got))
-        except ConnectionError:
-            return None
-        if not more:
-            return None
-        got += more
-    return got
-
-
-def run(tether: socket.socket) -> None:
-    """Is an actor, in a process just forked, until its tether ends."""
-    config = receive_words(tether)
+def run(lifeline: socket.socket) -> None:
+    """Runs an actor in a process that was just forked, until its lifeline closes."""
+    config = receive_message(lifeline)
     if config is None:
         return
     try:
         _prepare(config)
-        target = role(config["role"])(**config["init"])
-        listener = listening(config["host"], config["port"])
+        target = resolve_role(config["role"])(**config["init"])
+        listener = listen(config["host"], config["port"])
         service = ServiceLoop(target, listener, bytes.fromhex(config["key"]))
     except BaseException as error:
-        content, pickled = encode_error(error)
-        send_words(tether, {"failed": content, "pickle": [text.hex() for text in pickled]})
+        send_message(lifeline, failure_message(error))
         return
-    threading.Thread(target=_exit_on_eof, args=[tether], name="tether", daemon=True).start()
-    send_words(tether, {"port": listener.getsockname()[1]})
+    threading.Thread(target=_exit_on_eof, args=[lifeline], name="lifeline", daemon=True).start()
+    send_message(lifeline, {"port": listener.getsockname()[1]})
     service.run()
 
 
-def _exit_on_eof(tether: socket.socket) -> None:
-    receive_words(tether)
+def _exit_on_eof(lifeline: socket.socket) -> None:
+    receive_message(lifeline)
     exit_now(0)
 
 
 def exit_now(code: int) -> None:
-    """Ends the process at once, once what it has printed is on its way."""
+    """Flushes the output streams and exits, without running exit handlers."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that has a port, 0: any that is free, which others of ours may have, too.
-
-    Who starts an actor holds its port, without listening, for as long as it may restart it.
-    """
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind((host, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens there."""
-    sock = bind(host, port)
-    sock.listen(128)
-    return sock
-
-
-def role(path: str) -> Any:
-    """Returns a class by its dotted path, as ``package.module:Class``."""
-    module, _, name = path.partition(":")
-    if not name:
-        raise ValueError(f"a role is 'package.module:Class', not {short_repr(path)}")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def _prepare(config: dict[str, Any]) -> None:
-    """Makes the process what one started anew by ``multiprocessing`` would be."""
+    """Sets the process up as ``multiprocessing`` sets up one that it spawns."""
     register_key(config["id"], bytes.fromhex(config["key"]))
     os.environ.clear()
     os.environ.update(config["environ"])
     prepared = dict(config["prepared"])
     main = {key: prepared.pop(key) for key in tuple(prepared) if key.startswith("init_main")}
     spawn.prepare(prepared)
-    # A fork has the generators of whom it was forked from, at the same place for all.
+    # Every fork has the random states of the fork server, which are the same for all actors.
     random.seed()
     np.random.seed()
-    sys.modules["__main__"] = _Main(main)
+    sys.modules["__main__"] = _LazyMain(main)
 
 
-class _Main(types.ModuleType):
-    """``__main__`` of whom started the actor: run when something of it is asked for.
+class _LazyMain(types.ModuleType):
+    """The owner's ``__main__``, which is run when one of its names is looked up.
 
     So a script needs its ``if __name__ == "__main__"`` only if an actor uses what it defines.
     """
@@ -153,7 +86,7 @@ class _Main(types.ModuleType):
             prepared, self._prepared = self._prepared, {}
             if prepared:
                 sys.modules["__main__"] = types.ModuleType("__main__")
-                spawn.prepare(prepared)  # which puts the module where __main__ is looked up
+                spawn.prepare(prepared)  # replaces the entry of sys.modules by the owner's module
                 self.__dict__.update(vars(sys.modules["__main__"]))
         try:
             return self.__dict__[name]

@@ -1,10 +1,10 @@
-"""A connection to an actor, as its clients use it: calls from several threads, and their answers.
+"""A client's connection to an actor: calls from several threads, and their answers.
 
-[Note: Who reads]
-No thread waits for answers but those that want one: to wake another takes longer than the whole
-call. The first thread in ``Pending.result`` reads, hands other threads theirs, and goes with its
-own; then one of those that still wait reads on. An actor does not depend on it that somebody
-reads: see [Note: Slow readers].
+[Note: The waiting thread reads]
+No separate thread reads answers, since waking another thread takes longer than a whole call.
+Instead the first thread in ``Reply.result`` reads. It settles the replies of other threads on the
+way, and leaves when its own has arrived; then one of the threads that still wait reads on. If no
+thread reads, the actor is not blocked: see [Note: Slow readers].
 """
 
 from __future__ import annotations
@@ -32,86 +32,86 @@ from mirror.server.engine.frames import ANSWER, CALL, RAISED, Frame, FrameReader
 
 
 class Reply:
-    """A future whose answer comes over a link, or that has failed already."""
+    """The future of a call; without a connection, it has failed already."""
 
-    __slots__ = ("_answer", "_error", "_link", "into", "is_done")
+    __slots__ = ("_answer", "_connection", "_error", "into", "is_done")
 
-    def __init__(self, link: Connection | None, into: Sequence[Array] | None = None) -> None:
+    def __init__(self, connection: Connection | None, into: Sequence[Array] | None = None) -> None:
         self.into = into
-        self.is_done = link is None
-        self._link = link
+        self.is_done = connection is None
+        self._connection = connection
         self._answer: Answer | None = None
         self._error: Exception | None = None
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer; see ``Future``."""
-        if not self.is_done and self._link is not None:
-            self._link.wait(self, timeout)
+        """Waits for the answer and returns it; see ``Future``."""
+        if not self.is_done and self._connection is not None:
+            self._connection.wait(self, timeout)
         if self._error is not None:
             raise self._error
         assert self._answer is not None
         return self._answer
 
     def done(self) -> bool:
-        """Returns whether there is an answer, or none will come."""
-        if not self.is_done and self._link is not None:
-            self._link.poll(self)
+        """Returns whether the answer has arrived, or the call has failed."""
+        if not self.is_done and self._connection is not None:
+            self._connection.poll(self)
         return self.is_done
 
     def settle(self, frame: Frame) -> None:
-        """Takes its answer."""
+        """Stores the answer of the call."""
         if frame.kind == RAISED:
-            self._error = remote_error(frame.header, frame.buffers)
+            self._error = decode_error(frame.header, frame.buffers)
         else:
             self._answer = frame.header, frame.buffers
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """Takes the reason why there is no answer."""
+        """Stores the reason why no answer will come."""
         self._error = error
         self._end()
 
     def _end(self) -> None:
         self.into = None
         self.is_done = True
-        self._link = None
+        self._connection = None
 
 
-def failed(error: Exception) -> Reply:
-    """Returns a future of a call that could not be begun."""
-    pending = Reply(None)
-    pending.fail(error)
-    return pending
+def failed_reply(error: Exception) -> Reply:
+    """Returns the future of a call that could not be sent."""
+    reply = Reply(None)
+    reply.fail(error)
+    return reply
 
 
 class Connection:
-    """One connection, past the handshake.
+    """A connection after its handshake.
 
     Args:
-        sock: is closed with the link.
-        name: the actor's, for errors.
-        confirm: called before anybody is told that the actor has died.
+        sock: closed with the connection.
+        name: the actor's name, for errors.
+        confirm_death: called before calls fail because the actor has died.
     """
 
     def __init__(
-        self, sock: socket.socket, name: str, confirm: Callable[[], object] | None = None
+        self, sock: socket.socket, name: str, confirm_death: Callable[[], object]
     ) -> None:
-        self._sock, self._name, self._confirm = sock, name, confirm
-        self._reader = FrameReader(sock, self._place)
+        self._sock, self._name, self._confirm_death = sock, name, confirm_death
+        self._reader = FrameReader(sock, self._allocate)
         self._pending: dict[int, Reply] = {}
         self._number = 0
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._changed = threading.Condition()
-        self._is_read = False  # by some thread
+        self._is_reading = False  # a thread reads
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
 
     @property
     def is_usable(self) -> bool:
-        """Whether calls can go over it: it stands, and no fork has it from another process."""
+        """Whether calls can use it: it is open, and was not inherited by a fork."""
         return self._error is None and self._pid == os.getpid()
 
     def call(
@@ -121,75 +121,75 @@ class Connection:
         buffers: Sequence[Sendable],
         into: Sequence[Array] | None,
     ) -> Reply:
-        """Sends a call."""
-        pending = Reply(self, into)
+        """Sends a call and returns its future; see ``ActorClient.call``."""
+        reply = Reply(self, into)
         with self._sending:
             self._number = number = self._number + 1
             out = FrameWriter(CALL, number, method, header, buffers)
             if self._error is not None:
-                return failed(self._error)
-            self._pending[number] = pending
+                return failed_reply(self._error)
+            self._pending[number] = reply
             try:
                 while not out.send(self._sock):
                     self._writable.poll()
             except OSError as error:
                 self.end(ActorDied(self._name, f"its process has ended ({error})"))
             except BaseException:
-                # Half a frame is no beginning of another.
+                # After half a frame, the actor could not find the start of the next one.
                 self.end(WireError(f"{self._name}: sending a call was interrupted"))
                 raise
-        return pending
+        return reply
 
-    def wait(self, pending: Reply, timeout: float | None) -> None:
-        """Waits until a call is done, reading for all who wait; see [Note: Who reads].
+    def wait(self, reply: Reply, timeout: float | None) -> None:
+        """Waits until a call is done; see [Note: The waiting thread reads].
 
         Raises:
-            TimeoutError: it took longer.
+            TimeoutError: no answer came within ``timeout`` seconds.
         """
         deadline = None if timeout is None else monotonic() + timeout
         with self._changed:
-            while self._is_read and not pending.is_done:
+            while self._is_reading and not reply.is_done:
                 if not self._changed.wait(_remaining(deadline)):
                     raise TimeoutError(f"{self._name} has not answered within {timeout:g} s")
-            if pending.is_done:
+            if reply.is_done:
                 return
-            self._is_read = True
+            self._is_reading = True
         try:
-            if not self._read(pending, deadline):
+            if not self._read(reply, deadline):
                 raise TimeoutError(f"{self._name} has not answered within {timeout:g} s")
         finally:
             with self._changed:
-                self._is_read = False
+                self._is_reading = False
                 if self._pending:
                     self._changed.notify_all()
 
-    def poll(self, pending: Reply) -> None:
-        """Reads what has come, if nobody does."""
+    def poll(self, reply: Reply) -> None:
+        """Reads what has arrived, unless another thread is reading."""
         with self._changed:
-            if self._is_read:
+            if self._is_reading:
                 return
         with contextlib.suppress(TimeoutError):
-            self.wait(pending, 0)
+            self.wait(reply, 0)
 
     def end(self, error: Exception) -> None:
-        """Closes the connection, and has all calls fail that are not done."""
-        if self._confirm is not None and isinstance(error, ActorDied):
-            self._confirm()
+        """Closes the connection; calls that are not done fail with the error."""
+        if isinstance(error, ActorDied):
+            self._confirm_death()
         if self._error is None:
             self._error = error
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes who reads
-        if not self._is_read:
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reading thread
+        if not self._is_reading:
             self._fail()
 
     def _fail(self) -> None:
         assert self._error is not None
         while self._pending:
             try:
-                _, pending = self._pending.popitem()
+                _, reply = self._pending.popitem()
             except KeyError:
                 break
-            pending.fail(self._error)
+            reply.fail(self._error)
         self._sock.close()
         with self._changed:
             self._changed.notify_all()
@@ -197,15 +197,15 @@ class Connection:
     def __del__(self) -> None:
         self._sock.close()
 
-    def _read(self, pending: Reply, deadline: float | None) -> bool:
-        """Reads until a call is done; returns False if the deadline came first."""
+    def _read(self, reply: Reply, deadline: float | None) -> bool:
+        """Reads until a call is done; returns False if the deadline passed first."""
         try:
-            while not pending.is_done:
-                if not self._reader.has_more and not self._polled(deadline):
-                    return pending.is_done
+            while not reply.is_done:
+                if not self._reader.has_more and not self._poll_until(deadline):
+                    return reply.is_done
                 frame = self._reader.receive()
                 if frame is not None:
-                    self._settle(frame, pending)
+                    self._settle(frame, reply)
         except (EOFError, OSError) as error:
             self.end(ActorDied(self._name, f"its process has ended ({error})"))
             self._fail()
@@ -214,22 +214,22 @@ class Connection:
             self._fail()
         return True
 
-    def _polled(self, deadline: float | None) -> bool:
-        left = _remaining(deadline)
-        return bool(self._readable.poll(None if left is None else left * 1e3))
+    def _poll_until(self, deadline: float | None) -> bool:
+        seconds = _remaining(deadline)
+        return bool(self._readable.poll(None if seconds is None else seconds * 1e3))
 
     def _settle(self, frame: Frame, wanted: Reply) -> None:
-        pending = self._pending.pop(frame.number, None)
-        if pending is None or frame.kind not in (ANSWER, RAISED):
-            raise WireError(f"{self._name} answers what nobody has asked")
-        pending.settle(frame)
-        if pending is not wanted:
+        reply = self._pending.pop(frame.number, None)
+        if reply is None or frame.kind not in (ANSWER, RAISED):
+            raise WireError(f"protocol error: {self._name} replied to an unknown request")
+        reply.settle(frame)
+        if reply is not wanted:
             with self._changed:
                 self._changed.notify_all()
 
-    def _place(self, number: int, specs: Sequence[Spec]) -> list[Array] | None:
-        pending = self._pending.get(number)
-        into = None if pending is None else pending.into
+    def _allocate(self, number: int, specs: Sequence[Spec]) -> list[Array] | None:
+        reply = self._pending.get(number)
+        into = None if reply is None else reply.into
         if into is None or len(into) != len(specs):
             return None
         fits = all(
@@ -242,13 +242,13 @@ def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - monotonic())
 
 
-def remote_error(content: Header, pickled: Sequence[Any]) -> RemoteError:
-    """Returns what an actor tells of an exception, with the exception if it can be rebuilt."""
+def decode_error(content: Header, pickled: Sequence[Any]) -> RemoteError:
+    """Returns the error that ``encode_error`` encoded, with the original if it can be rebuilt."""
     original = None
     if pickled:
         try:
             original = pickle.loads(pickled[0])
-        except Exception:  # of a class that is not known here, or whose constructor differs
+        except Exception:  # this process lacks its class, or the constructor differs
             original = None
     if not isinstance(original, BaseException):
         original = None

@@ -1,4 +1,6 @@
-"""What an engine is: it starts actors, objects in processes of their own, which are called.
+"""The interface of engines: an engine starts actors, and clients call their methods.
+
+An actor is an object in a process of its own.
 
 ::
 
@@ -6,14 +8,15 @@
         actor = engine.start("server 0", "package.module:Shard", {"index": 0})
         header, (values,) = actor.call("pull", {"version": 3}).result()
 
-A role is the dotted path of a class. It is made in the actor's process with ``init``, which goes
-there as JSON; methods get ``(header, buffers)`` and return the same or ``None``. Buffers are numpy
-arrays, never pickled. Methods run one at a time, in one thread (of a process: the main one), in
-the order in which calls arrive, unless the class says ``concurrent = True``: then each call has a
-thread.
+A role is the dotted path of a class. The actor's process constructs it with ``init``, which is
+sent as JSON. A method takes ``(header, buffers)`` and returns the same, or ``None``. Buffers are
+NumPy arrays and are never pickled.
 
-What a method gets is its own to keep, but may be read-only. What it returns is on its way before
-the next method begins, so it may return what another will change, unless the class is concurrent.
+Methods run one at a time, in the order in which calls arrive, in one thread (the main thread, if
+the actor is a process). If the class has ``concurrent = True``, each call has its own thread.
+
+A method may keep its arguments; they may be read-only. Its result is sent before the next method
+runs. So it may return memory that the next method changes, unless the class is concurrent.
 """
 
 from __future__ import annotations
@@ -49,32 +52,32 @@ Answer = tuple[Header, list[Array]]
 
 
 class Future(Protocol):
-    """An answer that is to come."""
+    """The pending answer to a call."""
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for what the method has returned.
+        """Waits for the answer, and returns it.
 
         Args:
-            timeout: in seconds; the answer may still be waited for again afterwards.
+            timeout: in seconds; after a timeout, ``result`` may be called again.
 
         Raises:
-            RemoteError: the method has raised, or there is none.
-            ActorDied: the actor's process has ended before it answered.
-            TimeoutError: it has not answered yet.
+            RemoteError: the method raised, or does not exist.
+            ActorDied: the actor's process ended before it answered.
+            TimeoutError: no answer came within ``timeout``.
         """
 
     def done(self) -> bool:
-        """Returns whether ``result`` would not wait."""
+        """Returns whether ``result`` would return without waiting."""
 
 
 class ActorClient(Protocol):
-    """Calls an actor; of one actor there may be many, in many processes and threads."""
+    """Calls an actor. An actor may have many clients, in many processes and threads."""
 
     name: str
 
     @property
     def address(self) -> Address:
-        """What ``connect`` needs to make another client, in any process of the engine; JSON."""
+        """The argument of ``connect`` for another client, in any process of the engine; JSON."""
 
     def call(
         self,
@@ -84,62 +87,63 @@ class ActorClient(Protocol):
         *,
         into: Sequence[Array] | None = None,
     ) -> Future:
-        """Begins a call; calls of one thread run in their order.
+        """Starts a call and returns its future; calls of one thread run in their order.
 
-        The buffers may be changed again when this returns.
+        The buffers may be changed as soon as this returns.
 
         Args:
-            into: where the answer's buffers are to be, if they have these dtypes and shapes;
-                contiguous. Others come in arrays of their own, as all do without.
+            into: contiguous arrays that receive the answer's buffers, if their dtypes and shapes
+                match. Without a match, the answer comes in new arrays.
 
         Raises:
-            WireError: the header is no JSON, or a buffer is none of plain numbers.
+            WireError: the header is not JSON, or a buffer does not hold plain numbers.
         """
 
     def close(self) -> None:
-        """Ends the connection; the actor lives on."""
+        """Closes the connection; the actor keeps running."""
 
 
 class Actor(ActorClient, Protocol):
-    """Who has started an actor holds this."""
+    """An actor, as the process that started it sees it."""
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether the actor's process runs."""
 
     def on_death(self, callback: Callable[[], None]) -> None:
-        """Has a function called, in a thread of its own, each time that its process ends.
+        """Calls a function, in a new thread, each time the actor's process ends.
 
-        That is every end but by the engine's ``close``, by ``kill`` too; at once if it has ended.
+        ``kill`` counts; the engine's ``close`` does not. If the process has ended already, the
+        function is called immediately.
         """
 
     def kill(self) -> None:
-        """Ends the process, as SIGKILL does; returns when it has ended."""
+        """Kills the process, as SIGKILL does, and waits until it has ended."""
 
     def restart(self) -> None:
-        """Makes the actor anew in a fresh process, at the same address; ends the old one."""
+        """Kills the process and starts the actor again in a new one, at the same address."""
 
 
 class Engine(Protocol):
-    """Starts actors, and ends them."""
+    """Starts actors and stops them."""
 
     def start(self, name: str, role: str, init: Header) -> Actor:
-        """Starts an actor and waits until it stands.
+        """Starts an actor, and returns when it is ready.
 
         Args:
-            name: for messages, and before each line that it prints.
+            name: used in messages, and printed before each line of the actor's output.
             role: "package.module:Class".
             init: the constructor's keyword arguments; small, and JSON.
 
         Raises:
-            RemoteError: the role does not exist, or its constructor has raised.
+            RemoteError: the role does not exist, or its constructor raised.
         """
 
     def close(self) -> None:
-        """Ends all actors."""
+        """Stops all actors."""
 
     def __enter__(self) -> Engine:
-        """Returns the engine, which ``with`` closes."""
+        """Returns the engine; ``with`` closes it."""
 
     def __exit__(
         self,
@@ -147,4 +151,4 @@ class Engine(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends all actors."""
+        """Stops all actors."""

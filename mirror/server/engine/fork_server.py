@@ -1,7 +1,8 @@
-"""A process's client of its fork server, and of the actors that were forked there.
+"""The fork server, as the process that owns it sees it, and the processes forked there.
 
-One for the whole process, made when the first engine wants it, and anew when its fork server has
-ended. One thread of it hears who has ended, and passes on what actors print.
+A process has one fork server. It starts with the first engine, and again if it has ended. One
+thread receives the ends of the forked processes, and forwards their output line by line, with the
+actor's name in front. ``fork_server_main.py`` is the other side.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from mirror.server.engine.child_output import ChildOutput
 from mirror.server.engine.engine_types import ActorDied
 
 _PROGRAM = """\
@@ -28,69 +28,32 @@ sys.path[:] = {path!r}
 from mirror.server.engine.fork_server_main import main
 main({descriptor}, {parent})
 """
-_SIZE = 4096
-_END_SECONDS = 5.0
+_PACKET_BYTES = 4096
+_CLOSE_SECONDS = 5.0
+_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
 
 
-class ForkedProcess:
-    """A process forked from the fork server.
+_lock = threading.Lock()
+_fork_server: ForkServer | None = None
 
-    Attributes:
-        tether: its configuration goes there; the child ends when this is closed.
-        code: its exit code, once it has ended; None if nobody knows it.
-        ended: set once it has ended, and what it has printed has been passed on.
-    """
 
-    def __init__(
-        self,
-        tell: Callable[[dict[str, Any]], None],
-        tether: socket.socket,
-        outputs: list[ChildOutput],
-    ) -> None:
-        self.tether = tether
-        self.pid = 0
-        self.code: int | None = None
-        self.ended = threading.Event()
-        self.forked = threading.Event()
-        self.outputs = outputs
-        self._tell = tell
-        self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-
-    def begin_kill(self) -> None:
-        """Asks the fork server to, which alone knows whose number a process's still is."""
-        self.forked.wait()
-        self._tell({"kill": self.pid})
-
-    def kill(self) -> None:
-        """Ends it and waits until it has ended."""
-        self.begin_kill()
-        self.ended.wait()
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Has a function called, in a thread of its own, when it has ended."""
-        with self._lock:
-            if not self.ended.is_set():
-                self._callbacks.append(callback)
-                return
-        threading.Thread(target=callback, daemon=True).start()
-
-    def note_end(self, code: int | None) -> None:
-        """Notes that it has ended, and tells who wants to know."""
-        for output in self.outputs:
-            output.finish()
-        self.code = code
-        self.tether.close()
-        self.forked.set()
-        with self._lock:
-            self.ended.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            threading.Thread(target=callback, daemon=True).start()
+def fork_server() -> ForkServer:
+    """Returns this process's fork server, which may still be importing torch."""
+    global _fork_server
+    with _lock:
+        if _fork_server is None or not _fork_server.is_usable:
+            _fork_server = ForkServer()
+            atexit.register(_fork_server.close)
+        return _fork_server
 
 
 class ForkServer:
-    """A fork server of this process."""
+    """A fork server of this process.
+
+    It sends requests over a control connection; see ``fork_server_main``. ``_waiting`` has the
+    children that are not forked yet, by request number; ``_children`` has the others, by pid.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,11 +77,15 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can have children, in this process."""
+        """Whether this process can fork with it: it runs, and belongs to no parent process."""
         return not self._is_ended and self._owner == os.getpid()
 
     def fork(self, name: str) -> ForkedProcess:
-        """Returns a new process, which waits for its configuration."""
+        """Returns a new process, which waits for its configuration.
+
+        Raises:
+            ActorDied: the fork server has ended.
+        """
         ours, theirs = socket.socketpair()
         pipes = {stream: os.pipe() for stream in ("stdout", "stderr")}
         outputs = [ChildOutput(name, stream, read) for stream, (read, _) in pipes.items()]
@@ -132,9 +99,9 @@ class ForkServer:
                     message = json.dumps({"fork": number}).encode()
                     socket.send_fds(self._control, [message], passed)
                 except OSError:
-                    pass  # the thread hears of it
+                    pass  # the receiving thread notices it
             else:
-                child.note_end(None)
+                child.record_end(None)
         theirs.close()
         for _, write in pipes.values():
             os.close(write)
@@ -142,58 +109,59 @@ class ForkServer:
         try:
             child.forked.wait()
         except BaseException:
-            ours.close()  # so that it ends as soon as it begins
+            ours.close()  # the child exits when it reads the end of its lifeline
             raise
         if child.ended.is_set() and not child.pid:
             raise ActorDied(name, "the process that starts actors has ended")
         return child
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # its children end with it
+        with contextlib.suppress(OSError):  # the fork server has ended, and its children with it
             self._control.send(json.dumps(message).encode())
 
     def close(self) -> None:
-        """Ends the fork server, and with it all children."""
+        """Ends the fork server and all its children."""
         if self._owner != os.getpid():
             return
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait(_END_SECONDS)
+            self._process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._thread.join(_END_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
 
     def _receive(self) -> None:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
-        known: dict[int, ChildOutput] = {}
+        polled: dict[int, ChildOutput] = {}
         while True:
             for descriptor, _ in poll.poll():
                 if descriptor == self._woken:
-                    os.read(self._woken, _SIZE)
-                elif descriptor in known:
-                    if not known[descriptor].pass_on():
+                    os.read(self._woken, _PACKET_BYTES)
+                elif descriptor in polled:
+                    if not polled[descriptor].forward():
                         poll.unregister(descriptor)
-                        del known[descriptor]
-                elif not self._take():
+                        del polled[descriptor]
+                elif not self._receive_packet():
                     self._end()
                     return
             with self._lock:
                 children = [*self._waiting.values(), *self._children.values()]
             outputs = [output for child in children for output in child.outputs]
-            fresh = {o.descriptor: o for o in outputs if o.descriptor is not None}
-            for gone in known.keys() - fresh.keys():
-                poll.unregister(gone)
-            for descriptor in fresh.keys() - known.keys():
+            current = {o.descriptor: o for o in outputs if o.descriptor is not None}
+            for descriptor in polled.keys() - current.keys():
+                poll.unregister(descriptor)
+            for descriptor in current.keys() - polled.keys():
                 poll.register(descriptor, select.POLLIN)
-            known = fresh
+            polled = current
 
-    def _take(self) -> bool:
+    def _receive_packet(self) -> bool:
+        """Handles one message; returns whether the fork server still runs."""
         try:
-            packet = self._control.recv(_SIZE)
+            packet = self._control.recv(_PACKET_BYTES)
         except OSError:
             return False
         if not packet:
@@ -205,29 +173,130 @@ class ForkServer:
             self._children[child.pid] = child
             child.forked.set()
         else:
-            self._children.pop(message["ended"]).note_end(message["code"])
+            self._children.pop(message["ended"]).record_end(message["code"])
         return True
 
     def _end(self) -> None:
         with self._lock:
             self._is_ended = True
-            left = [*self._waiting.values(), *self._children.values()]
+            children = [*self._waiting.values(), *self._children.values()]
             self._waiting.clear()
             self._children.clear()
-        for child in left:
-            child.note_end(None)
+        for child in children:
+            child.record_end(None)
         self._control.close()
 
 
-_lock = threading.Lock()
-_fork_server: ForkServer | None = None
+class ForkedProcess:
+    """A process forked from the fork server.
+
+    Attributes:
+        lifeline: receives its configuration; the process exits when this is closed.
+        code: its exit code once it has ended, or None if the fork server ended first.
+        forked: set when it has a ``pid``, or has ended without one.
+        ended: set when it has ended and its output is forwarded.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[dict[str, Any]], None],
+        lifeline: socket.socket,
+        outputs: list[ChildOutput],
+    ) -> None:
+        self.lifeline = lifeline
+        self.pid = 0
+        self.code: int | None = None
+        self.ended = threading.Event()
+        self.forked = threading.Event()
+        self.outputs = outputs
+        self._send = send
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def begin_kill(self) -> None:
+        """Asks the fork server to kill it: only there is the pid safe from reuse."""
+        self.forked.wait()
+        self._send({"kill": self.pid})
+
+    def kill(self) -> None:
+        """Kills it, and waits until it has ended."""
+        self.begin_kill()
+        self.ended.wait()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Calls a function, in a new thread, when the process has ended."""
+        with self._lock:
+            if not self.ended.is_set():
+                self._callbacks.append(callback)
+                return
+        threading.Thread(target=callback, daemon=True).start()
+
+    def record_end(self, code: int | None) -> None:
+        """Records that the process has ended, and calls the functions of ``on_end``."""
+        for output in self.outputs:
+            output.finish()
+        self.code = code
+        self.lifeline.close()
+        self.forked.set()
+        with self._lock:
+            self.ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            threading.Thread(target=callback, daemon=True).start()
 
 
-def fork_server() -> ForkServer:
-    """Returns this process's, which may still be importing torch."""
-    global _fork_server
-    with _lock:
-        if _fork_server is None or not _fork_server.is_usable:
-            _fork_server = ForkServer()
-            atexit.register(_fork_server.close)
-        return _fork_server
+class ChildOutput:
+    """A pipe that forwards one of an actor's output streams to this process's stream.
+
+    Args:
+        stream: "stdout" or "stderr"; a line goes to the ``sys`` attribute's current value.
+        descriptor: the pipe's read end; closed at the end of the stream.
+    """
+
+    def __init__(self, name: str, stream: str, descriptor: int) -> None:
+        self._name, self._stream = name, stream
+        self.descriptor: int | None = descriptor
+        self._rest = b""
+        os.set_blocking(descriptor, False)
+
+    def forward(self) -> bool:
+        """Forwards the lines that have arrived; returns whether more may come."""
+        while self.descriptor is not None:
+            try:
+                data = os.read(self.descriptor, _READ_BYTES)
+            except BlockingIOError:
+                return True
+            except OSError:
+                data = b""
+            if not data:
+                self._close()
+                return False
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _MAX_LINE_BYTES:
+                lines, self._rest = [*lines, self._rest], b""
+            self._print(lines)
+        return False
+
+    def finish(self) -> None:
+        """Forwards the rest, and closes the pipe even if another process still has it open."""
+        if self.forward():
+            self._close()
+
+    def _close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+        if self._rest:
+            self._print([self._rest])
+            self._rest = b""
+
+    def _print(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        text = "".join(f"[{self._name}] {line.decode(errors='replace')}\n" for line in lines)
+        try:
+            stream = getattr(sys, self._stream)
+            stream.write(text)
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            pass  # this process has no such stream any more

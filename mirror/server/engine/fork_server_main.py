@@ -1,12 +1,12 @@
 """The fork server: a process that has imported torch and mirror, and forks into actors.
 
-It is alone in having one thread, so that its forks are whole; started once by a process that wants
-actors, whoever of its engines that is. Messages are JSON in packets:
+It has only one thread, since a fork copies only the thread that calls it. A process starts one
+fork server for all its engines. Messages are JSON in packets::
 
-    {"fork": 7}, with three descriptors (tether, stdout, stderr)      {"forked": 7, "pid": 4711}
+    {"fork": 7}, with three descriptors (lifeline, stdout, stderr)    {"forked": 7, "pid": 4711}
     {"kill": 4711}                                                    {"ended": 4711, "code": -9}
 
-It ends, and all actors with it, when the process that started it does.
+When the process that started it ends, the fork server ends, and all actors with it.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ from typing import Any
 
 from mirror.server.engine import actor_process
 
-_SIZE = 4096
-_LOOK_SECONDS = 1.0  # for a parent's end that left the connection open in a fork of the parent
+_PACKET_BYTES = 4096
+# The parent may end while a fork of the parent keeps the connection open.
+_PARENT_CHECK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serves the process at the other end of a connection, until that ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who has started this
+    """Serves the process at the other end of a connection, until that process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     control = socket.socket(fileno=descriptor)
     importlib.import_module("mirror")
-    _import_what_optimizers_do()
+    _import_optimizers()
     gc.collect()
-    gc.freeze()  # so that forks share it: a collection would write to all objects
+    gc.freeze()  # keeps memory shared with forks: a collection would write to every object
     ForkServerMain(control, parent).run()
 
 
-def _import_what_optimizers_do() -> None:
+def _import_optimizers() -> None:
     import torch
 
+    # Constructing an optimizer imports modules that ``import torch`` does not.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
 class ForkServerMain:
-    """Forks, and tells which of its forks have ended."""
+    """Forks, and reports which children have ended."""
 
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control, self._parent = control, parent
@@ -60,25 +62,28 @@ class ForkServerMain:
             end.setblocking(False)
 
     def run(self) -> None:
-        """Serves."""
+        """Serves requests until the owner ends."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
         while os.getppid() == self._parent:
-            for descriptor, _ in poll.poll(_LOOK_SECONDS * 1e3):
+            for descriptor, _ in poll.poll(_PARENT_CHECK_SECONDS * 1e3):
                 if descriptor == self._woken.fileno():
-                    self._woken.recv(_SIZE)
+                    self._woken.recv(_PACKET_BYTES)
                     self._reap()
-                elif not self._serve():
+                elif not self._handle_request():
                     self._end()
                     return
         self._end()
 
-    def _serve(self) -> bool:
+    def _handle_request(self) -> bool:
+        """Handles one message; returns whether the owner still runs."""
         try:
-            packet, ancillary, _, _ = self._control.recvmsg(_SIZE, socket.CMSG_SPACE(3 * 4))
+            packet, ancillary, _, _ = self._control.recvmsg(
+                _PACKET_BYTES, socket.CMSG_SPACE(3 * 4)
+            )
         except ConnectionError:
             return False
         if not packet:
@@ -108,11 +113,11 @@ class ForkServerMain:
             os.close(descriptor)
         self._send({"forked": number, "pid": pid})
 
-    def _become_actor(self, tether: int, stdout: int, stderr: int) -> None:
+    def _become_actor(self, lifeline: int, stdout: int, stderr: int) -> None:
         server = os.getppid()
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:
-            return  # it ended before it was asked for
+            return  # the fork server ended before prctl was called
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._control, self._wake, self._woken):
@@ -124,7 +129,7 @@ class ForkServerMain:
             os.close(descriptor)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        actor_process.run(socket.socket(fileno=tether))
+        actor_process.run(socket.socket(fileno=lifeline))
 
     def _reap(self) -> None:
         for pid in tuple(self._pids):
@@ -134,7 +139,7 @@ class ForkServerMain:
                 self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed elsewhere
+        with contextlib.suppress(OSError):  # run() notices the owner's end
             self._control.send(json.dumps(message).encode())
 
     def _end(self) -> None:

@@ -1,14 +1,14 @@
-"""Frames: what goes over a connection. A head, JSON, and raw buffers; nothing is pickled.
+"""Frames, the messages of a connection: a head, JSON and raw buffers; nothing is pickled.
 
 ::
 
-    "mir1"  kind  bytes of signature  bytes of header  number     21 bytes, little-endian
-    ["pull", ["<f4", [3, 4]], ...]                                the signature, in JSON
-    {"version": 3}                                                the header, in JSON; empty: {}
+    "mir1"  kind  bytes of signature  bytes of header  number     head: 21 bytes, little-endian
+    ["pull", ["<f4", [3, 4]], ...]                                the signature: JSON
+    {"version": 3}                                                the header: JSON; empty for {}
     the bytes of the buffers, one after another
 
-The kernel takes buffers where they are and puts them where they are to be: no copy is made here,
-but of what is small. Signatures come again and again, so they are made and read once.
+Large buffers are sent from their own memory and received into their final place; only small ones
+are copied. Signatures recur, so their encodings are cached.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ MAX_BYTES = 64 << 30
 _MAGIC = b"mir1"
 _HEAD = struct.Struct("<4sBIIQ")
 _STAGING = 1 << 16
-_AT_ONCE = 256  # buffers that one system call takes; Linux allows 1024
+_MAX_IOVECS = 256  # buffers of one system call; Linux allows 1024
 _DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLqQefdgFDG"}
 _DTYPES |= {dtype.newbyteorder().str: dtype.newbyteorder() for dtype in _DTYPES.values()}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
-"""What a buffer is: its dtype and shape."""
-Place = Callable[[int, Sequence[Spec]], "list[Array] | None"]
-"""Says where the buffers of a frame, by its number, are to be received; None: in new arrays."""
+"""The dtype and shape of a buffer."""
+Allocator = Callable[[int, Sequence[Spec]], "list[Array] | None"]
+"""Returns the arrays that receive the buffers of a frame, by its number; None means new arrays."""
 
 
 class Frame(NamedTuple):
-    """What has come: of a call a method's name, a header and buffers."""
+    """A received frame; ``method`` is empty in answers."""
 
     kind: int
     number: int
@@ -59,7 +59,7 @@ class Frame(NamedTuple):
 
 
 class FrameWriter:
-    """A frame on its way out, as far as the socket takes it."""
+    """A frame to be sent, in as many steps as the socket needs."""
 
     __slots__ = ("_next", "_pieces")
 
@@ -85,10 +85,10 @@ class FrameWriter:
         self._next = 0
 
     def send(self, sock: socket.socket) -> bool:
-        """Gives a socket that does not block what it takes; returns whether that was the rest."""
+        """Sends what a non-blocking socket takes; returns whether the frame is complete."""
         while self._next < len(self._pieces):
             try:
-                sent = sock.sendmsg(self._pieces[self._next : self._next + _AT_ONCE])
+                sent = sock.sendmsg(self._pieces[self._next : self._next + _MAX_IOVECS])
             except BlockingIOError:
                 return False
             while sent:
@@ -100,47 +100,47 @@ class FrameWriter:
                 self._next += 1
         return True
 
-    def keep(self) -> int:
-        """Copies what is not sent yet, for whoever changes the buffers; returns its bytes."""
+    def copy_rest(self) -> int:
+        """Copies the unsent part, so that the buffers may change; returns its size in bytes."""
         rest = b"".join(self._pieces[self._next :])
         self._pieces, self._next = [memoryview(rest)], 0
         return len(rest)
 
 
 def as_array(buffer: Sendable) -> Array:
-    """Returns a buffer as an array, a copy only of one that is not contiguous.
+    """Returns a buffer as an array; copies it only if it is not contiguous.
 
     Raises:
-        WireError: it does not hold plain numbers.
+        WireError: the buffer does not hold plain numbers.
     """
-    array = buffer if isinstance(buffer, np.ndarray) else _of_bytes(buffer)
+    array = buffer if isinstance(buffer, np.ndarray) else _bytes_array(buffer)
     if array.dtype.str not in _DTYPES:
         raise WireError(
-            f"a buffer holds plain numbers; got {short_repr(buffer)}; of a bfloat16 tensor send "
+            f"a buffer holds plain numbers; got {short_repr(buffer)}; for a bfloat16 tensor send "
             "tensor.view(torch.uint16).numpy()"
         )
     return np.ascontiguousarray(array) if array.ndim else array
 
 
-def _of_bytes(buffer: object) -> Array:
+def _bytes_array(buffer: object) -> Array:
     try:
         return np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload, no-any-return]
     except (TypeError, ValueError):
         raise WireError(
-            f"a buffer is a numpy array or bytes; got {short_repr(buffer)}; of a tensor send "
+            f"a buffer is a numpy array or bytes; got {short_repr(buffer)}; for a tensor send "
             "tensor.numpy()"
         ) from None
 
 
 class FrameReader:
-    """What comes from a socket that does not block, as frames.
+    """Reads frames from a non-blocking socket.
 
     Args:
-        place: says where large buffers go; without it all get arrays of their own.
+        allocator: returns the arrays for a frame's buffers; without it, all arrays are new.
     """
 
-    def __init__(self, sock: socket.socket, place: Place | None = None) -> None:
-        self._sock, self._place = sock, place
+    def __init__(self, sock: socket.socket, allocator: Allocator | None = None) -> None:
+        self._sock, self._allocator = sock, allocator
         self._staging = memoryview(bytearray(_STAGING))
         self._start = self._end = 0
         self._partial: Generator[Frame | None, None, None] | None = None
@@ -148,15 +148,15 @@ class FrameReader:
 
     @property
     def has_more(self) -> bool:
-        """Whether something has come that is not in a frame yet."""
+        """Whether bytes have arrived that belong to no frame yet."""
         return self._start < self._end
 
     def receive(self) -> Frame | None:
-        """Returns the next frame, None if it has not come wholly yet.
+        """Returns the next frame, or None if it has not arrived completely.
 
         Raises:
-            EOFError: the other side has closed the connection, or it was lost.
-            WireError: what came is no frame, or an interrupt came before, inside a frame.
+            EOFError: the connection was closed or lost.
+            WireError: the bytes are not a frame, or an earlier call was interrupted in a frame.
         """
         if self._is_reading:
             raise WireError("reading a frame was interrupted")
@@ -172,7 +172,7 @@ class FrameReader:
         if self._partial is None:
             if not self.has_more and not self._stage():
                 return None
-            frame = self._staged()
+            frame = self._read_staged()
             if frame is not None:
                 return frame
             self._partial = self._read()
@@ -182,7 +182,7 @@ class FrameReader:
         return frame
 
     def _stage(self) -> bool:
-        """Takes what there is; returns whether that is anything."""
+        """Receives into the empty staging buffer; returns whether any bytes have arrived."""
         try:
             count = self._sock.recv_into(self._staging)
         except BlockingIOError:
@@ -192,31 +192,32 @@ class FrameReader:
         self._start, self._end = 0, count
         return True
 
-    def _staged(self) -> Frame | None:
-        """Returns the next frame if all of it is staged, as small ones are."""
+    def _read_staged(self) -> Frame | None:
+        """Returns the next frame if all of it is in the staging buffer, as small frames are."""
         start = self._start
-        place = start + _HEAD.size
-        if place > self._end:
+        position = start + _HEAD.size
+        if position > self._end:
             return None
-        kind, length, text_length, number = _head(self._staging[start:place])
-        start, place = place, place + length + text_length
-        if place > self._end:
+        kind, length, text_length, number = _head(self._staging[start:position])
+        start, position = position, position + length + text_length
+        if position > self._end:
             return None
         signature = bytes(self._staging[start : start + length])
         method, specs, num_bytes = _read_signature(signature)
-        if place + num_bytes > self._end:
+        if position + num_bytes > self._end:
             return None
-        header = _header(bytes(self._staging[start + length : place])) if text_length else {}
+        header = _header(bytes(self._staging[start + length : position])) if text_length else {}
         buffers = self._allocate(number, specs)
         for buffer in buffers:
             if buffer.nbytes:
                 view = buffer.reshape(-1).view(np.uint8).data
-                view[:] = self._staging[place : place + view.nbytes]
-                place += view.nbytes
-        self._start = place
+                view[:] = self._staging[position : position + view.nbytes]
+                position += view.nbytes
+        self._start = position
         return Frame(kind, number, method, header, buffers)
 
     def _read(self) -> Generator[Frame | None, None, None]:
+        """Yields None while bytes are missing, then the frame; large buffers are not staged."""
         head = bytearray(_HEAD.size)
         yield from self._fill(memoryview(head))
         kind, length, text_length, number = _head(head)
@@ -231,7 +232,7 @@ class FrameReader:
         yield Frame(kind, number, method, header, buffers)
 
     def _allocate(self, number: int, specs: Sequence[Spec]) -> list[Array]:
-        buffers = self._place(number, specs) if self._place else None
+        buffers = self._allocator(number, specs) if self._allocator else None
         return [np.empty(shape, dtype) for dtype, shape in specs] if buffers is None else buffers
 
     def _fill(self, view: memoryview) -> Generator[None, None, None]:
@@ -259,7 +260,7 @@ class FrameReader:
 def _head(head: bytearray | memoryview) -> tuple[int, int, int, int]:
     magic, kind, length, text_length, number = _HEAD.unpack(head)
     if magic != _MAGIC or kind > RAISED or max(length, text_length) > MAX_HEADER:
-        raise WireError(f"a frame begins with {_MAGIC!r}; got {bytes(head)!r}")
+        raise WireError(f"protocol error: a frame begins with {_MAGIC!r}; got {bytes(head)!r}")
     return kind, length, text_length, number
 
 
@@ -270,7 +271,7 @@ def _header(text: bytes) -> Header:
             return header
     except (ValueError, RecursionError):
         pass
-    raise WireError(f"a frame's header is a dict in JSON, not {text[:60]!r}")
+    raise WireError(f"protocol error: a frame's header is a dict in JSON, not {text[:60]!r}")
 
 
 @functools.lru_cache
@@ -283,7 +284,7 @@ def _signature(method: str, arrays: tuple[Spec, ...]) -> bytes:
 
 @functools.lru_cache
 def _read_signature(text: bytes) -> tuple[str, tuple[Spec, ...], int]:
-    """Returns a method's name, the buffers' dtypes and shapes, and their bytes."""
+    """Returns the method's name, the buffers' dtypes and shapes, and their size in bytes."""
     try:
         method, *entries = _decode(text.decode())
         specs = tuple(_spec(name, shape) for name, shape in entries)

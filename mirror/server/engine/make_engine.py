@@ -1,8 +1,7 @@
-"""Which engine is used, by its name."""
+"""Selection of an engine by its name."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 
@@ -17,23 +16,24 @@ def make_engine(name: str = "auto") -> Engine:
     """Returns a new engine.
 
     Args:
-        name: "process": processes of this machine. "ray": actors of Ray, on the cluster that the
-            program is connected to, else on this machine. "auto": of Ray if the program has
-            called ``ray.init`` or was started by a job of Ray, else processes.
+        name: "process" starts processes on this machine. "ray" starts Ray actors, on the cluster
+            that the program is connected to, or on this machine if it is connected to none.
+            "auto" is "ray" if the program called ``ray.init`` or a Ray job started it, and
+            "process" otherwise.
 
     Raises:
-        BackendError: there is none of this name, or what it needs is not installed.
+        BackendError: no engine has this name, or a package that it needs is not installed.
     """
     if name not in NAMES:
         raise BackendError(f"an engine is one of {', '.join(NAMES)}; got {name!r}")
-    if name == "ray" or (name == "auto" and _has_ray_begun()):
-        ray_engine = importlib.import_module("mirror.server.engine.ray_engine")
-        engine: Engine = ray_engine.RayEngine()
-        return engine
+    if name == "ray" or (name == "auto" and _uses_ray()):
+        from mirror.server.engine.ray_engine import RayEngine  # imports Ray
+
+        return RayEngine()
     return ProcessEngine()
 
 
-def _has_ray_begun() -> bool:
+def _uses_ray() -> bool:
     if "RAY_ADDRESS" in os.environ:
         return True
     ray = sys.modules.get("ray")

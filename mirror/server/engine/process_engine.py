@@ -1,10 +1,11 @@
-"""The engine of one machine: actors are processes, forked where torch is imported already.
+"""The engine of one machine: actors are processes, forked from a process that has imported torch.
 
-[Note: Who ends with whom]
-An actor never outlives who has started it, not even one killed by SIGKILL. It ends with its
-tether, which the kernel closes with the owner; the fork server ends with the connection to the
-owner, or when it has another parent; and the kernel kills actors with the fork server. So
-whichever goes, and whatever was forked in between and holds descriptors open, nothing is left.
+[Note: Actors end with their owner]
+An actor must not outlive the process that started it, not even if SIGKILL ended that process.
+Three mechanisms see to that. The kernel closes the owner's end of the lifeline, and the actor
+exits. The fork server exits when its connection to the owner closes, or when it has another
+parent. The kernel kills the actors when the fork server ends. So no process is left, even if
+something was forked in between and keeps descriptors open.
 """
 
 from __future__ import annotations
@@ -12,28 +13,20 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import spawn
 from os import environ
 from typing import Any
 
-from mirror.server.engine.actor_process import bind, receive_words, send_words
-from mirror.server.engine.base_engine import BaseEngine
-from mirror.server.engine.connection import Reply, remote_error
-from mirror.server.engine.engine_types import (
-    ActorDied,
-    Address,
-    Array,
-    Header,
-    Sendable,
-    WireError,
-)
+from mirror.server.engine.base_engine import BaseEngine, Liveness, run_in_threads
+from mirror.server.engine.engine_types import ActorDied, Header
 from mirror.server.engine.fork_server import ForkedProcess, fork_server
-from mirror.server.engine.handshake import new_key
+from mirror.server.engine.handshake import bind, new_key
+from mirror.server.engine.lifeline import check_started, receive_message, send_message
 from mirror.server.engine.socket_client import SocketClient, register_key
 
-_NEWS_SECONDS = 1.0
-_OF_SPAWN = (
+_DEATH_NOTICE_SECONDS = 1.0
+_SPAWN_KEYS = (
     "sys_path",
     "sys_argv",
     "dir",
@@ -47,16 +40,16 @@ class ProcessEngine(BaseEngine["ProcessActor"]):
     """Starts actors as processes on this machine.
 
     Args:
-        host: where they listen: this machine alone, unless told otherwise.
+        host: the address on which actors listen; by default, only this machine can connect.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         super().__init__()
         self.id = secrets.token_hex(8)
         self._host, self._key = host, new_key()
-        self._ends = weakref.finalize(self, _end_all, self._actors)
+        self._stop_all = weakref.finalize(self, _stop_all, self._actors)
         register_key(self.id, self._key)
-        fork_server()  # begins to import torch
+        fork_server()  # starts to import torch
 
     def _make(self, name: str, role: str, init: Header) -> ProcessActor:
         config = {"id": self.id, "key": self._key.hex(), "role": role, "init": init}
@@ -65,83 +58,62 @@ class ProcessEngine(BaseEngine["ProcessActor"]):
     def close(self) -> None:
         """See ``Engine``."""
         self._is_closed = True
-        self._ends()
+        self._stop_all()
 
 
-def _end_all(actors: list[ProcessActor]) -> None:
+def _stop_all(actors: list[ProcessActor]) -> None:
     for actor in actors:
-        actor.begin_end()
+        actor.begin_stop()
     for actor in actors:
-        actor.end()
+        actor.stop()
     actors.clear()
 
 
-class ProcessActor:
-    """An actor in a process of this machine, as who has started it holds it."""
+class ProcessActor(SocketClient):
+    """An actor in a process of this machine, as its owner sees it.
+
+    Args:
+        config: of the actor's process, without its address.
+        port: 0 takes any free port.
+    """
 
     def __init__(self, name: str, host: str, config: dict[str, Any], port: int = 0) -> None:
-        self.name = name
-        self._config = config
-        # Bound, it keeps the port for the next process of this actor; it never listens.
+        # A bound socket reserves the port for the actor's next process; it never listens.
         self._port = bind(host, port)
-        where = {"host": host, "port": self._port.getsockname()[1]}
-        self._config |= where
-        self._client = SocketClient(
-            {"engine": "process", "id": config["id"], "name": name, **where}, self._confirm
-        )
+        address = {"host": host, "port": self._port.getsockname()[1]}
+        super().__init__({"engine": "process", "id": config["id"], "name": name, **address})
+        self._config = {**config, **address}
         self._child: ForkedProcess | None = None
-        self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.RLock()
-        self._is_ended = False
-
-    @property
-    def address(self) -> Address:
-        """See ``Client``."""
-        return self._client.address
+        self._liveness = Liveness()
 
     @property
     def pid(self) -> int:
-        """Its process's."""
+        """The number of its process."""
         assert self._child is not None
         return self._child.pid
 
     @property
     def alive(self) -> bool:
         """See ``Actor``."""
-        child = self._child
-        return child is not None and not child.ended.is_set()
-
-    def call(
-        self,
-        method: str,
-        header: Header | None = None,
-        buffers: Sequence[Sendable] = (),
-        *,
-        into: Sequence[Array] | None = None,
-    ) -> Reply:
-        """See ``Client``."""
-        return self._client.call(method, header, buffers, into=into)
+        return self._liveness.is_alive
 
     def on_death(self, callback: Callable[[], None]) -> None:
         """See ``Actor``."""
-        with self._lock:
-            self._callbacks.append(callback)
-            if self._child is not None and not self.alive and not self._is_ended:
-                threading.Thread(target=callback, daemon=True).start()
+        self._liveness.on_death(callback)
 
     def kill(self) -> None:
         """See ``Actor``."""
         if self._child is not None:
             self._child.kill()
+            self._record_end(self._child)
 
     def restart(self) -> None:
         """See ``Actor``."""
         with self._lock:
-            if self._is_ended:
-                raise WireError(f"{self.name}: its engine is closed")
-            if self._child is not None:
-                self._child.kill()
-            self._client.disconnect(ActorDied(self.name))
+            self._liveness.check_open(self.name)
+            self.kill()
+            self.disconnect(ActorDied(self.name))
             child = fork_server().fork(self.name)
             try:
                 self._set_up(child)
@@ -149,51 +121,43 @@ class ProcessActor:
                 child.kill()
                 raise
             self._child = child
-        child.on_end(lambda: self._note_death(child))
+            self._liveness.begin(child)
+        child.on_end(lambda: self._record_end(child))
 
-    def close(self) -> None:
-        """See ``Client``."""
-        self._client.close()
-
-    def begin_end(self) -> None:
-        """Has it end, without waiting for that."""
-        self._is_ended = True
+    def begin_stop(self) -> None:
+        """Asks the process to end, without waiting for it."""
+        self._liveness.closed.set()
         if self._child is not None:
             self._child.begin_kill()
 
-    def end(self) -> None:
-        """Ends it for good."""
+    def stop(self) -> None:
+        """Ends the process; the actor cannot be restarted."""
+        self._liveness.closed.set()
         with self._lock:
-            self._is_ended = True
-            self._client.disconnect(ActorDied(self.name))
+            self.kill()
+            self.disconnect(ActorDied(self.name))
             self._port.close()
-            if self._child is not None:
-                self._child.kill()
+
+    def confirm_death(self) -> None:
+        """Waits until the fork server has reported the end that a connection noticed."""
+        self._liveness.wait(_DEATH_NOTICE_SECONDS)
 
     def _set_up(self, child: ForkedProcess) -> None:
         prepared = spawn.get_preparation_data(self.name)
-        kept = {key: prepared[key] for key in _OF_SPAWN if key in prepared}
+        kept = {key: prepared[key] for key in _SPAWN_KEYS if key in prepared}
         config = {**self._config, "environ": dict(environ), "prepared": kept}
         try:
-            # Of its own: the other is closed at the news of an end, maybe before this is read.
-            with child.tether.dup() as tether:
-                send_words(tether, config)
-                answer = receive_words(tether)
+            # A duplicate: the original is closed when the child ends, maybe before the answer
+            # is read.
+            with child.lifeline.dup() as lifeline:
+                send_message(lifeline, config)
+                answer = receive_message(lifeline)
         except OSError:
             answer = None
         if answer is None:
             child.ended.wait()
-            raise ActorDied(self.name, f"its process has ended ({child.code}) before it stood")
-        if "failed" in answer:
-            raise remote_error(answer["failed"], [bytes.fromhex(t) for t in answer["pickle"]])
+            raise ActorDied(self.name, f"the process exited with code {child.code} while starting")
+        check_started(answer)
 
-    def _confirm(self) -> None:
-        """Waits for the news of a death that a connection has told: afterwards it is not alive."""
-        if self._child is not None:
-            self._child.ended.wait(_NEWS_SECONDS)
-
-    def _note_death(self, child: ForkedProcess) -> None:
-        with self._lock:
-            callbacks = [] if self._is_ended else list(self._callbacks)
-        for callback in callbacks:
-            callback()
+    def _record_end(self, child: ForkedProcess) -> None:
+        run_in_threads(self._liveness.end(child))

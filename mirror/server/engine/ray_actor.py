@@ -1,4 +1,4 @@
-"""What Ray runs: an object of a role, whose methods are called by name."""
+"""The class that Ray runs in an actor's process: it calls a role's methods by name."""
 
 from __future__ import annotations
 
@@ -8,63 +8,73 @@ from typing import Any
 
 import ray
 
-from mirror.server.engine.actor_process import role as role_of
 from mirror.server.engine.engine_types import Array, Header, WireError
 from mirror.server.engine.frames import as_array
-from mirror.server.engine.service_loop import encode_error, encode_result, method_of
+from mirror.server.engine.service_loop import (
+    encode_error,
+    encode_result,
+    method_of,
+    resolve_role,
+)
 
 ONCE = "once"
+"""Key of a header: equal values mean equal buffers, so that Ray stores them only once."""
 LARGE = 64 << 10
-"""From how many bytes on buffers are put where others find them; fewer come with the answer."""
+"""Buffers of this many bytes and more are put into the object store; others go in the answer."""
 
 
 class RoleActor:
-    """What Ray runs: an object of a role."""
+    """Constructs a role, and answers calls of its methods."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._target: Any = None
-        self._put: dict[str, tuple[Any, list[Any]]] = {}
+        self._stored: dict[str, tuple[Any, list[Any]]] = {}
 
     def __repr__(self) -> str:
-        return self._name  # which is what Ray writes before each line that it prints
+        return self._name  # Ray prints this before each line of the actor's output
 
     def make(self, role: str, init: Header) -> tuple[str, Header, list[Any]]:
-        """Makes the object."""
+        """Constructs the role; returns ("answer", {}, []), or "raised" and the error."""
         try:
-            self._target = role_of(role)(**init)
+            self._target = resolve_role(role)(**init)
         except BaseException as error:
             return ("raised", *encode_error(error))
         return "answer", {}, []
 
     def answer(self, method: str, header: Header, *buffers: Any) -> tuple[str, Header, list[Any]]:
-        """Calls a method; returns what came of it, and whether these are refs of the buffers."""
+        """Calls a method.
+
+        Returns:
+            ("answer", header, buffers), or "refs" with references to stored buffers, or "raised"
+            with an encoded error.
+        """
         try:
-            found, arrays = encode_result(method_of(self._target, method)(header, list(buffers)))
-            found = as_json(found)
+            result, arrays = encode_result(method_of(self._target, method)(header, list(buffers)))
+            result = as_json(result)
             sent: list[Array] = [as_array(buffer) for buffer in arrays]
         except BaseException as error:
             return ("raised", *encode_error(error))
-        if ONCE not in found or sum(array.nbytes for array in sent) < LARGE:
-            return "answer", found, sent
-        known = self._put.get(method)
-        if known is None or known[0] != found[ONCE]:
-            known = self._put[method] = found[ONCE], [ray.put(array) for array in sent]
-        return "refs", found, known[1]
+        if ONCE not in result or sum(array.nbytes for array in sent) < LARGE:
+            return "answer", result, sent
+        stored = self._stored.get(method)
+        if stored is None or stored[0] != result[ONCE]:
+            stored = self._stored[method] = result[ONCE], [ray.put(array) for array in sent]
+        return "refs", result, stored[1]
 
     def block_forever(self) -> None:
-        """Never returns: who waits for it hears when the process has ended."""
+        """Never returns; a wait for its result ends when the process has ended."""
         threading.Event().wait()
 
 
 def as_json(header: Header) -> Header:
-    """Returns a header as it is after a way as JSON.
+    """Returns a copy of a header, encoded as JSON and decoded again.
 
     Raises:
-        WireError: it is none.
+        WireError: the header is not JSON.
     """
     try:
-        found: Header = json.loads(json.dumps(header))
+        decoded: Header = json.loads(json.dumps(header))
     except (TypeError, ValueError) as error:
         raise WireError(f"a header is JSON: {error}; send data as buffers") from None
-    return found
+    return decoded

@@ -1,4 +1,4 @@
-"""Calls of an actor of Ray, from any process of its cluster."""
+"""Clients of a Ray actor, in any process of its cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from mirror.server.engine.connection import remote_error
+from mirror.server.engine.connection import decode_error
 from mirror.server.engine.engine_types import ActorDied, Address, Answer, Array, Header, Sendable
 from mirror.server.engine.frames import as_array
 from mirror.server.engine.ray_actor import as_json
@@ -17,7 +17,7 @@ from mirror.server.engine.ray_init import NAMESPACE
 
 
 class RayFuture:
-    """An answer that Ray will have, or that will not come."""
+    """The future of a call to a Ray actor."""
 
     def __init__(self, client: RayClient, ref: Any, into: Sequence[Array] | None) -> None:
         self._client, self._ref, self._into = client, ref, into
@@ -27,7 +27,7 @@ class RayFuture:
     def result(self, timeout: float | None = None) -> Answer:
         """See ``Future``."""
         if self._answer is None and self._error is None:
-            self._take(timeout)
+            self._get(timeout)
         if self._error is not None:
             raise self._error
         assert self._answer is not None
@@ -38,11 +38,11 @@ class RayFuture:
         return self._ref is None or bool(ray.wait([self._ref], timeout=0)[0])
 
     def fail(self, error: Exception) -> RayFuture:
-        """Takes the reason why there is no answer."""
+        """Stores the reason why no answer will come."""
         self._error, self._ref = error, None
         return self
 
-    def _take(self, timeout: float | None) -> None:
+    def _get(self, timeout: float | None) -> None:
         try:
             kind, header, buffers = ray.get(self._ref, timeout=timeout)
             if kind == "refs":
@@ -51,16 +51,16 @@ class RayFuture:
             name = self._client.name
             raise TimeoutError(f"{name} has not answered within {timeout:g} s") from None
         except RayActorError as error:
-            self._client.lost()
+            self._client.forget()
             self.fail(ActorDied(self._client.name, f"its process has ended ({first_line(error)})"))
             return
         if kind == "raised":
-            self.fail(remote_error(header, buffers))
+            self.fail(decode_error(header, buffers))
         else:
-            self._answer = header, self._placed(buffers)
+            self._answer = header, self._into_arrays(buffers)
         self._ref = None
 
-    def _placed(self, buffers: list[Array]) -> list[Array]:
+    def _into_arrays(self, buffers: list[Array]) -> list[Array]:
         into = self._into
         if into is None or [(a.dtype, a.shape) for a in into] != [
             (b.dtype, b.shape) for b in buffers
@@ -72,7 +72,7 @@ class RayFuture:
 
 
 class RayClient:
-    """Calls an actor of Ray, which it finds by its name."""
+    """Calls a Ray actor, which it finds by the actor's name."""
 
     def __init__(self, address: Address) -> None:
         self.name: str = address["name"]
@@ -81,7 +81,7 @@ class RayClient:
 
     @property
     def address(self) -> Address:
-        """See ``Client``."""
+        """See ``ActorClient``."""
         return dict(self._address)
 
     def call(
@@ -92,7 +92,7 @@ class RayClient:
         *,
         into: Sequence[Array] | None = None,
     ) -> RayFuture:
-        """See ``Client``."""
+        """See ``ActorClient``."""
         header = as_json(header or {})
         arrays = [as_array(buffer) for buffer in buffers]
         future = RayFuture(self, None, into)
@@ -100,16 +100,18 @@ class RayClient:
             handle = self._find()
             ref = handle.answer.remote(method, header, *arrays)
         except (RayActorError, ValueError) as error:
-            self.lost()
-            return future.fail(ActorDied(self.name, f"there is none ({first_line(error)})"))
+            self.forget()
+            return future.fail(
+                ActorDied(self.name, f"Ray has no such actor ({first_line(error)})")
+            )
         return RayFuture(self, ref, into)
 
     def close(self) -> None:
-        """See ``Client``."""
+        """See ``ActorClient``."""
         self._handle = None
 
-    def lost(self) -> None:
-        """Notes that the actor has ended: the next call looks for its successor."""
+    def forget(self) -> None:
+        """Forgets the actor, which has ended; the next call looks for a restarted one."""
         self._handle = None
 
     def _find(self) -> Any:
@@ -119,5 +121,5 @@ class RayClient:
 
 
 def first_line(error: Exception) -> str:
-    """Returns what matters of what Ray says."""
+    """Returns the first line of an error of Ray; the others are a report."""
     return str(error).strip().partition("\n")[0]

@@ -1,9 +1,9 @@
-"""The engine of a cluster: actors are actors of Ray.
+"""The engine of a cluster: the actors are Ray actors.
 
-Buffers go through Ray's object store: they are put there once and read where they are by all
-processes of a machine. A method that returns what many will ask for says so in its header:
-``{"once": 7}`` is an answer whose buffers are those of every answer of this method with 7; they
-are put there once, until an answer says something else. What is small comes with the answer.
+Large buffers go through Ray's object store, which all processes of a machine read without a copy.
+A method can mark a result that many clients ask for: all answers with ``{"once": 7}`` in their
+header have the same buffers. These are stored once, until an answer has another value. Small
+buffers go in the answer itself.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ except ImportError:
     raise BackendError("engine='ray' needs Ray: pip install 'mirror-strategy[ray]'") from None
 from ray.exceptions import RayActorError
 
-from mirror.server.engine.actor_process import role as role_of
-from mirror.server.engine.base_engine import BaseEngine
-from mirror.server.engine.connection import remote_error
-from mirror.server.engine.engine_types import ActorDied, Address, Header, WireError
+from mirror.server.engine.base_engine import BaseEngine, Liveness, run_in_threads
+from mirror.server.engine.connection import decode_error
+from mirror.server.engine.engine_types import ActorDied, Header
 from mirror.server.engine.ray_actor import RoleActor, as_json
 from mirror.server.engine.ray_client import RayClient, first_line
-from mirror.server.engine.ray_init import NAMESPACE, begin_here, place_of
+from mirror.server.engine.ray_init import NAMESPACE, init_local, scheduling_strategy
+from mirror.server.engine.service_loop import resolve_role
 
-_NAME_SECONDS = 30.0  # until a name whose actor has ended is free again
-_LOOK_SECONDS = 1.0
+_NAME_SECONDS = 30.0  # how long the name of an actor that ended may stay taken
+_POLL_SECONDS = 0.1
+_DEATH_NOTICE_SECONDS = 1.0
 
 
 class RayEngine(BaseEngine["RayActor"]):
-    """Starts actors on the cluster that this program is connected to, or on this machine alone.
+    """Starts actors on the cluster that this program is connected to, or on this machine.
 
     Args:
-        address: of a cluster, as ``ray.init`` takes it; ``None``: the one that ``ray.init`` has
-            connected to already, that of ``RAY_ADDRESS``, or a new one of this machine, on
-            loopback.
-        num_cpus: that each actor takes; 0: none is reserved, and any machine may have any number.
+        address: of a cluster, as for ``ray.init``. With None, the engine uses the cluster that
+            ``ray.init`` has connected to, or that of ``RAY_ADDRESS``, or a new one on this
+            machine's loopback.
+        num_cpus: the CPUs that each actor reserves. With 0, a node may run any number of actors.
     """
 
     def __init__(self, address: str | None = None, *, num_cpus: float = 0) -> None:
         super().__init__()
         self._owns_ray = not ray.is_initialized()
         self._num_cpus = num_cpus
-        address = address or os.environ.get("RAY_ADDRESS")  # of who was started by a job of Ray
+        address = address or os.environ.get("RAY_ADDRESS")  # set in a Ray job
         if self._owns_ray and address:
             ray.init(address=address, namespace=NAMESPACE)
         elif self._owns_ray:
-            begin_here()
+            init_local()
         self.id = secrets.token_hex(8)
         self._numbers = count()
-        threading.Thread(target=self._watch, name="actors of Ray", daemon=True).start()
+        threading.Thread(target=self._watch, name="ray actors", daemon=True).start()
 
     def _make(self, name: str, role: str, init: Header) -> RayActor:
         return RayActor(name, self.id, next(self._numbers), role, init, self._num_cpus)
@@ -68,27 +69,32 @@ class RayEngine(BaseEngine["RayActor"]):
             return
         self._is_closed = True
         for actor in self._actors:
-            actor.end()
+            actor.stop()
         if self._owns_ray:
             ray.shutdown()
 
     def _watch(self) -> None:
-        """Hears which actors have ended."""
+        """Records which actors have ended, until the engine is closed."""
         while not self._is_closed:
-            stays = {actor.stays: actor for actor in list(self._actors) if actor.alive}
-            if not stays:
-                sleep(_LOOK_SECONDS / 10)
+            exit_refs = {actor.exit_ref: actor for actor in list(self._actors) if actor.alive}
+            if not exit_refs:
+                sleep(_POLL_SECONDS)
                 continue
             try:
-                ended, _ = ray.wait(list(stays), timeout=_LOOK_SECONDS / 10)
+                ended, _ = ray.wait(list(exit_refs), timeout=_POLL_SECONDS)
             except Exception:  # Ray itself has ended
                 return
             for ref in ended:
-                stays[ref].note_death(ref)
+                exit_refs[ref].record_end(ref)
 
 
 class RayActor(RayClient):
-    """An actor of Ray, as who has started it holds it."""
+    """A Ray actor, as the program that started it sees it.
+
+    Attributes:
+        exit_ref: the result of a method that never returns; ``ray.wait`` returns it when the
+            actor's process has ended.
+    """
 
     def __init__(
         self, name: str, engine: str, number: int, role: str, init: Header, num_cpus: float
@@ -97,77 +103,66 @@ class RayActor(RayClient):
         super().__init__({"engine": "ray", "name": name, "actor": actor})
         self._number, self._num_cpus = number, num_cpus
         self._role, self._init = role, as_json(init)
-        self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.RLock()
-        self._died = threading.Event()
-        self._died.set()
-        self._is_ended = False
+        self._liveness = Liveness()
         self._own: Any = None
-        self.stays: Any = None
+        self.exit_ref: Any = None
 
     @property
     def alive(self) -> bool:
         """See ``Actor``."""
-        return not self._died.is_set()
+        return self._liveness.is_alive
 
     def on_death(self, callback: Callable[[], None]) -> None:
         """See ``Actor``."""
-        with self._lock:
-            self._callbacks.append(callback)
-            if self._own is not None and not self.alive and not self._is_ended:
-                threading.Thread(target=callback, daemon=True).start()
+        self._liveness.on_death(callback)
 
     def kill(self) -> None:
         """See ``Actor``."""
         if self._own is not None:
             ray.kill(self._own)
-            self._died.wait()
+            self._liveness.wait()
 
     def restart(self) -> None:
         """See ``Actor``."""
         with self._lock:
-            if self._is_ended:
-                raise WireError(f"{self.name}: its engine is closed")
+            self._liveness.check_open(self.name)
             self.kill()
-            self._own = self._handle = handle = self._created()
+            self._own = self._handle = handle = self._create()
             try:
                 kind, header, buffers = ray.get(handle.make.remote(self._role, self._init))
             except RayActorError as error:
                 raise ActorDied(
-                    self.name, f"ended before it stood ({first_line(error)})"
+                    self.name, f"the process ended while starting ({first_line(error)})"
                 ) from None
             if kind == "raised":
-                raise remote_error(header, buffers)
-            self.stays = handle.block_forever.options(concurrency_group="watched").remote()
-            self._died.clear()
+                raise decode_error(header, buffers)
+            self.exit_ref = handle.block_forever.options(concurrency_group="watched").remote()
+            self._liveness.begin(self.exit_ref)
 
-    def lost(self) -> None:
-        """See ``RayClient``; the news of it comes soon."""
-        super().lost()
-        self._died.wait(_LOOK_SECONDS)
+    def forget(self) -> None:
+        """See ``RayClient``; waits until the engine has noticed the end as well."""
+        super().forget()
+        self._liveness.wait(_DEATH_NOTICE_SECONDS)
 
-    def note_death(self, ref: Any) -> None:
-        """Notes that the actor has ended, and tells who wants to know."""
-        if ref is not self.stays:
-            return
-        self._died.set()
-        for callback in [] if self._is_ended else list(self._callbacks):
-            threading.Thread(target=callback, daemon=True).start()
+    def record_end(self, ref: Any) -> None:
+        """Records that the process with this ``exit_ref`` has ended."""
+        run_in_threads(self._liveness.end(ref))
 
-    def end(self) -> None:
-        """Ends it for good."""
-        self._is_ended = True
+    def stop(self) -> None:
+        """Ends the process; the actor cannot be restarted."""
+        self._liveness.closed.set()
         if self._own is not None:
             ray.kill(self._own)
-        self._died.set()
+        self._liveness.end(self.exit_ref)
 
-    def _created(self) -> Any:
+    def _create(self) -> Any:
         is_concurrent = _is_concurrent(self._role)
         host = ray.remote(concurrency_groups={"watched": 1})(RoleActor).options(
             name=self._address["actor"],
             namespace=NAMESPACE,
             num_cpus=self._num_cpus,
-            scheduling_strategy=place_of(self._number, self._num_cpus),
+            scheduling_strategy=scheduling_strategy(self._number, self._num_cpus),
             max_restarts=0,
             max_concurrency=256 if is_concurrent else 1,
         )
@@ -175,19 +170,14 @@ class RayActor(RayClient):
         while True:
             try:
                 return host.remote(self.name)
-            except ValueError:  # the name is its predecessor's, for another moment
+            except ValueError:  # the actor that ended still has the name, for a moment
                 if monotonic() > deadline:
                     raise
                 sleep(0.05)
 
 
-def connect(address: Address) -> RayClient:
-    """Returns a client of an actor of Ray."""
-    return RayClient(address)
-
-
 def _is_concurrent(path: str) -> bool:
     try:
-        return bool(getattr(role_of(path), "concurrent", False))
-    except Exception:  # which is told where it is made
+        return bool(getattr(resolve_role(path), "concurrent", False))
+    except Exception:  # the actor's process raises the error
         return False

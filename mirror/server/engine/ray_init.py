@@ -1,7 +1,4 @@
-"""Ray, begun on this machine so that it listens on loopback alone.
-
-Places: on which machines of a cluster of Ray actors go.
-"""
+"""How Ray is started on this machine, and to which nodes of a Ray cluster actors go."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 NAMESPACE = "mirror"
-# Ray takes any address of the machine for its services, but for what it does on macOS; it reads
-# this when it is imported, and its processes read it, too.
+# On Linux, Ray's services listen on all networks. On macOS they listen on loopback only, unless
+# this constant is set. Ray reads it when it is imported, in its own processes as well.
 _CONSTANTS, _CONSTANT = "ray._private.ray_constants", "ENABLE_RAY_CLUSTER"
 _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Actors of Ray are nice to all others, by 15, and would stand still on a busy machine.
+    # Ray gives its actors niceness 15, so that they would hardly run on a busy machine.
     "RAY_worker_niceness": "0",
 }
 
 
-def begin_here() -> None:
-    """Starts Ray on this machine."""
-    with _alone():
+def init_local() -> None:
+    """Starts Ray on this machine; its services listen on loopback only."""
+    with _local_settings():
         ray.init(
             namespace=NAMESPACE,
             include_dashboard=False,
@@ -37,18 +34,18 @@ def begin_here() -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _local_settings() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _LOCAL}
     constants = sys.modules.get(_CONSTANTS)
-    was = getattr(constants, _CONSTANT, None)
+    constant = getattr(constants, _CONSTANT, None)
     os.environ.update(_LOCAL)
     try:
-        if was is not None:
+        if constant is not None:
             setattr(constants, _CONSTANT, False)
         yield
     finally:
-        if was is not None:
-            setattr(constants, _CONSTANT, was)
+        if constant is not None:
+            setattr(constants, _CONSTANT, constant)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
@@ -56,25 +53,29 @@ def _alone() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def machines_of(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the machines that take actors, of what ``ray.nodes`` says.
+def nodes_for_actors(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the ids of the nodes that run actors, from the result of ``ray.nodes``.
 
-    Those that say they have no CPUs, as the head of a cluster is often told to, take none, unless
-    nobody has any.
+    A node that declares no CPUs, as the head of a cluster often does, runs none, unless no node
+    has CPUs.
     """
     alive = [node for node in nodes if node["Alive"]]
-    able = [node for node in alive if node["Resources"].get("CPU", 0) > 0]
-    return sorted(node["NodeID"] for node in able or alive)
+    with_cpus = [node for node in alive if node["Resources"].get("CPU", 0) > 0]
+    return sorted(node["NodeID"] for node in with_cpus or alive)
 
 
-def place_of(number: int, num_cpus: float) -> Any:
-    """Returns where an actor is to be, by its number: one machine after another.
+def scheduling_strategy(number: int, num_cpus: float) -> Any:
+    """Returns Ray's scheduling strategy for an actor: actors go to the nodes in turn.
 
-    Of an actor that takes CPUs Ray knows where there are some. One that takes none it would put
-    anywhere, often all on one machine. If a machine is gone, or so new that not all have heard of
-    it, Ray puts its actor on another.
+    If an actor needs CPUs, Ray finds a node with free ones. Without this strategy, Ray often puts
+    all actors that need none on one node. If the node has left, or Ray does not know it yet, Ray
+    selects another.
+
+    Args:
+        number: the index of the actor in its engine.
+        num_cpus: how many CPUs the actor needs.
     """
-    machines = machines_of(ray.nodes())
-    if num_cpus or not machines:
+    nodes = nodes_for_actors(ray.nodes())
+    if num_cpus or not nodes:
         return "SPREAD"
-    return NodeAffinitySchedulingStrategy(machines[number % len(machines)], soft=True)
+    return NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)

@@ -1,14 +1,13 @@
-"""Clients of an actor, by its address: of any process that has the engine's key."""
+"""Clients of an actor by its address, in any process that has the engine's key."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mirror.server.engine.connection import Connection, Reply, failed
+from mirror.server.engine.connection import Connection, Reply, failed_reply
 from mirror.server.engine.engine_types import (
     ActorClient,
     ActorDied,
@@ -21,50 +20,45 @@ from mirror.server.engine.engine_types import (
 from mirror.server.engine.handshake import ACTOR_SECONDS, authenticate
 
 KEY_VARIABLE = "MIRROR_ENGINE_KEY"
-"""The key in hexadecimal, for processes that no engine has started."""
+"""Has the key in hexadecimal, for processes that were not started by an engine."""
 
-_LEAST_BYTES = 16
+_MIN_KEY_BYTES = 16
 
 _keys: dict[str, bytes] = {}
 
 
 def register_key(engine: str, key: bytes) -> None:
-    """Notes an engine's key: this process is the engine's, or one of its actors."""
+    """Stores the key of an engine, in the engine's process and in those of its actors."""
     _keys[engine] = key
 
 
 def connect(address: Address) -> ActorClient:
-    """Returns a client of an actor; it connects at the first call.
+    """Returns a client of an actor, which connects at the first call.
 
     Args:
         address: the ``address`` of an actor or a client.
 
     Raises:
-        WireError: this is no address, or the key is not known here.
+        WireError: the argument is not an address, or this process does not have the key.
     """
     engine = address.get("engine") if isinstance(address, dict) else None
     if engine == "ray":
-        ray_engine = importlib.import_module("mirror.server.engine.ray_engine")
-        client: ActorClient = ray_engine.connect(address)
-        return client
+        from mirror.server.engine.ray_client import RayClient  # imports Ray
+
+        return RayClient(address)
     if engine != "process":
-        raise WireError(f"an address is what an actor has as its address; got {address!r}")
+        raise WireError(f"an address is the value of actor.address; got {address!r}")
     return SocketClient(address)
 
 
 class SocketClient:
-    """Calls an actor over sockets; connects when there is something to say, and again.
+    """Calls an actor over a socket; connects at the first call, and again after a disconnect."""
 
-    Args:
-        confirm: called before anybody is told that the actor has died.
-    """
-
-    def __init__(self, address: Address, confirm: Callable[[], object] | None = None) -> None:
-        self._confirm = confirm
+    def __init__(self, address: Address) -> None:
         self.name: str = address["name"]
         self._address = dict(address)
-        self._link: Connection | None = None
-        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._connect_lock = threading.Lock()
         self._key = _key_of(address)
 
     @property
@@ -81,40 +75,42 @@ class SocketClient:
         into: Sequence[Array] | None = None,
     ) -> Reply:
         """See ``ActorClient``."""
-        link = self._link
-        if link is None or not link.is_usable:
+        connection = self._connection
+        if connection is None or not connection.is_usable:
             try:
-                link = self._connected()
+                connection = self._connect()
             except ActorDied as error:
-                if self._confirm is not None:
-                    self._confirm()
-                return failed(error)
-        return link.call(method, header or {}, buffers, into)
+                self.confirm_death()
+                return failed_reply(error)
+        return connection.call(method, header or {}, buffers, into)
 
     def close(self) -> None:
         """See ``ActorClient``."""
         self.disconnect(WireError(f"{self.name}: the client is closed"))
 
     def disconnect(self, error: Exception) -> None:
-        """Ends the connection; calls that are not done fail with the error."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.end(error)
+        """Closes the connection; calls that are not done fail with the error."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.end(error)
 
-    def _connected(self) -> Connection:
-        with self._lock:
-            if self._link is None or not self._link.is_usable:
-                self._link = Connection(self._socket(), self.name, self._confirm)
-            return self._link
+    def confirm_death(self) -> None:
+        """Is called before calls fail because the actor has died; an owner waits for the news."""
 
-    def _socket(self) -> socket.socket:
+    def _connect(self) -> Connection:
+        with self._connect_lock:
+            if self._connection is None or not self._connection.is_usable:
+                self._connection = Connection(self._open(), self.name, self.confirm_death)
+            return self._connection
+
+    def _open(self) -> socket.socket:
         where = self._address["host"], self._address["port"]
         try:
             sock = socket.create_connection(where, timeout=ACTOR_SECONDS)
         except OSError as error:
-            raise ActorDied(self.name, f"nobody listens at {where} ({error})") from None
+            raise ActorDied(self.name, f"no process listens at {where} ({error})") from None
         try:
-            # One call is one small packet, which must not wait for another.
+            # A call is often one small packet, which must not wait for the next one.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             authenticate(sock, self._key)
@@ -128,20 +124,20 @@ class SocketClient:
 
 
 def key_of_environment() -> bytes:
-    """Returns the key that whoever starts the processes of a cluster has given them.
+    """Returns the key in MIRROR_ENGINE_KEY, which all processes of a cluster share.
 
     Raises:
-        WireError: it has given none, or what is none.
+        WireError: the variable is not set, or its value is not a key.
     """
     text = os.environ.get(KEY_VARIABLE, "")
     try:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
-    if len(key) < _LEAST_BYTES:
+    if len(key) < _MIN_KEY_BYTES:
         raise WireError(
-            f"{KEY_VARIABLE} is a key in hexadecimal, of {_LEAST_BYTES} bytes at least, the same "
-            f"in all processes of a cluster; {'it is not set' if not text else 'this is none'}; "
+            f"{KEY_VARIABLE} is a key in hexadecimal, of {_MIN_KEY_BYTES} bytes at least, the "
+            f"same in all processes of a cluster; {'this is none' if text else 'it is not set'}; "
             "make one: python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return key
@@ -153,7 +149,7 @@ def _key_of(address: Address) -> bytes:
         key = key_of_environment()
     if key is None:
         raise WireError(
-            f"{address['name']} is an actor of another program's engine, whose key is not known "
-            f"here; actors know their engine's, other processes find it in {KEY_VARIABLE}"
+            f"{address['name']} is an actor of another program's engine, and this process does "
+            f"not have that engine's key; set {KEY_VARIABLE} to the same key in both"
         )
     return key

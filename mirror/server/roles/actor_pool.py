@@ -1,4 +1,4 @@
-"""Fleet: the servers and workers of one strategy, as processes that an engine has started."""
+"""The servers and workers of one strategy, as actors that an engine has started."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WORKER = "mirror.server.roles.worker_role:WorkerRole"
 
 
 class ActorPool:
-    """All processes.
+    """All servers and workers.
 
     Attributes:
-        lost: what is raised since a server is gone, else ``None``.
+        lost: the error to raise once a server is lost, or None.
     """
 
     def __init__(self, engine: Any, num_servers: int, num_workers: int) -> None:
@@ -34,9 +34,9 @@ class ActorPool:
         except BaseException:
             self._engine.close()
             raise
-        seen = weakref.ref(self)
+        pool = weakref.ref(self)
         for index, server in enumerate(self.servers):
-            server.on_death(_record_loss(seen, index))
+            server.on_death(_record_loss(pool, index))
 
     def _start(self, num_servers: int, num_workers: int) -> tuple[list[Actor], list[Actor]]:
         seed = torch.initial_seed() % 2**62
@@ -61,16 +61,16 @@ class ActorPool:
         return servers, workers
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """Has a function called when a server is lost."""
+        """Calls a function when a server is lost."""
         self._on_lost.append(callback)
 
     def check(self) -> None:
-        """Raises ServerLostError if a server is gone."""
+        """Raises ServerLostError if a server is lost."""
         if self.lost is not None:
             raise self.lost.with_traceback(None)
 
-    def note_lost(self, index: int) -> None:
-        """Notes that a server is gone, for good: what it had is lost."""
+    def record_loss(self, index: int) -> None:
+        """Records that a server has ended; it is not restarted, since its values are lost."""
         if self._is_closed or self.lost is not None:
             return
         self.lost = ServerLostError(
@@ -82,20 +82,20 @@ class ActorPool:
             callback()
 
     def all_servers(self, method: str, header: Any = None, buffers: Sequence[Any] = ()) -> None:
-        """Calls a method of every server, and waits."""
+        """Calls a method of every server, and waits for all answers."""
         for answer in [server.call(method, header, buffers) for server in self.servers]:
             answer.result()
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Stops all processes."""
         self._is_closed = True
         self._engine.close()
 
 
-def _record_loss(seen: weakref.ref[ActorPool], index: int) -> Callable[[], None]:
-    def note() -> None:
-        fleet = seen()
-        if fleet is not None:
-            fleet.note_lost(index)
+def _record_loss(pool: weakref.ref[ActorPool], index: int) -> Callable[[], None]:
+    def record_loss() -> None:
+        actors = pool()
+        if actors is not None:
+            actors.record_loss(index)
 
-    return note
+    return record_loss

@@ -1,19 +1,19 @@
-"""Dispatch: the queue of scheduled steps, and a thread per worker that takes from it.
+"""The queue of scheduled steps, and one thread per worker that takes steps from it.
 
-[Note: Whose turn it is]
-Synchronously, a worker that has pushed a gradient for an update would push a second one for the
-same, in the place of a worker that is slower. So it gets no step until an update has been made,
-unless nobody else could: all others have pushed, too, or are being made anew. Nobody waits inside
-a server or a worker, so nothing is stuck when one of them is lost.
+[Note: One gradient per worker]
+In a synchronous update, a fast worker could push a second gradient in place of a slow worker's.
+So after a push a worker gets no step until the update has been made, unless no other worker can
+contribute: each has pushed too, or is being restarted. The wait is here, not inside a server or a
+worker, so nothing hangs when one of these is lost.
 
 [Note: At least once]
-A step whose worker is lost goes to the front of the queue, with the same number, which servers
-know: what it pushed before counts, and is not counted again.
+If a worker is lost, its step goes to the front of the queue and keeps its number. Servers know
+the number, so what the step pushed before is counted once.
 
 [Note: One error for all]
-Steps that fail beside each other are told of once, as TensorFlow does: steps scheduled before an
-error was raised raise no other. Otherwise it would be the clock that says how many errors there
-are, and a program that has handled one would meet the next in what it does then.
+If several running steps fail, only one error is raised, as in TensorFlow: a step that was
+scheduled before an error was raised raises no second one. Otherwise the number of errors would
+depend on timing, and a program that handled one would meet the next at an unrelated call.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mirror.errors import ActorDied, ServerLostError, StrategyError, WorkerLostError
+from mirror.server.shard import PushResult
 from mirror.threads.user_frames import add_note
 
 QUEUE_SIZE = 256 * 1024
-"""How many steps may wait; schedule blocks beyond, as TensorFlow's does."""
+"""The number of steps that may wait; with more, schedule blocks, as TensorFlow's does."""
 
-_MAX_LOSSES = 10  # of workers, by one step: it is the step that ends them
-_SECONDS = 5.0  # that the engine may take to tell of a server that a worker cannot reach
+_MAX_ATTEMPTS = 10  # a step that has ended this many workers is not run again
+# After a worker reports an unreachable server, the engine may need this long to notice its end.
+_SERVER_DEATH_SECONDS = 5.0
 
 
 @dataclass(eq=False)
@@ -39,12 +41,12 @@ class Closure:
     """One scheduled step.
 
     Attributes:
-        number: counts all that were ever scheduled.
-        data: its pickle.
-        flags: modes of modules when it was scheduled.
-        datasets: the indices of per-worker datasets in it.
-        attempt: how many workers were lost with it.
-        after: how many errors had been raised when it was scheduled.
+        number: the index among all steps of the strategy.
+        data: the pickle; empty once the step has ended.
+        flags: the modes of the model when the step was scheduled; see ``Model.flags``.
+        datasets: the indices of the per-worker datasets in it.
+        attempt: the number of workers that were lost with it.
+        after: the number of errors that had been raised when the step was scheduled.
     """
 
     number: int
@@ -58,22 +60,22 @@ class Closure:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Lets who waits for the step go on."""
+        """Stores the result, and wakes the threads that wait for it."""
         self.value, self.error = value, error
         self.data = b""
         self.ended.set()
 
 
 class ClosureQueue:
-    """Steps, on their way from the coordinator to workers and back.
+    """Queues steps, runs them on free workers, and runs them again if a worker is lost.
 
     Args:
-        run: runs a step on a worker, and returns its answer's header and its value or error.
-        restart: makes a worker anew.
-        to_aggregate: of how many gradients a synchronous update is the mean.
+        run: runs a step on a worker; returns the header of its answer, and its value or error.
+        restart: restarts a worker.
+        to_aggregate: the number of gradients in a synchronous update, or None.
 
     Attributes:
-        listeners: each is called with every step that is queued.
+        listeners: functions that are called with each step that is queued.
     """
 
     def __init__(
@@ -107,10 +109,14 @@ class ClosureQueue:
                 target=self._serve, args=(worker,), name=f"mirror worker {worker}", daemon=True
             ).start()
 
-    # What the coordinator calls
+    # - Called by the coordinator's thread
 
     def put(self, make: Callable[[int], Closure]) -> Closure:
-        """Queues a step; waits while the queue is full."""
+        """Queues a step, and returns it; waits while the queue is full.
+
+        Args:
+            make: returns the step for its number.
+        """
         with self._changed:
             self.check()
             self._changed.wait_for(lambda: len(self._queue) < self._queue_size or self._is_over())
@@ -120,18 +126,18 @@ class ClosureQueue:
             self.num_scheduled += 1
             self._open.add(step.number)
             self._queue.append(step)
-            for note in self.listeners:
-                note(step)
+            for listener in self.listeners:
+                listener(step)
             self._changed.notify_all()
         return step
 
     def is_busy(self) -> bool:
-        """Whether steps wait or run."""
+        """Returns whether steps wait or run."""
         with self._changed:
             return bool(self._queue or self._running)
 
     def wait(self) -> None:
-        """Returns when no step waits or runs; raises as ``check``."""
+        """Waits until no step waits or runs; raises as ``check``."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not (self._queue or self._running) or self._fatal is not None
@@ -139,7 +145,7 @@ class ClosureQueue:
             self.check()
 
     def check(self) -> None:
-        """Raises the error of a step, once; for a lost server, or after ``close``, always."""
+        """Raises a step's error once, and the error of a lost server or of ``close`` each time."""
         with self._changed:
             if self._fatal is not None:
                 raise self._fatal.with_traceback(None)
@@ -149,7 +155,7 @@ class ClosureQueue:
                 raise error
 
     def fail(self, error: BaseException) -> None:
-        """Ends everything: nothing can run any more."""
+        """Ends all steps with an error; no step can run any more."""
         with self._changed:
             if self._fatal is None:
                 self._fatal = error
@@ -159,12 +165,12 @@ class ClosureQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the threads; steps that wait are not run."""
+        """Ends the threads; queued steps are not run."""
         with self._changed:
             self.is_closed = True
         self.fail(StrategyError("the strategy of this coordinator is closed"))
 
-    # A thread of each worker
+    # - One thread per worker
 
     def _is_over(self) -> bool:
         return self._fatal is not None or self._error is not None
@@ -187,20 +193,20 @@ class ClosureQueue:
             except BaseException as error:
                 header, value = {"outcome": "raised"}, error
             if header["outcome"] == "lost" and not self.is_server_gone():
-                self._again(worker, step)
+                self._requeue(worker, step)
                 continue
             with self._changed:
                 self._record(worker, header)
                 self._end(worker, step, header["outcome"], value)
 
     def _may_take(self, worker: int) -> bool:
-        """See [Note: Whose turn it is]."""
+        """Returns whether a worker gets the next step; see [Note: One gradient per worker]."""
         if not self._queue:
             return False
         if not self._is_sync or self._pushed[worker] < self._share:
             return True
-        others = self._up - {worker}
-        return not self._running and all(self._pushed[k] >= self._share for k in others)
+        rest = self._up - {worker}
+        return not self._running and all(self._pushed[k] >= self._share for k in rest)
 
     def _record(self, worker: int, header: dict[str, Any]) -> None:
         if not self._is_sync:
@@ -209,7 +215,7 @@ class ClosureQueue:
         if sum(updates) > sum(self._updates):
             self._updates = list(updates)
             self._pushed = [0] * len(self._pushed)
-        if "gathered" in header.get("said", ()) and sum(updates) == sum(self._updates):
+        if PushResult.GATHERED in header.get("results", ()) and sum(updates) == sum(self._updates):
             self._pushed[worker] += 1
 
     def _end(self, worker: int, step: Closure, outcome: str, value: Any) -> None:
@@ -226,7 +232,7 @@ class ClosureQueue:
         self._changed.notify_all()
 
     def _fail(self, step: Closure, value: BaseException) -> None:
-        """Keeps an error to be raised, and ends what waits; see [Note: One error for all]."""
+        """Stores an error for ``check``, and cancels queued steps: [Note: One error for all]."""
         if self._error is None:
             self._error = value
         cancelled = StrategyError(
@@ -245,7 +251,7 @@ class ClosureQueue:
     def _lose(self, worker: int, step: Closure) -> None:
         with self._changed:
             self._up.discard(worker)
-        self._again(worker, step)
+        self._requeue(worker, step)
         try:
             self._restart(worker)
         except BaseException as error:
@@ -253,7 +259,7 @@ class ClosureQueue:
                 is_last = not self._up
             if is_last and not self.is_closed:
                 lost = WorkerLostError(
-                    f"no worker is left; the last could not be made anew: {error}"
+                    f"no worker is left; the last could not be restarted: {error}"
                 )
                 lost.__cause__ = error
                 self.fail(lost)
@@ -263,16 +269,16 @@ class ClosureQueue:
             self._pushed[worker] = 0
             self._changed.notify_all()
 
-    def _again(self, worker: int, step: Closure) -> None:
+    def _requeue(self, worker: int, step: Closure) -> None:
         with self._changed:
             self._running.pop(worker, None)
             step.attempt += 1
             if self._fatal is not None:
                 return
-            if step.attempt >= _MAX_LOSSES:
+            if step.attempt >= _MAX_ATTEMPTS:
                 lost = WorkerLostError(
-                    f"step {step.number} has ended {step.attempt} workers that ran it; look for "
-                    "what it does to its process: memory, signals, os._exit"
+                    f"step {step.number} has ended {step.attempt} workers that ran it; check what "
+                    "it does to its process: memory, signals, os._exit"
                 )
                 self._end(worker, step, "raised", lost)
                 return
@@ -281,8 +287,8 @@ class ClosureQueue:
             self._changed.notify_all()
 
     def is_server_gone(self) -> bool:
-        """Whether the engine says, too, that a server is gone, which could not be reached."""
+        """Waits for the engine's notice that a server has ended; returns whether it came."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: isinstance(self._fatal, ServerLostError), timeout=_SECONDS
+                lambda: isinstance(self._fatal, ServerLostError), timeout=_SERVER_DEATH_SECONDS
             )

@@ -1,4 +1,4 @@
-"""ClusterCoordinator: schedules steps on the workers of a ParameterServerStrategy."""
+"""ClusterCoordinator, which schedules steps on the workers of a ParameterServerStrategy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class Served(Protocol):
-    """A strategy over servers and workers."""
+    """A strategy over servers and workers, as the coordinator uses it."""
 
     coordinator: Any
 
     def begin_session(self, queue_size: int) -> Session:
-        """Starts servers and workers."""
+        """Starts the servers and workers."""
 
     def check_usable(self, what: str) -> None:
         """Raises StrategyError after ``close``, and inside ``run`` of another strategy."""
 
 
 class ClusterCoordinator(NoCopy):
-    """Sends steps to workers, which run them beside each other; one per strategy.
+    """Sends steps to workers, which run them concurrently.
 
     ::
 
@@ -40,20 +40,22 @@ class ClusterCoordinator(NoCopy):
         coordinator.join()
         print(coordinator.fetch(losses[-1]))
 
-    A step runs at least once: if its worker is lost, another one runs it again, and what it has
-    pushed counts once. A second coordinator of a strategy is the first one.
+    A step runs at least once. If its worker is lost, another worker runs it again, and what it
+    has pushed counts once. A strategy has one coordinator: a second construction returns the same
+    object.
 
     Args:
-        strategy: a ``ParameterServerStrategy``; its servers and workers are started now.
-        queue_size: how many steps may wait; beyond, ``schedule`` does.
+        strategy: a ``ParameterServerStrategy``; this starts its servers and workers.
+        queue_size: the number of steps that may wait; with more, ``schedule`` blocks.
 
     Raises:
-        TypeError: another kind of strategy.
-        ValueError: a queue that holds nothing.
+        TypeError: the strategy is of another kind.
+        ValueError: ``queue_size`` is not a positive integer.
     """
 
-    _instead = "it belongs to the process whose strategy it has; a step cannot schedule others"
+    _instead = "it belongs to the process of its strategy; a step cannot schedule others"
     _session: Session
+    _strategy: Served
 
     def __new__(cls, strategy: Served, *, queue_size: int = QUEUE_SIZE) -> ClusterCoordinator:
         if not hasattr(type(strategy), "begin_session"):
@@ -66,14 +68,12 @@ class ClusterCoordinator(NoCopy):
                 f"queue_size must be an integer from 1 on, got {short_repr(queue_size)}"
             )
         if strategy.coordinator is None:
-            made = super().__new__(cls)
-            made._session = strategy.begin_session(queue_size)
-            made._strategy = strategy
-            strategy.coordinator = made
+            created = super().__new__(cls)
+            created._session = strategy.begin_session(queue_size)
+            created._strategy = strategy
+            strategy.coordinator = created
         coordinator: ClusterCoordinator = strategy.coordinator
         return coordinator
-
-    _strategy: Served
 
     @property
     def strategy(self) -> Any:
@@ -86,20 +86,21 @@ class ClusterCoordinator(NoCopy):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Queues ``fn(*args, **kwargs)`` for the next free worker and returns at once.
+        """Queues ``fn(*args, **kwargs)`` for the next free worker, and returns immediately.
 
-        It waits while the queue is full, and after the program has changed the model, until the
-        steps before have ended. Modules and optimizers of the strategy may be anywhere in ``fn``
-        and its arguments; a per-worker dataset among the arguments is the worker's next batch.
+        The call waits while the queue is full. If the program has changed the model, it waits
+        until earlier steps have ended. ``fn`` and its arguments may refer to modules and
+        optimizers of the strategy. A per-worker dataset among the arguments becomes the worker's
+        next batch.
 
         Raises:
-            BaseException: what a step scheduled before has raised; raised once, and steps that
-                waited then are not run. Of several that fail beside each other, the first.
-            ServerLostError: a server is gone.
-            StepError: ``fn`` cannot be sent to a worker; what of it is named.
-            TypeError: ``fn`` is not a function, or an async one or a generator.
-            ValueError: a RemoteValue is among the arguments, a dataset of another coordinator,
-                or PerWorkerValues for another number of workers.
+            BaseException: the error of an earlier step. It is raised once, and queued steps are
+                not run. If several running steps fail, the first error is raised.
+            ServerLostError: a server is lost.
+            StepError: ``fn`` cannot be sent to a worker; the message names the reason.
+            TypeError: ``fn`` is not a function, or it is async or a generator.
+            ValueError: the arguments have a RemoteValue, a dataset of another coordinator, or
+                PerWorkerValues for another number of workers.
         """
         if not callable(fn) or inspect.isclass(fn):
             raise TypeError(f"schedule takes a function, got {short_repr(fn)}")
@@ -110,29 +111,29 @@ class ClusterCoordinator(NoCopy):
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a dict, got {short_repr(kwargs)}")
         self._strategy.check_usable("schedule")
-        _refuse_parts((*args, *(kwargs or {}).values()))
+        _check_arguments((*args, *(kwargs or {}).values()))
         return self._session.schedule(fn, args, kwargs or {})
 
     def join(self) -> None:
-        """Waits until all scheduled steps have ended; the model is up to date then.
+        """Waits until all scheduled steps have ended; afterwards the model is up to date.
 
         Raises:
-            As ``schedule``.
+            The errors of ``schedule``.
         """
         self._strategy.check_usable("join")
         self._session.join()
 
     def done(self) -> bool:
-        """Whether all scheduled steps have ended; raises as ``schedule``."""
-        self._session.dispatch.check()
-        return not self._session.dispatch.is_busy()
+        """Returns whether all scheduled steps have ended; raises as ``schedule``."""
+        self._session.queue.check()
+        return not self._session.queue.is_busy()
 
     def fetch(self, values: Any) -> Any:
-        """Returns a structure with what its RemoteValues stand for; waits for them.
+        """Waits for the RemoteValues of a structure; returns the structure with their results.
 
         Raises:
-            BaseException: what one of these steps has raised.
-            ServerLostError: a server is gone, and a step had not ended.
+            BaseException: the error of one of these steps.
+            ServerLostError: a server was lost before a step had ended.
         """
         if isinstance(values, RemoteValue):
             return values.fetch()
@@ -145,18 +146,18 @@ class ClusterCoordinator(NoCopy):
         return values
 
     def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
-        """Gives every worker a dataset of its own.
+        """Creates a dataset of which each worker has its own.
 
         Args:
-            dataset: a function of nothing, or of an InputContext (``num_input_pipelines``
-                workers, of which this is ``input_pipeline_id``), that returns something to
-                iterate over: each worker calls it, with a random stream of its own, when the
-                first step asks for a batch, and again when it was lost. Or a dataset, of which
-                each worker gets a copy.
+            dataset: a function that returns an iterable, or an iterable that is copied to each
+                worker. The function takes no argument or an InputContext, which has the number
+                of workers (``num_input_pipelines``) and the worker's index
+                (``input_pipeline_id``). Each worker calls it, with its own random state, when
+                the first step asks for a batch, and again after a restart.
 
         Raises:
-            TypeError: neither.
-            ValueError: it holds the strategy's model or optimizer.
+            TypeError: the argument is neither.
+            ValueError: the argument refers to the strategy's model or optimizer.
         """
         if not callable(dataset) and not hasattr(dataset, "__iter__"):
             raise TypeError(
@@ -168,11 +169,11 @@ class ClusterCoordinator(NoCopy):
 
 
 def session_of(coordinator: ClusterCoordinator) -> Session:
-    """Returns what a coordinator schedules steps on."""
+    """Returns the session of a coordinator."""
     return coordinator._session
 
 
-def _refuse_parts(values: Sequence[Any]) -> None:
+def _check_arguments(values: Sequence[Any]) -> None:
     for value in values:
         if isinstance(value, PerReplica):
             raise StrategyError(

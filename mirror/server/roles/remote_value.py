@@ -1,4 +1,4 @@
-"""RemoteValue: what a scheduled step will have returned."""
+"""RemoteValue: the future result of a scheduled step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mirror.server.roles.closure_queue import Closure
 
 
 class RemoteValue(NoCopy):
-    """Stands for the result of a step that a coordinator has scheduled.
+    """The result of a step that a coordinator has scheduled, once the step has ended.
 
-    It is kept here once the step has ended, whatever becomes of the worker.
+    The result is stored in this process, so it outlives the worker.
     """
 
     _instead = "fetch it: coordinator.fetch(value)"
@@ -20,11 +20,11 @@ class RemoteValue(NoCopy):
         self._step = step
 
     def fetch(self) -> Any:
-        """Waits for the step and returns what it has returned.
+        """Waits for the step and returns its result.
 
         Raises:
-            BaseException: what the step has raised; ServerLostError if a server is gone;
-                StrategyError if the step was not run, since another one has raised.
+            BaseException: the error of the step; ServerLostError if a server is lost;
+                StrategyError if the step was not run, since another step raised.
         """
         self._step.ended.wait()
         if self._step.error is not None:
@@ -34,7 +34,7 @@ class RemoteValue(NoCopy):
     get = fetch
 
     def done(self) -> bool:
-        """Whether the step has ended."""
+        """Returns whether the step has ended."""
         return self._step.ended.is_set()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Server: what a server's or worker's process does all day, on a machine of its own."""
+"""Server: a parameter server or worker on a machine of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirror.server.engine.socket_client import key_of_environment
 
 
 class Server(NoCopy):
-    """A parameter server or a worker for a program elsewhere, as ``tf.distribute.Server``.
+    """A parameter server or worker for another machine's program, as ``tf.distribute.Server``.
 
     ::
 
@@ -22,22 +22,24 @@ class Server(NoCopy):
         else:
             strategy = mirror.ParameterServerStrategy(cluster=resolver)
 
-    It listens from now on. The program whose ``ClusterCoordinator`` connects has it until that
-    program ends, or closes its strategy; then it serves the next one. All need the same key in
-    MIRROR_ENGINE_KEY. ``mirror serve HOST:PORT`` is the same.
+    The server listens as soon as it is constructed. When a ``ClusterCoordinator`` connects, the
+    server belongs to that program until the program ends or closes its strategy; then it serves
+    the next program. All processes need the same key in MIRROR_ENGINE_KEY. ``mirror serve
+    HOST:PORT`` does the same.
 
     Args:
-        cluster: as that of ParameterServerStrategy; or an address, ``"host:port"``.
-        job, index: which task of it this is; ``None``: what the resolver says.
-        host: where it listens; ``None``: at its address. ``"0.0.0.0"``: on all networks.
+        cluster: as for ParameterServerStrategy, or an address, ``"host:port"``.
+        job, index: the task of this process; None takes the resolver's.
+        host: the address to listen on; None takes that of the task, ``"0.0.0.0"`` listens on all
+            networks.
 
     Raises:
-        ClusterError: there is no such task, or its address is none.
+        ClusterError: there is no such task, or its address is invalid.
         WireError: there is no key.
-        OSError: it cannot listen there.
+        OSError: the process cannot listen at the address.
     """
 
-    _instead = "make one in every process"
+    _instead = "create one in every process"
 
     def __init__(
         self,
@@ -51,22 +53,22 @@ class Server(NoCopy):
             cluster if isinstance(cluster, str) else _address_of(cluster, job, index)
         )
         key = key_of_environment()
-        self._seat = NodeAgent(own if host is None else host, port, key)
+        self._agent = NodeAgent(own if host is None else host, port, key)
         self._host = own
 
     @property
     def address(self) -> str:
-        """Where it is: ``"host:port"``."""
+        """The address of this server, ``"host:port"``."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self._seat.port}"
+        return f"{host}:{self._agent.port}"
 
     def join(self) -> None:
-        """Serves until it is closed, or the process ends."""
-        self._seat.join()
+        """Waits until the server is closed."""
+        self._agent.join()
 
     def close(self) -> None:
-        """Serves no more; idempotent."""
-        self._seat.close()
+        """Stops serving; may be called again."""
+        self._agent.close()
 
     def __enter__(self) -> Server:
         return self

@@ -1,4 +1,4 @@
-"""ServerRole: a shard as an actor."""
+"""ServerRole: the actor of a parameter server, which decodes messages for its shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answer = tuple[Header, Sequence[Any]]
 
 
 class ServerRole:
-    """One parameter server. Every method is quick, and waits for nobody."""
+    """One parameter server. No method waits for another process."""
 
     def __init__(self, index: int) -> None:
         torch.set_num_threads(1)
@@ -26,7 +26,7 @@ class ServerRole:
         self._shard, self._num_shards = Shard([], 0, 0), 0
 
     def set_up(self, header: Header, buffers: Sequence[Any]) -> None:
-        """Makes the shard of pieces; what was there is gone."""
+        """Creates the shard for a layout, in place of an earlier one."""
         self._shard = Shard(
             pickle.loads(bytes(buffers[0])),
             header["num_bytes"],
@@ -38,34 +38,34 @@ class ServerRole:
         self._num_shards += 1
 
     def assign(self, header: Header, buffers: Sequence[Any]) -> None:
-        self._follow(header)
+        self._apply_commits(header)
         self._shard.assign(header["pieces"], buffers[0])
 
     def add_optimizer(self, header: Header, buffers: Sequence[Any]) -> None:
         self._shard.add_optimizer(pickle.loads(bytes(buffers[0])))
 
     def set_options(self, header: Header, buffers: Sequence[Any]) -> None:
-        self._follow(header)
+        self._apply_commits(header)
         self._shard.set_options(header["optimizer"], pickle.loads(bytes(buffers[0])))
 
     def states(self, header: Header, buffers: Sequence[Any]) -> Answer:
-        self._follow(header)
-        said, sent = optimizer_messages.message_of(self._shard.states(header["optimizer"]))
-        return {"states": said}, sent
+        self._apply_commits(header)
+        entries, sent = optimizer_messages.message_of(self._shard.states(header["optimizer"]))
+        return {"states": entries}, sent
 
     def set_states(self, header: Header, buffers: Sequence[Any]) -> None:
-        self._follow(header)
-        found = optimizer_messages.from_message(header["states"], buffers)
-        self._shard.set_states(header["optimizer"], found)
+        self._apply_commits(header)
+        states = optimizer_messages.from_message(header["states"], buffers)
+        self._shard.set_states(header["optimizer"], states)
 
     def pull(self, header: Header, buffers: Sequence[Any]) -> Answer:
         shard = self._shard
         commits, large = header.get("commits", ()), header.get("large", ())
         version, values = shard.pull(header["known"], commits, large)
-        said = {"version": version, "updates": shard.updates(), "commits": shard.commits()}
-        if values and shard.is_sync:  # all workers pull one version; of others about one does
-            said["once"] = [self._num_shards, version, *large]
-        return said, values
+        answer = {"version": version, "updates": shard.updates(), "commits": shard.commits()}
+        if values and shard.is_sync:  # all workers pull this version; see ray_actor.ONCE
+            answer["once"] = [self._num_shards, version, *large]
+        return answer, values
 
     def pull_rows(self, header: Header, buffers: Sequence[Any]) -> Answer:
         if "rows" in header:
@@ -77,9 +77,8 @@ class ServerRole:
     def push(self, header: Header, buffers: Sequence[Any]) -> Answer:
         pieces = [piece.spec for piece in self._shard.pieces]
         update = Update.from_message(header["update"], buffers, pieces)
-        said = self._shard.push(PushMessage(**header["push"]), update)
-        shard = self._shard
-        return {"said": said, "updates": shard.updates(), "version": shard.version}, []
+        result = self._shard.push(PushMessage(**header["push"]), update)
+        return {"result": result}, []
 
     def numbers(self, header: Header, buffers: Sequence[Any]) -> Answer:
         shard = self._shard
@@ -91,6 +90,6 @@ class ServerRole:
             "commits": shard.commits(),
         }, []
 
-    def _follow(self, header: Header) -> None:
+    def _apply_commits(self, header: Header) -> None:
         for commit in header.get("commits", ()):
             self._shard.apply(commit)

@@ -1,17 +1,16 @@
-"""Variables: the coordinator's side of all that servers hold.
+"""The coordinator's side of the variables, models and optimizers that servers hold.
 
-[Note: Two places]
-The user's model and optimizer are ordinary objects in the coordinator's process, and the truth is
-on the servers. Both may change: servers by steps, the objects by the program between steps. So::
+[Note: Two copies of the variables]
+The user's model and optimizer are ordinary objects in the coordinator's process; the current
+values are on the servers. Steps change the servers, and the program changes the objects::
 
-    a step has pushed              the objects are old: whoever reads a parameter pulls first
-    a program has written          (``load_state_dict``, ``init``, an lr scheduler) the servers are
-                                   told before the next step is scheduled, when those scheduled
-                                   before have ended
-    there are other variables      everything is pulled, placed anew, and sent
+    a step has pushed              the objects are stale: a read of a parameter pulls first
+    the program has written        (``load_state_dict``, ``init``, an lr scheduler) the change is
+                                   sent before the next step is scheduled, after earlier steps
+    the variables are different    all are pulled, placed again, and sent
 
-What is written is known by the tensors' versions. Hyperparameters are told at once where updates
-are asynchronous, since there no step has an order to keep.
+Writes are detected by the tensors' version counters. If updates are asynchronous, hyperparameters
+are sent without waiting for earlier steps, since their order is not defined anyway.
 """
 
 from __future__ import annotations
@@ -30,34 +29,36 @@ from mirror.server.persistent_ids import PersistentId, dump
 from mirror.server.pull_on_read import watch
 from mirror.server.recorded_model import Model, RecordedModules, check_model
 from mirror.server.roles.actor_pool import ActorPool
-from mirror.server.roles.remote_optimizer import RemoteOptimizer, dumped
+from mirror.server.roles.remote_optimizer import RemoteOptimizer, dump_plain
 from mirror.server.roles.variable_client import VariableClient
 from mirror.server.shard import PieceSpec
 from mirror.server.variable_placement import Layout, place
 
-LARGE = 1 << 20
+_LARGE_BYTES = 1 << 20  # a larger tensor that a step carries gets a warning
 
 
 class ServerVariables:
-    """All variables, models and optimizers.
+    """The variables, models and optimizers of one strategy.
 
     Args:
-        wait: returns when no step is under way.
-        is_busy: whether one is.
+        wait: waits until no step is queued or running.
+        is_busy: returns whether steps are queued or running.
 
     Attributes:
-        generation: counts what workers must be set up for anew.
+        set_up: the header and the buffers of the workers' ``set_up``.
+        generation: counts the values of ``set_up``.
+        options: the pickled hyperparameters of each optimizer.
     """
 
     def __init__(
         self,
         settings: Settings,
         recorded: RecordedModules,
-        fleet: ActorPool,
+        actors: ActorPool,
         wait: Callable[[], None],
         is_busy: Callable[[], bool],
     ) -> None:
-        self._settings, self._recorded, self._fleet = settings, recorded, fleet
+        self._settings, self._recorded, self._actors = settings, recorded, actors
         self._wait, self._is_busy = wait, is_busy
         self.lock = threading.RLock()
         self.model: Model | None = None
@@ -72,10 +73,10 @@ class ServerVariables:
         self._count = -1
         self._warned: set[int] = set()
 
-    # Before a step is scheduled
+    # - Before a step is scheduled
 
     def flush(self) -> None:
-        """Tells servers and workers what the program has changed."""
+        """Sends what the program has changed to servers and workers."""
         with self.lock:
             is_idle = not self._is_busy()
             if self._recorded.count != self._count or (is_idle and self._differs()):
@@ -85,20 +86,20 @@ class ServerVariables:
             if client is None:
                 return
             changed = client.changed()
-            if changed or any(kept.is_changed for kept in self.optimizers):
+            if changed or any(remote.is_changed for remote in self.optimizers):
                 self._wait()
-                self._learn()
+                self._pull_commits()
                 if changed:
                     client.assign(changed)
-                for kept in self.optimizers:
-                    if kept.is_changed:
-                        kept.send(client, self._fleet)
-            for kept in self.optimizers:
-                if kept.has_other_options():
+                for remote in self.optimizers:
+                    if remote.is_changed:
+                        remote.send(client, self._actors)
+            for remote in self.optimizers:
+                if remote.has_other_options():
                     if self._settings.is_sync:
                         self._wait()
-                        self._learn()
-                    self._send_options(kept)
+                        self._pull_commits()
+                    self._send_options(remote)
             if is_idle:
                 self._describe()
 
@@ -106,11 +107,11 @@ class ServerVariables:
         return Model(self._recorded.roots()).identity() != self._identity
 
     def _place(self) -> None:
-        """Places the variables that there are, with the values that they have."""
+        """Places the recorded modules' variables on the servers, with their current values."""
         if self.client is not None:
             self.refresh(tables=True)
-            for kept in self.optimizers:
-                self._read_state(kept)
+            for remote in self.optimizers:
+                self._read_state(remote)
         self._count = self._recorded.count
         model = Model(self._recorded.roots())
         self._identity = model.identity()
@@ -128,26 +129,26 @@ class ServerVariables:
             partitioner=settings.partitioner,
             placement=settings.placement,
         )
-        for kept in self.optimizers:
-            kept.check(model.tensors, layout)
-        for server, actor in enumerate(self._fleet.servers):
-            self._set_up(server, actor, layout)
+        for remote in self.optimizers:
+            remote.check(model.tensors, layout)
+        for server, actor in enumerate(self._actors.servers):
+            self._set_up_server(server, actor, layout)
         self.client = VariableClient(
-            layout, model.tensors, self._fleet.servers, is_sync=settings.is_sync
+            layout, model.tensors, self._actors.servers, is_sync=settings.is_sync
         )
         self.client.assign(range(len(model.tensors)))
-        self.client.note_all()
+        self.client.mark_synced()
         self.client.keep_tables()
         self.client.is_fresh = True
         for module in model.modules:
-            watch(module, self._before(module))
-        for kept in self.optimizers:
-            self._add(kept)
+            watch(module, self._before_read(module))
+        for remote in self.optimizers:
+            self._add(remote)
         self._describe()
 
-    def _set_up(self, server: int, actor: Any, layout: Layout) -> None:
+    def _set_up_server(self, server: int, actor: Any, layout: Layout) -> None:
         variables = layout.variables
-        held = [
+        pieces = [
             PieceSpec(
                 p.variable,
                 p.shape,
@@ -163,10 +164,10 @@ class ServerVariables:
             "to_aggregate": self._settings.to_aggregate,
             "max_staleness": self._settings.max_staleness,
         }
-        actor.call("set_up", header, [dumped(held)]).result()
+        actor.call("set_up", header, [dump_plain(pieces)]).result()
 
     def _describe(self) -> None:
-        """Writes down what workers make modules and optimizers of, if it has changed."""
+        """Updates ``set_up``, from which workers create modules and optimizers, if necessary."""
         model, client = self.model, self.client
         if model is None or client is None:
             return
@@ -180,36 +181,35 @@ class ServerVariables:
             )
             for i, t in enumerate(model.tensors)
         ]
-        descriptions = [kept.description(model.tensors) for kept in self.optimizers]
-        roots = dump(model.roots, self._of_tensor)
-        rest = dumped((client.layout, specs, descriptions))
+        descriptions = [remote.description(model.tensors) for remote in self.optimizers]
+        roots = dump(model.roots, self._tensor_id)
+        rest = dump_plain((client.layout, specs, descriptions))
         if self.set_up[1] != [roots, rest]:
             header = {
                 "is_sync": self._settings.is_sync,
                 "asks_first": self._settings.max_staleness is not None,
-                "flags": model.flags(),
             }
             self.set_up = header, [roots, rest]
             self.generation += 1
 
     def flags(self) -> list[bool]:
-        """Returns the modes of modules and parameters, which each step begins with."""
+        """Returns the modes with which each step begins; see ``Model.flags``."""
         return [] if self.model is None else self.model.flags()
 
-    # Optimizers
+    # - Optimizers
 
-    def _add(self, kept: RemoteOptimizer) -> None:
+    def _add(self, remote: RemoteOptimizer) -> None:
         assert self.client is not None
-        description = dumped(kept.description(self.client.tensors))
-        self._fleet.all_servers("add_optimizer", None, [description])
-        if kept.optimizer.state:
-            kept.send(self.client, self._fleet)
+        description = dump_plain(remote.description(self.client.tensors))
+        self._actors.all_servers("add_optimizer", None, [description])
+        if remote.optimizer.state:
+            remote.send(self.client, self._actors)
 
     def _known_optimizer(self, optimizer: Optimizer) -> int | None:
-        """Returns the index of an optimizer over variables of servers; others have none."""
-        for kept in self.optimizers:
-            if kept.optimizer is optimizer:
-                return kept.index
+        """Returns the index of an optimizer over servers' variables, or None for another one."""
+        for remote in self.optimizers:
+            if remote.optimizer is optimizer:
+                return remote.index
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         foreign = [p for p in parameters if id(p) not in self._positions]
         if len(foreign) == len(parameters):
@@ -217,68 +217,68 @@ class ServerVariables:
         if foreign:
             raise StrategyError(
                 f"an optimizer steps variables of parameter servers and {len(foreign)} other "
-                f"tensors, the first one {short_repr(foreign[0])}; make the modules of both under "
-                "strategy.scope(), or an optimizer for each"
+                f"tensors, the first one {short_repr(foreign[0])}; create the modules of both "
+                "under strategy.scope(), or create an optimizer for each"
             )
         assert self.client is not None
-        kept = RemoteOptimizer(
+        remote = RemoteOptimizer(
             optimizer, len(self.optimizers), self._read_state, self._before_step
         )
-        kept.check(self.client.tensors, self.client.layout)
-        self.optimizers.append(kept)
+        remote.check(self.client.tensors, self.client.layout)
+        self.optimizers.append(remote)
         self.options.append(b"")
-        self._add(kept)
+        self._add(remote)
         self._describe()
-        return kept.index
+        return remote.index
 
-    def _send_options(self, kept: RemoteOptimizer) -> None:
-        self.options[kept.index] = bytes(kept.options())
+    def _send_options(self, remote: RemoteOptimizer) -> None:
+        self.options[remote.index] = remote.dump_options()
         header = {
-            "optimizer": kept.index,
+            "optimizer": remote.index,
             "commits": [] if self.client is None else self.client.commits,
         }
-        self._fleet.all_servers("set_options", header, [self.options[kept.index]])
+        self._actors.all_servers("set_options", header, [self.options[remote.index]])
 
-    def _read_state(self, kept: RemoteOptimizer) -> None:
+    def _read_state(self, remote: RemoteOptimizer) -> None:
         with self.lock:
-            if self.client is not None and not kept.is_fresh and not kept.is_changed:
-                self._learn()
-                kept.pull(self.client, self._fleet)
+            if self.client is not None and not remote.is_fresh and not remote.is_changed:
+                self._pull_commits()
+                remote.pull(self.client, self._actors)
 
-    def _before_step(self, kept: RemoteOptimizer) -> None:
+    def _before_step(self, remote: RemoteOptimizer) -> None:
         if self._is_busy():
             raise StrategyError(
                 "an optimizer of parameter servers was stepped in the coordinator's process while "
                 "scheduled steps are under way; call coordinator.join() first, or schedule it"
             )
-        self._read_state(kept)
+        self._read_state(remote)
 
-    # Reading
+    # - Reading
 
-    def note_push(self) -> None:
-        """Notes that the servers have other values than are here."""
+    def mark_stale(self) -> None:
+        """Records that the servers have newer values than this process."""
         if self.client is not None:
             self.client.is_fresh = False
-        for kept in self.optimizers:
-            kept.is_fresh = False
+        for remote in self.optimizers:
+            remote.is_fresh = False
 
     def refresh(self, tables: bool = False) -> None:
-        """Brings what is here up to date."""
+        """Sends what the program has written, and pulls the variables, and tables if asked."""
         client = self.client
         if client is None or (client.is_fresh and not tables):
             return
         with self.lock:
             if not client.is_fresh:
-                self._fleet.check()
+                self._actors.check()
                 changed = client.changed()
                 if changed:
-                    self._learn()
+                    self._pull_commits()
                     client.assign(changed)
                 client.pull()
             if tables:
                 client.pull_tables()
 
-    def _before(self, module: nn.Module) -> Callable[[str | None], None]:
+    def _before_read(self, module: nn.Module) -> Callable[[str | None], None]:
         has_table = any(
             t is not None and self.model is not None and self._is_table(t)
             for t in vars(module)["_parameters"].values()
@@ -293,25 +293,28 @@ class ServerVariables:
         assert self.model is not None
         return self.model.variables[self._positions[id(tensor)]].by_rows
 
-    def _learn(self) -> None:
-        """Asks the first server which updates it has numbered."""
+    def _pull_commits(self) -> None:
+        """Asks the first server for its commits, which the followers need."""
         if self._settings.is_sync and self.client is not None:
-            header, _ = self._fleet.servers[0].call("numbers").result()
+            header, _ = self._actors.servers[0].call("numbers").result()
             self.client.commits = header["commits"]
 
-    # What steps hold
+    # - References in steps
 
-    def _of_tensor(self, thing: Any) -> PersistentId | None:
+    def _tensor_id(self, thing: Any) -> PersistentId | None:
         if isinstance(thing, Tensor) and id(thing) in self._positions:
             return ("tensor", self._positions[id(thing)])
         return None
 
-    def token(self, thing: Any, name_of: Callable[[Any], str]) -> PersistentId | None:
-        """Returns the token of a module, a tensor or an optimizer; warns of what goes by value."""
+    def persistent_id(self, thing: Any, name_of: Callable[[Any], str]) -> PersistentId | None:
+        """Returns the persistent id of a module, a tensor or an optimizer, or None.
+
+        Warns if a module, an optimizer or a large tensor has none, since it is sent by value.
+        """
         if isinstance(thing, Tensor):
-            if id(thing) not in self._positions and thing.nbytes > LARGE:
+            if id(thing) not in self._positions and thing.nbytes > _LARGE_BYTES:
                 self._warn(thing, name_of, f"of {thing.nbytes >> 20} MiB")
-            return self._of_tensor(thing)
+            return self._tensor_id(thing)
         if isinstance(thing, nn.Module):
             index = self._modules.get(id(thing))
             if index is None:
@@ -331,7 +334,7 @@ class ServerVariables:
             self._warned.add(id(thing))
             warnings.warn(
                 f"the step holds {name_of(thing)}, {short_repr(thing)} {what}, which is sent to a "
-                "worker with every step; make modules under strategy.scope(), and data in the "
+                "worker with every step; create modules under strategy.scope(), and data in the "
                 "function of create_per_worker_dataset",
                 UserWarning,
                 stacklevel=5,

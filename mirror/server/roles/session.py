@@ -1,4 +1,4 @@
-"""Session: servers, workers, variables and steps of one strategy with a coordinator."""
+"""The session of a strategy with a coordinator: its servers, workers, variables and steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from mirror.server.roles.worker_datasets import (
     PerWorkerValues,
 )
 from mirror.server.servers_report import ServersReport, Traffic
+from mirror.server.shard import PushResult
 from mirror.threads.user_frames import add_note
 
 
 class _Sent:
-    """What a worker's process has been told."""
+    """What was sent to a worker's process."""
 
     def __init__(self) -> None:
         self.generation = -1
@@ -33,27 +34,27 @@ class _Sent:
 
 
 class Session:
-    """Everything but what the user holds.
+    """Everything behind a ``ClusterCoordinator``.
 
     Args:
-        stands_for: the strategy, by identity: tells whether an object is it.
+        is_strategy: returns whether an object is the strategy.
     """
 
     def __init__(
         self,
         settings: Settings,
         recorded: RecordedModules,
-        stands_for: Callable[[Any], bool],
+        is_strategy: Callable[[Any], bool],
         queue_size: int,
     ) -> None:
-        self._settings, self._stands_for = settings, stands_for
-        self.fleet = ActorPool(settings.engine, settings.num_servers, settings.num_workers)
+        self._settings, self._is_strategy = settings, is_strategy
+        self.actors = ActorPool(settings.engine, settings.num_servers, settings.num_workers)
         self._datasets: list[bytes] = []
-        self._owner = object()  # of datasets, without keeping anything alive
+        self._owner = object()  # identifies this session in datasets, which must not keep it alive
         self._traffic, self._seconds = Traffic(), 0.0
         self._lock, self._lock_numbers = threading.RLock(), threading.Lock()
         self._sent = [_Sent() for _ in range(settings.num_workers)]
-        self.dispatch = ClosureQueue(
+        self.queue = ClosureQueue(
             settings.num_workers,
             self._run,
             self._restart,
@@ -61,23 +62,23 @@ class Session:
             queue_size=queue_size,
         )
         self.variables = ServerVariables(
-            settings, recorded, self.fleet, self.dispatch.wait, self.dispatch.is_busy
+            settings, recorded, self.actors, self.queue.wait, self.queue.is_busy
         )
-        self.fleet.on_lost(self._note_lost)
-        if self.fleet.lost is not None:
-            self._note_lost()
+        self.actors.on_lost(self._record_loss)
+        if self.actors.lost is not None:
+            self._record_loss()
 
-    def _note_lost(self) -> None:
-        assert self.fleet.lost is not None
-        self.dispatch.fail(self.fleet.lost)
+    def _record_loss(self) -> None:
+        assert self.actors.lost is not None
+        self.queue.fail(self.actors.lost)
 
-    # Scheduling
+    # - Scheduling
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> RemoteValue:
-        """Queues a step."""
-        self.dispatch.check()
+        """Queues a step; see ``ClusterCoordinator.schedule``."""
+        self.queue.check()
         with self._lock:
             self._flush()
             datasets: list[int] = []
@@ -100,9 +101,9 @@ class Session:
                         "a RemoteValue cannot be an argument of a step; fetch it first: "
                         "coordinator.fetch(value)"
                     )
-                if self._stands_for(thing):
+                if self._is_strategy(thing):
                     return ("strategy", 0)
-                return self.variables.token(thing, name_of)
+                return self.variables.persistent_id(thing, name_of)
 
             data = dump_step(fn, tuple(args), kwargs, find)
             flags = self.variables.flags()
@@ -110,12 +111,12 @@ class Session:
             def make(number: int) -> Closure:
                 return Closure(number, data, flags, tuple(dict.fromkeys(datasets)))
 
-            return RemoteValue(self.dispatch.put(make))
+            return RemoteValue(self.queue.put(make))
 
     def _index_of(self, dataset: PerWorkerDataset) -> int:
         if dataset.owner is not self._owner:
             raise ValueError(
-                "a per-worker dataset is read by the workers of the coordinator that has made it; "
+                "a per-worker dataset is read by the workers of the coordinator that created it; "
                 "got another coordinator's; call create_per_worker_dataset of this one"
             )
         return dataset.index
@@ -131,45 +132,46 @@ class Session:
         try:
             self.variables.flush()
         except BaseException:
-            self.dispatch.check()  # a lost server is told as that
-            self.fleet.check()
+            self.queue.check()  # a lost server is the cause of other errors
+            self.actors.check()
             raise
 
     @property
     def num_datasets(self) -> int:
-        """How many per-worker datasets were made."""
+        """The number of per-worker datasets."""
         return len(self._datasets)
 
     def create_dataset(self, dataset: Any) -> PerWorkerDataset:
-        """Names a dataset that each worker makes when the first step asks for it."""
+        """Registers a dataset; each worker creates its own when a step first asks for it."""
 
         def find(thing: Any) -> PersistentId | None:
-            token = self.variables.token(thing, lambda thing: short_repr(thing))
-            if token is not None or self._stands_for(thing):
+            persistent_id = self.variables.persistent_id(thing, short_repr)
+            if persistent_id is not None or self._is_strategy(thing):
                 raise ValueError(
-                    f"the dataset of a worker holds {short_repr(thing)} of the strategy; make "
-                    "batches of data alone, and use the model in the step"
+                    f"the dataset of a worker holds {short_repr(thing)} of the strategy; create "
+                    "batches from data only, and use the model in the step"
                 )
             return None
 
-        self.dispatch.check()
+        self.queue.check()
         with self._lock:
             self._datasets.append(dump(dataset, find))
             return PerWorkerDataset(len(self._datasets) - 1, self._owner)
 
     def join(self) -> None:
-        """Waits for all steps; then what is here is up to date."""
-        self.dispatch.wait()
+        """Waits for all steps, and then pulls the variables."""
+        self.queue.wait()
         try:
             self.variables.refresh()
         except BaseException:
-            self.fleet.check()
+            self.actors.check()
             raise
 
     def num_held_back(self) -> tuple[int, int]:
-        """Returns how many gradients wait for others of their update, and of how many that is.
+        """Returns the number of gradients that wait for their update, and the number per update.
 
-        0 where updates leave slow workers' gradients out: one that waits may be left out, too.
+        The first is 0 if updates leave out slow workers' gradients, since a waiting gradient may
+        be left out as well.
         """
         to_aggregate = self._settings.to_aggregate
         if to_aggregate is None or to_aggregate < self._settings.num_workers:
@@ -177,14 +179,14 @@ class Session:
         return self.report().num_waiting, to_aggregate
 
     def check_servers(self) -> None:
-        """Raises ServerLostError if a server is gone, which could not be reached."""
-        self.dispatch.is_server_gone()
-        self.fleet.check()
+        """Raises ServerLostError if the server that could not be reached is lost."""
+        self.queue.is_server_gone()
+        self.actors.check()
 
-    # Running, in the threads of the dispatch
+    # - Running, in the threads of the queue
 
     def _run(self, worker: int, step: Closure, done_below: int) -> tuple[dict[str, Any], Any]:
-        actor, sent = self.fleet.workers[worker], self._sent[worker]
+        actor, sent = self.actors.workers[worker], self._sent[worker]
         variables = self.variables
         with variables.lock:
             generation, (header, buffers) = variables.generation, variables.set_up
@@ -202,56 +204,58 @@ class Session:
                     "make_dataset", {"index": index}, [self._datasets[index]]
                 ).result()
                 if answer["outcome"] == "raised":
-                    return answer, self._error(found[0])
+                    return answer, self._load_error(found[0])
                 sent.datasets.add(index)
-        about = {
+        header = {
             "step": step.number,
             "attempt": step.attempt,
             "done_below": done_below,
             "flags": step.flags,
             "is_sync": self._settings.is_sync,
         }
-        answer, found = actor.call("execute", about, [step.data]).result()
+        answer, result = actor.call("execute", header, [step.data]).result()
         with self._lock_numbers:
             self._traffic.add(answer["traffic"])
             self._seconds += answer["seconds"]
-        if answer["said"]:
-            variables.note_push()
+        if answer["results"]:
+            variables.mark_stale()
         if answer["outcome"] != "returned":
-            return answer, self._error(found[0])
-        return answer, load(found[0], self._thing)
+            return answer, self._load_error(result[0])
+        return answer, load(result[0], self._resolve)
 
-    def _thing(self, token: PersistentId) -> Any:
-        kind, index = token
+    def _resolve(self, persistent_id: PersistentId) -> Any:
+        kind, index = persistent_id
         if kind == "module" and self.variables.model is not None:
             return self.variables.model.modules[index]
         return self.variables.optimizers[index].optimizer
 
-    def _error(self, data: Any) -> BaseException:
+    def _load_error(self, data: Any) -> BaseException:
         error: BaseException
-        error, text = load(data, lambda token: None)
+        error, text = load(data, lambda persistent_id: None)
         add_note(error, f"where it was raised:\n{text}")
         return error
 
     def _restart(self, worker: int) -> None:
         self._sent[worker] = _Sent()
-        self.fleet.workers[worker].restart()
+        self.actors.workers[worker].restart()
 
-    # The rest
+    # - Reports and the end
 
     def report(self) -> ServersReport:
-        """Returns counts of servers and workers."""
-        numbers, _ = self.fleet.servers[0].call("numbers").result()
+        """Returns the counts of servers and workers."""
+        numbers, _ = self.actors.servers[0].call("numbers").result()
         counts = numbers["counts"]
         client = self.variables.client
-        updates = counts.get("applied", 0)
-        waiting = counts.get("gathered", 0) - updates * ((self._settings.to_aggregate or 1) - 1)
+        updates = counts.get(PushResult.APPLIED, 0)
+        # The last gradient of an update counts as applied, the ones before as gathered.
+        used = updates * ((self._settings.to_aggregate or 1) - 1)
+        waiting = counts.get(PushResult.GATHERED, 0) - used
         with self._lock_numbers:
             return ServersReport(
-                num_steps=self.dispatch.num_ended,
-                num_retried=self.dispatch.num_retried,
+                num_steps=self.queue.num_ended,
+                num_retried=self.queue.num_retried,
                 num_updates=updates,
-                num_dropped=counts.get("dropped", 0),
+                num_dropped=counts.get(PushResult.DROPPED, 0),
                 num_waiting=waiting if self._settings.is_sync else 0,
                 staleness=dict(numbers["staleness"]),
                 pulled_bytes=self._traffic.pulled_bytes,
@@ -263,11 +267,11 @@ class Session:
             )
 
     def close(self) -> None:
-        """Ends processes and threads."""
-        self.dispatch.close()
-        self.fleet.close()
+        """Stops the processes and threads."""
+        self.queue.close()
+        self.actors.close()
 
     def check_open(self) -> None:
         """Raises StrategyError after ``close``."""
-        if self.dispatch.is_closed:
+        if self.queue.is_closed:
             raise StrategyError("this strategy is closed; make another one")

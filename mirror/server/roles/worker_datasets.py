@@ -1,4 +1,4 @@
-"""Per-worker datasets: in the coordinator's process a name, on each worker an iterator."""
+"""Per-worker datasets: a reference in the coordinator's process, an iterator on each worker."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mirror.errors import StrategyError
 
 
 class PerWorkerDataset(NoCopy):
-    """What ``create_per_worker_dataset`` returns: every worker has its own.
+    """The result of ``create_per_worker_dataset``; each worker has its own dataset.
 
-    As an argument of ``schedule`` it is the worker's next batch; ``iter(dataset)`` there is the
-    worker's iterator, on which a step calls ``next`` as in TensorFlow.
+    As an argument of ``schedule``, it becomes the worker's next batch. ``iter(dataset)`` becomes
+    the worker's iterator, and the step calls ``next`` on it, as in TensorFlow.
     """
 
-    _instead = "a step that is scheduled takes it as an argument"
+    _instead = "pass it to a scheduled step as an argument"
 
     def __init__(self, index: int, owner: object) -> None:
         self.index, self.owner = index, owner
@@ -30,7 +30,7 @@ class PerWorkerDataset(NoCopy):
 
 
 class PerWorkerIterator(NoCopy):
-    """Stands for a worker's iterator in what is scheduled."""
+    """A reference to each worker's iterator, for arguments of ``schedule``."""
 
     _instead = PerWorkerDataset._instead
 
@@ -48,7 +48,7 @@ class PerWorkerIterator(NoCopy):
 
 
 class PerWorkerValues:
-    """One value for each worker; a step that is scheduled with it gets its worker's.
+    """One value for each worker; as an argument of a step, it becomes the worker's value.
 
     Args:
         values: by the worker's index.
@@ -62,22 +62,25 @@ class PerWorkerValues:
 
 
 class WorkerIterator:
-    """A worker's dataset.
+    """The iterator of a dataset, on its worker.
 
     Args:
-        make: an iterable, or a function of nothing or an InputContext that returns one.
-        noted: called with the number of examples of each batch that is drawn.
+        dataset: an iterable, or a function that returns one and takes no argument or the context.
+        on_batch: called with the number of examples of each batch that is drawn.
     """
 
-    def __init__(self, make: Any, context: InputContext, noted: Callable[[int], None]) -> None:
-        dataset = _called(make, context) if callable(make) else make
+    def __init__(
+        self, dataset: Any, context: InputContext, on_batch: Callable[[int], None]
+    ) -> None:
+        if callable(dataset):
+            dataset = _call_with_context(dataset, context)
         if not isinstance(dataset, Iterable):
             raise TypeError(
                 "create_per_worker_dataset takes a dataset, or a function that returns one: "
                 f"something to iterate over; got a {type(dataset).__name__}"
             )
         self._iterator: Iterator[Any] = iter(dataset)
-        self._noted = noted
+        self._on_batch = on_batch
         self._worker = context.input_pipeline_id
         self._num_drawn = 0
 
@@ -90,34 +93,35 @@ class WorkerIterator:
         except StopIteration:
             raise StopIteration(
                 f"the dataset of worker {self._worker} has no batch left after {self._num_drawn}; "
-                "give create_per_worker_dataset one that does not end, for instance "
+                "pass an endless one to create_per_worker_dataset, for instance "
                 "mirror.data.from_arrays(arrays, batch_size, repeat=True), or schedule fewer steps"
             ) from None
         self._num_drawn += 1
-        self._noted(num_examples(batch) or 0)
+        self._on_batch(num_examples(batch) or 0)
         return batch
 
 
 def num_examples(batch: Any) -> int | None:
-    """Returns the length of a batch's first tensor or array that has one."""
+    """Returns the length of a batch's first tensor or array; None if there is none."""
     if isinstance(batch, torch.Tensor) or hasattr(batch, "__array__"):
         return int(batch.shape[0]) if batch.ndim else None
     if isinstance(batch, dict):
         batch = tuple(batch.values())
     if isinstance(batch, (tuple, list)):
-        found = (num_examples(entry) for entry in batch)
-        return next((count for count in found if count is not None), None)
+        counts = (num_examples(entry) for entry in batch)
+        return next((count for count in counts if count is not None), None)
     return None
 
 
-def _called(make: Callable[..., Any], context: InputContext) -> Any:
+def _call_with_context(function: Callable[..., Any], context: InputContext) -> Any:
+    """Calls a function with the context if it has a required parameter, or without."""
     try:
-        takes = inspect.signature(make).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin
-        return make()
-    needed = [
+        return function()
+    required = [
         p
-        for p in takes.values()
+        for p in parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     ]
-    return make(context) if needed else make()
+    return function(context) if required else function()

@@ -1,4 +1,4 @@
-"""WorkerModel: the user's modules and optimizers as a worker has them."""
+"""The user's modules and optimizers on a worker: modules pull, optimizers push."""
 
 from __future__ import annotations
 
@@ -18,39 +18,28 @@ from mirror.server.roles.worker_datasets import num_examples
 from mirror.server.server_optimizers import options_of, rebuild
 
 
-def empty(kind: str, spec: Any) -> Tensor:
-    """Returns a parameter or buffer of which the values are not here yet."""
-    shape, dtype, device, wants, by_rows = spec
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    if by_rows:
-        tensor.fill_(torch.nan)  # what reads a row that was not pulled shall see it
-    return nn.Parameter(tensor, requires_grad=wants) if kind == "parameter" else tensor
-
-
 class WorkerModel:
     """Modules that pull before they are read, and optimizers that push.
 
     Args:
-        pickled: the roots, with tokens for tensors.
-        specs: of the tensors.
-        flags: see ``Model.flags``.
-        make_client: of the tensors.
-        push: called with an optimizer's index.
+        pickled: the root modules, with persistent ids for tensors.
+        specs: of each tensor the shape, dtype, device, ``requires_grad`` (None for a buffer), and
+            whether it is a table.
+        make_client: returns the client for the tensors.
+        push: called with the index of an optimizer that steps.
+
+    Attributes:
+        largest_call: the largest number of examples of a call of a root module in this step.
     """
 
     def __init__(
         self,
         pickled: Any,
         specs: Sequence[Any],
-        flags: Sequence[bool],
         make_client: Callable[[Sequence[Tensor]], VariableClient],
         push: Callable[[int], None],
     ) -> None:
-        num_parameters = sum(spec[3] is not None for spec in specs)
-        tensors = [
-            empty("parameter" if i < num_parameters else "buffer", spec)
-            for i, spec in enumerate(specs)
-        ]
+        tensors = [_empty_variable(*spec) for spec in specs]
         roots = load(pickled, lambda token: tensors[token[1]])
         self.model = Model(roots)
         self.tensors = tensors
@@ -58,23 +47,22 @@ class WorkerModel:
         self.client = make_client(tensors)
         self.optimizers: list[Optimizer] = []
         self.largest_call = 0
-        self._flags, self._push = list(flags), push
+        self._push = push
         self._options: list[Any] = []
-        self._inside: set[int] = set()
-        position = {id(tensor): i for i, tensor in enumerate(tensors)}
-        self.positions = position
+        self._active_tables: set[int] = set()
+        self._indices = {id(tensor): i for i, tensor in enumerate(tensors)}
         for module in self.model.modules:
             table = None
             if is_table_of_rows(module):
-                table = position[id(module.weight)]
+                table = self._indices[id(module.weight)]
                 if self.client.layout.variables[table].by_rows:
-                    self._watch_table(module, table)
-            watch(module, self._before(module, table))
+                    self._pull_rows_in_calls(module, table)
+            watch(module, self._before_read(module, table))
         for root in roots:
-            root.register_forward_pre_hook(self._note_call, with_kwargs=True)
+            root.register_forward_pre_hook(self._record_call, with_kwargs=True)
 
     def add_optimizer(self, description: Any) -> None:
-        """Makes an optimizer of the user's class, whose step pushes."""
+        """Creates an optimizer of the user's class; its ``step`` pushes."""
         optimizer = rebuild(description, lambda index: [self.tensors[index]])  # type: ignore[list-item]
         index = len(self.optimizers)
 
@@ -96,18 +84,18 @@ class WorkerModel:
         self._options.append(repr(options_of(optimizer)))
 
     def set_options(self, index: int, options: Sequence[Any]) -> None:
-        """Takes over an optimizer's options from the coordinator's process."""
+        """Sets the hyperparameters that the coordinator's process has sent."""
         for group, values in zip(self.optimizers[index].param_groups, options, strict=True):
             group.update(values)
         self._options[index] = repr(options_of(self.optimizers[index]))
 
     def members(self, index: int) -> list[int]:
-        """Returns an optimizer's variables."""
+        """Returns the indices of an optimizer's variables."""
         groups = self.optimizers[index].param_groups
-        return [self.positions[id(p)] for group in groups for p in group["params"]]
+        return [self._indices[id(p)] for group in groups for p in group["params"]]
 
     def begin(self, flags: Sequence[bool]) -> None:
-        """Makes everything ready for a step, whatever the last one has left."""
+        """Prepares a step: no gradients, the coordinator's modes, values to be pulled again."""
         self.client.is_fresh = False
         self.largest_call = 0
         for tensor in self.tensors:
@@ -119,29 +107,43 @@ class WorkerModel:
             if tensor.requires_grad != flag:
                 tensor.requires_grad_(flag)
 
-    def _before(self, module: nn.Module, table: int | None) -> Callable[[str | None], None]:
+    def _before_read(self, module: nn.Module, table: int | None) -> Callable[[str | None], None]:
         def before(name: str | None) -> None:
             if not self.client.is_fresh:
                 self.client.pull()
-            if table is not None and name == "weight" and id(module) not in self._inside:
+            if table is not None and name == "weight" and id(module) not in self._active_tables:
                 self.client.pull_tables()
 
         return before
 
-    def _watch_table(self, module: nn.Module, table: int) -> None:
+    def _pull_rows_in_calls(self, module: nn.Module, table: int) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.client.is_fresh:
                 self.client.pull()
             ids = args[0] if args else kwargs["input"]
             self.client.pull_rows(table, ids)
-            self._inside.add(id(module))
+            self._active_tables.add(id(module))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._inside.discard(id(module))
+            self._active_tables.discard(id(module))
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
 
-    def _note_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _record_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         count = num_examples((*args, *kwargs.values()))
         self.largest_call = max(self.largest_call, count or 0)
+
+
+def _empty_variable(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    requires_grad: bool | None,
+    by_rows: bool,
+) -> Tensor:
+    """Returns a parameter, or a buffer, without values."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if by_rows:
+        tensor.fill_(torch.nan)  # so that reading a row before it is pulled is visible
+    return tensor if requires_grad is None else nn.Parameter(tensor, requires_grad=requires_grad)

@@ -1,8 +1,7 @@
-"""WorkerRole: runs steps, one at a time, over variables that it pulls and pushes."""
+"""WorkerRole: the actor of a worker, which runs one step at a time."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +14,21 @@ from torch import Tensor, nn
 
 from mirror.data.input_options import InputContext
 from mirror.errors import ActorDied, StepError, StrategyError, short_repr
-from mirror.server.engine.engine_types import ActorClient as Connection
+from mirror.server.engine.engine_types import ActorClient
 from mirror.server.engine.socket_client import connect
 from mirror.server.persistent_ids import PersistentId, dump, load
 from mirror.server.roles.variable_client import VariableClient
 from mirror.server.roles.worker_datasets import PerWorkerValues, WorkerIterator
 from mirror.server.roles.worker_model import WorkerModel
 from mirror.server.servers_report import Traffic
-from mirror.server.shard import PushMessage
+from mirror.server.shard import PushMessage, PushResult
 
 Header = dict[str, Any]
 Answer = tuple[Header, Sequence[Any]]
 
 
 class WorkerStrategy:
-    """What the strategy is to a step on a worker: one replica."""
+    """The strategy in a step on a worker, where there is one replica."""
 
     num_replicas_in_sync = 1
 
@@ -43,7 +42,7 @@ class WorkerStrategy:
         return fn(*args, **(kwargs or {}))
 
     def reduce(self, op: Any, value: Any, axis: int | None = None) -> Any:
-        """Returns the value: there is one replica; with an axis, reduced over it."""
+        """Returns the value of the only replica; with an axis, reduces over that."""
         if axis is None or not isinstance(value, Tensor):
             return value
         name = str(getattr(op, "value", op)).lower()
@@ -54,7 +53,7 @@ class WorkerStrategy:
         return value
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns the value as the only one."""
+        """Returns a tuple with only the value."""
         return (value,)
 
 
@@ -62,10 +61,10 @@ class WorkerRole:
     """One worker.
 
     Args:
-        index: which.
-        num_workers: how many there are.
-        servers: addresses.
-        seed: of the random generators of the first worker; the others count on.
+        index: of this worker.
+        num_workers: the number of workers.
+        servers: the addresses of the servers.
+        seed: of the first worker's random generator; a worker adds its index.
     """
 
     def __init__(self, index: int, num_workers: int, servers: Sequence[Any], seed: int) -> None:
@@ -73,20 +72,21 @@ class WorkerRole:
         torch.manual_seed((seed + index) % 2**63)
         self._index = index
         self._context = InputContext(num_workers, index, num_workers)
-        self._servers: list[Connection] = [connect(address) for address in servers]
+        self._servers: list[ActorClient] = [connect(address) for address in servers]
         self._datasets: dict[int, WorkerIterator] = {}
         self._model: WorkerModel | None = None
         self._strategy = WorkerStrategy()
-        self._now: Header = {}
-        self._pushed = 0
-        self._said: list[str] = []
-        self._examples = 0
+        # - The current step
+        self._step: Header = {}
+        self._num_pushes = 0
+        self._results: list[PushResult] = []
+        self._num_examples = 0
 
     def set_up(self, header: Header, buffers: Sequence[Any]) -> None:
-        """Makes modules and optimizers anew."""
+        """Creates the modules and optimizers, in place of earlier ones."""
         layout, specs, descriptions = pickle.loads(bytes(buffers[1]))
 
-        def client(tensors: Sequence[Tensor]) -> VariableClient:
+        def make_client(tensors: Sequence[Tensor]) -> VariableClient:
             return VariableClient(
                 layout,
                 tensors,
@@ -95,7 +95,7 @@ class WorkerRole:
                 asks_first=header["asks_first"],
             )
 
-        self._model = WorkerModel(buffers[0], specs, header["flags"], client, self._push)
+        self._model = WorkerModel(buffers[0], specs, make_client, self._push)
         for description in descriptions:
             self._model.add_optimizer(description)
 
@@ -105,44 +105,42 @@ class WorkerRole:
 
     def make_dataset(self, header: Header, buffers: Sequence[Any]) -> Answer:
         try:
-            make = load(buffers[0], self._thing)
-            self._datasets[header["index"]] = WorkerIterator(make, self._context, self._drew)
+            dataset = load(buffers[0], self._resolve)
+            iterator = WorkerIterator(dataset, self._context, self._count_examples)
+            self._datasets[header["index"]] = iterator
         except Exception as error:
-            return {"outcome": "raised"}, [_of_error(error)]
-        return {"outcome": "made"}, []
+            return {"outcome": "raised"}, [_dump_error(error)]
+        return {"outcome": "created"}, []
 
     def execute(self, header: Header, buffers: Sequence[Any]) -> Answer:
-        """Runs a step; whatever it raises is an answer."""
+        """Runs a step; the answer has its result or its error."""
         begun = perf_counter()
-        self._now, self._pushed, self._said, self._examples = header, 0, [], 0
+        self._step, self._num_pushes, self._results, self._num_examples = header, 0, [], 0
         model = self._model
         if model is not None:
             model.begin(header["flags"])
-        lost = None
         try:
-            fn, args, kwargs = load(buffers[0], self._thing)
-            value = fn(*self._own(args), **self._own(kwargs))
+            fn, args, kwargs = load(buffers[0], self._resolve)
+            value = fn(*self._localize(args), **self._localize(kwargs))
             if model is not None and model.client.is_fresh and model.client.changed():
-                self._push_changes()
-            outcome, sent = "returned", self._of_value(value)
+                self._send(None, -1, [])  # only changes of buffers
+            outcome, sent = "returned", self._dump_value(value)
         except ActorDied as error:
-            outcome, sent, lost = "lost", _of_error(error), error.name
+            outcome, sent = "lost", _dump_error(error)
         except BaseException as error:
-            outcome, sent = "raised", _of_error(error)
+            outcome, sent = "raised", _dump_error(error)
         traffic = Traffic() if model is None else model.client.traffic
         return {
             "outcome": outcome,
-            "lost": lost,
-            "said": self._said,
+            "results": self._results,
             "updates": [] if model is None else model.client.updates,
             "traffic": traffic.take(),
             "seconds": perf_counter() - begun,
-            "pid": os.getpid(),
         }, [sent]
 
-    def _of_value(self, value: Any) -> bytes:
+    def _dump_value(self, value: Any) -> bytes:
         try:
-            return dump(_apart(value), self._token)
+            return dump(_detach(value), self._persistent_id)
         except Exception as error:
             raise StepError(
                 f"a step has returned {short_repr(value)}, which cannot be sent to the "
@@ -150,13 +148,13 @@ class WorkerRole:
                 "plain values"
             ) from error
 
-    # What steps hold
+    # - References in steps and their results
 
-    def _thing(self, token: PersistentId) -> Any:
-        kind, index = token
+    def _resolve(self, persistent_id: PersistentId) -> Any:
+        kind, index = persistent_id
         if kind in ("dataset", "iterator"):
-            found = self._datasets[index]
-            return _NextBatch(found) if kind == "dataset" else found
+            iterator = self._datasets[index]
+            return _NextBatch(iterator) if kind == "dataset" else iterator
         if kind == "strategy":
             return self._strategy
         assert self._model is not None
@@ -166,72 +164,69 @@ class WorkerRole:
             return self._model.optimizers[index]
         return self._model.tensors[index]
 
-    def _token(self, thing: Any) -> PersistentId | None:
+    def _persistent_id(self, thing: Any) -> PersistentId | None:
         model = self._model
         if model is None or not isinstance(thing, (nn.Module, Tensor, torch.optim.Optimizer)):
             return None
         if isinstance(thing, nn.Module):
-            found = [i for i, module in enumerate(model.model.modules) if module is thing]
-            return ("module", found[0]) if found else None
+            indices = [i for i, module in enumerate(model.model.modules) if module is thing]
+            return ("module", indices[0]) if indices else None
         if isinstance(thing, torch.optim.Optimizer):
-            found = [i for i, own in enumerate(model.optimizers) if own is thing]
-            return ("optimizer", found[0]) if found else None
+            indices = [i for i, own in enumerate(model.optimizers) if own is thing]
+            return ("optimizer", indices[0]) if indices else None
         return None
 
-    def _own(self, value: Any) -> Any:
-        """Puts this worker's batches and values into arguments."""
+    def _localize(self, value: Any) -> Any:
+        """Replaces datasets and per-worker values in arguments by this worker's."""
         if isinstance(value, _NextBatch):
             return next(value.iterator)
         if isinstance(value, PerWorkerValues):
             return value.values[self._index]
         if isinstance(value, dict):
-            return {name: self._own(entry) for name, entry in value.items()}
+            return {name: self._localize(entry) for name, entry in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*[self._own(entry) for entry in value])
-        if type(value) in (tuple, list):  # no map: it would take a StopIteration for its own end
-            return type(value)([self._own(entry) for entry in value])
+            return type(value)(*[self._localize(entry) for entry in value])
+        if type(value) in (tuple, list):  # map() would end at a StopIteration of a dataset
+            return type(value)([self._localize(entry) for entry in value])
         if is_dataclass(value) and not isinstance(value, type):
-            own = {f.name: self._own(getattr(value, f.name)) for f in fields(value) if f.init}
+            own = {f.name: self._localize(getattr(value, f.name)) for f in fields(value) if f.init}
             return replace(value, **own)
         return value
 
-    # What steps do
+    # - Called by the running step
 
-    def _drew(self, num_examples: int) -> None:
-        self._examples += num_examples
+    def _count_examples(self, num_examples: int) -> None:
+        self._num_examples += num_examples
 
     def _push(self, optimizer: int) -> None:
         assert self._model is not None
-        if self._now["is_sync"] and self._pushed:
+        if self._step["is_sync"] and self._num_pushes:
             raise StrategyError(
-                "a synchronous step has one optimizer.step(): the next one would be based on an "
-                "update for which other workers are still needed; schedule a step for each"
+                "a synchronous step has one optimizer.step(): a second one would need an update "
+                "to which other workers have not contributed yet; schedule a step for each"
             )
         if not self._model.client.is_fresh:
             self._model.client.pull()
-        self._send(optimizer, self._pushed, self._model.members(optimizer))
-        self._pushed += 1
-
-    def _push_changes(self) -> None:
-        self._send(None, -1, [])
+        self._send(optimizer, self._num_pushes, self._model.members(optimizer))
+        self._num_pushes += 1
 
     def _send(self, optimizer: int | None, number: int, members: Sequence[int]) -> None:
         assert self._model is not None
         client = self._model.client
         push = PushMessage(
-            self._now["step"],
+            self._step["step"],
             number,
-            self._now["attempt"],
+            self._step["attempt"],
             optimizer,
             client.based_on(optimizer),
-            float(self._examples or self._model.largest_call or 1),
-            self._now["done_below"],
+            float(self._num_examples or self._model.largest_call or 1),
+            self._step["done_below"],
         )
-        self._said.append(client.push(push, members, self._model.names))
+        self._results.append(client.push(push, members, self._model.names))
 
 
 class _NextBatch:
-    """Stands for the next batch in arguments; elsewhere it is the iterator."""
+    """A per-worker dataset in a step: the next batch as an argument, elsewhere the iterator."""
 
     def __init__(self, iterator: WorkerIterator) -> None:
         self.iterator = iterator
@@ -243,57 +238,60 @@ class _NextBatch:
         return next(self.iterator)
 
 
-def _apart(value: Any) -> Any:
-    """Returns results without graphs and without parameters of this process."""
+def _detach(value: Any) -> Any:
+    """Returns a result with its tensors detached and copied to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        return {name: _apart(entry) for name, entry in value.items()}
+        return {name: _detach(entry) for name, entry in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_apart, value))
+        return type(value)(*map(_detach, value))
     if type(value) in (tuple, list):
-        return type(value)(map(_apart, value))
+        return type(value)(map(_detach, value))
     return value
 
 
-def _of_error(error: BaseException) -> bytes:
-    """Returns an exception and its traceback: as itself, else without what cannot travel.
+def _dump_error(error: BaseException) -> bytes:
+    """Returns the pickle of an exception and its traceback's text.
 
-    Many classes take in ``__init__`` what is not in ``args``, so pickle cannot make them again;
-    they are made without it. If the class itself cannot go, it is told of in words.
+    Pickle cannot rebuild an exception if ``__init__`` takes arguments that are not in ``args``, so
+    that is tried without ``__init__``, and without attributes that cannot be pickled. If the class
+    itself cannot be pickled, a RuntimeError has its name and message.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    for sent in (error, _Parts(error)):
+    for sent in (error, _PickledError(error)):
         try:
             data = dump((sent, text), lambda thing: None)
-            if str(load(data, lambda token: None)[0]) == str(error):
+            if str(load(data, lambda persistent_id: None)[0]) == str(error):
                 return data
         except Exception:
             continue
     return dump((RuntimeError(f"{type(error).__name__}: {error}"), text), lambda thing: None)
 
 
-class _Parts:
-    """Stands for an exception in a pickle, and is one when it is read."""
+class _PickledError:
+    """An object that is pickled in place of an exception, and unpickled as that exception."""
 
     def __init__(self, error: BaseException) -> None:
-        own = {name: value for name, value in vars(error).items() if _travels(value)}
-        self._made_of = type(error), error.args, own
+        own = {name: value for name, value in vars(error).items() if _can_pickle(value)}
+        self._args = type(error), error.args, own
 
     def __reduce__(self) -> Any:
-        return remade, self._made_of
+        return rebuild_error, self._args
 
 
-def _travels(value: Any) -> bool:
+def _can_pickle(value: Any) -> bool:
     try:
-        load(dump(value, lambda thing: None), lambda token: None)
+        load(dump(value, lambda thing: None), lambda persistent_id: None)
         return True
     except Exception:
         return False
 
 
-def remade(kind: type[BaseException], args: tuple[Any, ...], own: dict[str, Any]) -> BaseException:
-    """Returns an exception of a class, made without calling it."""
+def rebuild_error(
+    kind: type[BaseException], args: tuple[Any, ...], own: dict[str, Any]
+) -> BaseException:
+    """Returns an exception with these attributes, without calling ``__init__``."""
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(own)

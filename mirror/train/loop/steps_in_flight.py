@@ -58,13 +58,13 @@ class StepsInFlight:
 
     def listen(self) -> None:
         """Notes from now on what the passes of the loop schedule."""
-        self._session.dispatch.listeners.append(self._note)
+        self._session.queue.listeners.append(self._note)
 
     def close(self) -> None:
         """Notes no more; idempotent."""
         self.now = None
-        if self._note in self._session.dispatch.listeners:
-            self._session.dispatch.listeners.remove(self._note)
+        if self._note in self._session.queue.listeners:
+            self._session.queue.listeners.remove(self._note)
 
     def _note(self, step: Closure) -> None:
         now = self.now
@@ -116,7 +116,7 @@ class StepsInFlight:
         except Exception as failed:
             error: BaseException = failed
         try:
-            self._session.dispatch.check()  # the coordinator raises each error once: here
+            self._session.queue.check()  # the coordinator raises each error once: here
         except Exception as first:
             error = first
         if isinstance(error, StopIteration):

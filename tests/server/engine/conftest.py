@@ -10,32 +10,33 @@ from mirror.server.engine.node_agent import NodeAgent
 ECHO = "tests.server.engine.roles:Echo"
 
 
-SLOW = [pytest.param(name, marks=[pytest.mark.slow]) for name in ("seats", "ray")]
+SLOW = [pytest.param(name, marks=[pytest.mark.slow]) for name in ("agents", "ray")]
 
 
-class SeatsHere(AgentEngine):
-    """Puts a seat for each actor on this machine."""
+class LocalAgents(AgentEngine):
+    """Starts a node agent on this machine for each actor."""
 
     def __init__(self):
-        super().__init__({}, new_key())
-        self.seats = []
+        self.key = new_key()
+        super().__init__({}, self.key)
+        self.agents = []
 
     def start(self, name, role, init):
-        self.seats.append(NodeAgent("127.0.0.1", 0, self._key))
-        self._addresses[name] = "127.0.0.1", self.seats[-1].port
+        self.agents.append(NodeAgent("127.0.0.1", 0, self.key))
+        self._addresses[name] = "127.0.0.1", self.agents[-1].port
         return super().start(name, role, init)
 
     def close(self):
         super().close()
-        for seat in self.seats:
-            seat.close()
+        for agent in self.agents:
+            agent.close()
 
 
 @pytest.fixture(scope="session", params=["process", *SLOW])
 def engine(request):
     if request.param == "ray":
         pytest.importorskip("ray")
-    with SeatsHere() if request.param == "seats" else make_engine(request.param) as engine:
+    with LocalAgents() if request.param == "agents" else make_engine(request.param) as engine:
         yield engine
 
 

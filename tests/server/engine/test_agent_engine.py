@@ -1,4 +1,4 @@
-"""Seats: what only actors at given addresses do; the suite of the protocol runs on them, too."""
+"""Node agents, and actors at given addresses; the suite of the protocol runs on them as well."""
 
 import contextlib
 import socket
@@ -8,10 +8,9 @@ import time
 import pytest
 
 from mirror.server.engine import socket_client as connecting
-from mirror.server.engine.actor_process import listening
 from mirror.server.engine.agent_engine import AgentEngine
 from mirror.server.engine.engine_types import ActorDied, WireError
-from mirror.server.engine.handshake import SEAT, accept, new_key
+from mirror.server.engine.handshake import AGENT, accept, listen, new_key
 from mirror.server.engine.node_agent import NodeAgent
 from mirror.server.engine.socket_client import connect
 from tests.server.engine.conftest import ECHO
@@ -21,11 +20,11 @@ KEY = new_key()
 
 @contextlib.contextmanager
 def stranger(*replies):
-    """What listens in place of a seat; each reply is a function of a connection.
+    """What listens in place of a node agent; each reply is a function of a connection.
 
-    Afterwards nobody listens: who connected to one that never answers would wait for minutes.
+    It stops listening afterwards: a client of a listener that never answers waits for minutes.
     """
-    listener = listening("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     where = listener.getsockname()
 
     def serve():
@@ -45,14 +44,14 @@ def engine_at(where, key=KEY, timeout_seconds=0.0):
     return AgentEngine({"one": where}, key, timeout_seconds)
 
 
-def test_where_nobody_serves_what_to_do_is_said():
+def test_the_error_without_an_agent_names_the_command_that_starts_one():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         where = closed.getsockname()
         with engine_at(where) as engine, pytest.raises(ActorDied) as raised:
             engine.start("one", ECHO, {})
     said = str(raised.value)
-    assert said.startswith(f"one: nobody is free at 127.0.0.1:{where[1]}")
+    assert said.startswith(f"one: no free server process at 127.0.0.1:{where[1]}")
     assert f"MIRROR_ENGINE_KEY: mirror serve 127.0.0.1:{where[1]}" in said
 
 
@@ -61,16 +60,16 @@ def test_a_name_without_an_address_is_refused():
         engine.start("two", ECHO, {})
 
 
-def test_another_key_is_told_at_once():
+def test_an_agent_with_another_key_is_an_error_at_once():
     with (
-        stranger(lambda sock: accept(sock, new_key(), SEAT)) as where,
+        stranger(lambda sock: accept(sock, new_key(), AGENT)) as where,
         engine_at(where, timeout_seconds=60) as engine,
         pytest.raises(WireError, match=r"one at 127\.0\.0\.1:.*another key"),
     ):
         engine.start("one", ECHO, {})
 
 
-def test_who_serves_another_program_is_waited_for():
+def test_an_agent_of_another_program_is_waited_for():
     with (
         stranger(lambda sock: accept(sock, KEY)) as where,
         engine_at(where) as engine,
@@ -79,18 +78,18 @@ def test_who_serves_another_program_is_waited_for():
         engine.start("one", ECHO, {})
 
 
-def test_a_seat_that_goes_while_it_is_asked_is_looked_for_again():
+def test_an_agent_that_ends_during_a_request_is_looked_for_again():
     with (
-        stranger(*[lambda sock: accept(sock, KEY, SEAT)] * 2) as where,
+        stranger(*[lambda sock: accept(sock, KEY, AGENT)] * 2) as where,
         engine_at(where, timeout_seconds=0.1) as engine,
         pytest.raises((ActorDied, WireError)),
     ):
         engine.start("one", ECHO, {})
 
 
-def test_a_seat_without_an_actor_is_one_that_has_ended(monkeypatch):
+def test_a_client_of_a_free_agent_reports_that_the_actor_has_ended(monkeypatch):
     monkeypatch.setitem(connecting._keys, "id", KEY)
-    with stranger(lambda sock: accept(sock, KEY, SEAT)) as (host, port):
+    with stranger(lambda sock: accept(sock, KEY, AGENT)) as (host, port):
         client = connect(
             {"engine": "process", "id": "id", "name": "one", "host": host, "port": port}
         )
@@ -98,7 +97,7 @@ def test_a_seat_without_an_actor_is_one_that_has_ended(monkeypatch):
             client.call("nothing").result()
 
 
-def test_a_client_that_waits_for_a_seat_goes_with_its_engine():
+def test_close_ends_a_wait_for_an_agent():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         engine = engine_at(closed.getsockname(), timeout_seconds=600)
@@ -120,9 +119,9 @@ def test_a_client_that_waits_for_a_seat_goes_with_its_engine():
 
 
 @pytest.mark.slow  # a fork server
-def test_a_seat_serves_one_program_after_another():
-    seat = NodeAgent("127.0.0.1", 0, KEY)
-    where = ("127.0.0.1", seat.port)
+def test_an_agent_serves_one_program_after_another():
+    agent = NodeAgent("127.0.0.1", 0, KEY)
+    where = ("127.0.0.1", agent.port)
     with socket.create_connection(where) as junk:
         junk.sendall(b"no client of ours" * 9)
     first, second = engine_at(where, timeout_seconds=60), engine_at(where)
@@ -141,14 +140,14 @@ def test_a_seat_serves_one_program_after_another():
     assert told["init"] == {"number": 2}
     assert told["pid"] != pid
     actor.on_death(deaths.release)
-    seat.close()
+    agent.close()
     assert deaths.acquire(timeout=60)  # of the second; the first was ended by its engine
     assert not actor.alive
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(where)
-    seat = NodeAgent(*where, KEY)
+    agent = NodeAgent(*where, KEY)
     actor.restart()
     assert actor.call("told").result()[0]["init"] == {"number": 2}
     later.close()
-    seat.close()
+    agent.close()
     assert not deaths.acquire(blocking=False)

@@ -166,7 +166,7 @@ def test_what_is_kept_may_be_changed(pair):
     values = np.ones(1_000_000)
     out = FrameWriter(ANSWER, 1, "", {}, [values])
     assert not out.send(pair[0])
-    assert 0 < out.keep() < values.nbytes
+    assert 0 < out.copy_rest() < values.nbytes
     values[:] = 2
     reader, frame = FrameReader(pair[1]), None
     while frame is None:

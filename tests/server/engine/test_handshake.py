@@ -93,8 +93,8 @@ def test_other_versions_are_told(pair, newer, monkeypatch):
 
 @pytest.mark.parametrize("junk", [b"HTTP/1.1 400 Bad Request" * 9, b"", b"mirror actor"])
 def test_junk_is_refused(pair, junk):
-    actor, client = both((accept, pair[0], KEY), (_said, pair[1], junk))
-    assert any(words in actor for words in ("says", "closed", "Broken pipe", "reset"))
+    actor, client = both((accept, pair[0], KEY), (_send, pair[1], junk))
+    assert any(words in actor for words in ("sends", "closed", "Broken pipe", "reset"))
     assert client is None
 
 
@@ -107,11 +107,11 @@ def test_somebody_else_who_listens_is_told(pair):
 
 
 def test_silence_is_not_waited_for(pair, monkeypatch):
-    for name in ("STRANGER_SECONDS", "ACTOR_SECONDS"):
+    for name in ("CLIENT_SECONDS", "ACTOR_SECONDS"):
         monkeypatch.setattr(handshake, name, 0.05)
-    assert "said nothing" in outcome(accept, pair[0], KEY)
-    assert "said nothing" in outcome(authenticate, pair[0], KEY)
+    assert "sent nothing" in outcome(accept, pair[0], KEY)
+    assert "sent nothing" in outcome(authenticate, pair[0], KEY)
 
 
-def _said(sock, data):
+def _send(sock, data):
     sock.sendall(data)

@@ -13,9 +13,9 @@ import pytest
 
 from mirror.server.engine import process_engine as processes
 from mirror.server.engine import socket_client as connecting
-from mirror.server.engine.actor_process import receive_words
 from mirror.server.engine.engine_types import ActorDied, RemoteError, WireError
 from mirror.server.engine.fork_server import ForkServer, fork_server
+from mirror.server.engine.lifeline import receive_message
 from mirror.server.engine.process_engine import ProcessEngine
 from mirror.server.engine.socket_client import connect
 from tests.server.engine.conftest import ECHO
@@ -108,7 +108,7 @@ def test_others_are_refused_and_the_actor_goes_on(echo, capfd):
 def test_a_friend_who_sends_junk_is_told_and_dropped(echo):
     client = connect(echo.address)
     client.call("nothing").result()
-    client._link._sock.sendall(b"no frame at all" * 9)
+    client._connection._sock.sendall(b"no frame at all" * 9)
     with pytest.raises(ActorDied, match=r"closed the connection|reset"):
         client.call("nothing").result()
     assert client.call("nothing").result() == ({}, [])
@@ -159,7 +159,7 @@ def test_death_in_a_large_buffer_is_told_on_both_sides(process_engine):
     futures = []
     thread = threading.Thread(target=lambda: futures.append(actor.call("echo", {}, [large])))
     thread.start()
-    until(lambda: actor._client._link._sending.locked())
+    until(lambda: actor._connection._sending.locked())
     actor.kill()
     thread.join(30)
     with pytest.raises(ActorDied, match="victim"):
@@ -204,10 +204,10 @@ def test_why_an_actor_does_not_stand_is_heard_after_its_end(process_engine, monk
 
     def late(sock):
         assert children[-1].ended.wait(60)
-        return receive_words(sock)
+        return receive_message(sock)
 
     monkeypatch.setattr(ForkServer, "fork", noted)
-    monkeypatch.setattr(processes, "receive_words", late)
+    monkeypatch.setattr(processes, "receive_message", late)
     with pytest.raises(RemoteError, match="Missing"):
         process_engine.start("new", "tests.server.engine.roles:Missing", {})
 

@@ -1,4 +1,4 @@
-"""Dispatch: which worker gets which step, and what becomes of those that fail; no processes."""
+"""The queue of steps, without processes: which worker gets a step, and what a failure does."""
 
 import threading
 
@@ -14,7 +14,7 @@ class Workers:
     def __init__(self, num_workers, act, to_aggregate=None, queue_size=1000):
         self.restarted = []
         self.lock = threading.Lock()
-        self.dispatch = ClosureQueue(
+        self.queue = ClosureQueue(
             num_workers,
             lambda worker, step, done_below: act(worker, step),
             self.restarted.append,
@@ -23,7 +23,7 @@ class Workers:
         )
 
     def put(self, data=b""):
-        return self.dispatch.put(lambda number: Closure(number, data, [], ()))
+        return self.queue.put(lambda number: Closure(number, data, [], ()))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def workers():
 
     yield make
     for one in made:
-        one.dispatch.close()
+        one.queue.close()
 
 
 def returned(value=None, **more):
@@ -46,9 +46,9 @@ def returned(value=None, **more):
 def test_all_steps_run_once_and_have_their_values(workers):
     one = workers(3, lambda worker, step: returned(step.number * 2))
     steps = [one.put() for _ in range(50)]
-    one.dispatch.wait()
+    one.queue.wait()
     assert [step.value for step in steps] == [2 * k for k in range(50)]
-    assert not one.dispatch.is_busy()
+    assert not one.queue.is_busy()
 
 
 def test_a_full_queue_blocks_until_a_step_is_taken(workers):
@@ -75,7 +75,7 @@ def test_a_full_queue_blocks_until_a_step_is_taken(workers):
     assert done.wait(60)
     for _ in range(3):
         go.release()
-    one.dispatch.wait()
+    one.queue.wait()
     thread.join()
 
 
@@ -90,13 +90,13 @@ def test_an_error_is_raised_once_and_what_waits_is_not_run(workers):
     failing, waiting = one.put(b"x"), one.put()
     go.set()
     with pytest.raises(KeyError, match="it"):
-        one.dispatch.wait()
+        one.queue.wait()
     assert isinstance(failing.error, KeyError)
     assert isinstance(waiting.error, StrategyError)
     assert "step 0 has raised KeyError" in str(waiting.error)
-    one.dispatch.wait()
+    one.queue.wait()
     later = one.put()
-    one.dispatch.wait()
+    one.queue.wait()
     assert later.error is None
 
 
@@ -107,7 +107,7 @@ def test_put_raises_what_a_step_has_raised(workers):
         one.put()
     one.put()
     with pytest.raises(KeyError):
-        one.dispatch.wait()
+        one.queue.wait()
 
 
 def test_errors_of_steps_beside_one_that_was_raised_are_told_by_fetch_alone(workers):
@@ -125,7 +125,7 @@ def test_errors_of_steps_beside_one_that_was_raised_are_told_by_fetch_alone(work
         one.put()
     later = one.put()
     go.set()
-    one.dispatch.wait()
+    one.queue.wait()
     assert isinstance(late.error, KeyError)
     assert later.error is None
 
@@ -142,9 +142,9 @@ def test_a_lost_workers_step_goes_on_elsewhere_or_again(workers):
 
     one = workers(2, act)
     steps = [one.put() for _ in range(20)]
-    one.dispatch.wait()
+    one.queue.wait()
     assert [step.value for step in steps] == [(k, int(k % 5 == 0)) for k in range(20)]
-    assert len(one.restarted) == one.dispatch.num_retried == 4
+    assert len(one.restarted) == one.queue.num_retried == 4
 
 
 def test_a_step_that_ends_every_worker_is_an_error(workers):
@@ -156,9 +156,9 @@ def test_a_step_that_ends_every_worker_is_an_error(workers):
     one = workers(2, act)
     one.put(b"x")
     with pytest.raises(WorkerLostError, match="step 0 has ended 10 workers"):
-        one.dispatch.wait()
+        one.queue.wait()
     one.put()
-    one.dispatch.wait()
+    one.queue.wait()
 
 
 def test_a_lost_server_is_told_by_all_and_forever(workers):
@@ -170,9 +170,9 @@ def test_a_lost_server_is_told_by_all_and_forever(workers):
 
     one = workers(1, act)
     running, waiting = one.put(), one.put()
-    one.dispatch.fail(ServerLostError("server 1"))
+    one.queue.fail(ServerLostError("server 1"))
     for _ in range(2):
-        for call in one.put, one.dispatch.wait, one.dispatch.check:
+        for call in one.put, one.queue.wait, one.queue.check:
             with pytest.raises(ServerLostError, match="server 1"):
                 call()
     go.set()
@@ -190,20 +190,22 @@ def test_each_worker_gives_one_gradient_for_an_update(workers):
             by.append(worker)
             gathered.append(worker)
             if len(gathered) < 3:
-                return returned(said=["gathered"], updates=list(updates))
+                return returned(results=["gathered"], updates=list(updates))
             gathered.clear()
             updates[0] += 1
-            return returned(said=["applied"], updates=list(updates))
+            return returned(results=["applied"], updates=list(updates))
 
     one = workers(3, act, to_aggregate=3)
     for _ in range(60):
         one.put()
-    one.dispatch.wait()
+    one.queue.wait()
     assert all(len(set(by[k : k + 3])) == 3 for k in range(0, 60, 3))
 
 
 def test_who_has_pushed_goes_on_when_nobody_else_can(workers):
-    one = workers(2, lambda worker, step: returned(said=["gathered"], updates=[0]), to_aggregate=2)
+    one = workers(
+        2, lambda worker, step: returned(results=["gathered"], updates=[0]), to_aggregate=2
+    )
     for _ in range(5):
         one.put()
-        one.dispatch.wait()
+        one.queue.wait()

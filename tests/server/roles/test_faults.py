@@ -40,7 +40,7 @@ def test_a_killed_server_is_named_by_all_and_nothing_hangs(server):
         coordinator.schedule(step, args=(0,))
         coordinator.join()
         values = [coordinator.schedule(step, args=(k,)) for k in range(50)]
-        strategy._session.fleet.servers[server].kill()
+        strategy._session.actors.servers[server].kill()
         rule = f"parameter server {server} of 2 is lost.*restore the last checkpoint"
         for call in (
             coordinator.join,
@@ -58,7 +58,7 @@ def _count(num_steps, num_kills, **options):
     strategy, model, step = make(**options)
     with strategy:
         coordinator = mirror.ClusterCoordinator(strategy)
-        workers = strategy._session.fleet.workers
+        workers = strategy._session.actors.workers
         first = coordinator.fetch([coordinator.schedule(step, args=(0,)) for _ in workers])
         del first
         values = [coordinator.schedule(step, args=(k,)) for k in range(num_steps)]
@@ -129,7 +129,7 @@ def test_a_lost_servers_values_come_back_from_a_checkpoint(tmp_path):
             coordinator.schedule(step, args=(k,))
         coordinator.join()
         mirror.Checkpoint(model=model).save(tmp_path / "c")
-        strategy._session.fleet.servers[1].kill()
+        strategy._session.actors.servers[1].kill()
         with pytest.raises(ServerLostError):
             while True:
                 coordinator.schedule(step, args=(0,))

@@ -39,7 +39,7 @@ class Counting:
             coordinator = mirror.ClusterCoordinator(self.strategy)
             for k in training.batches(range(100) if batches is None else batches):
                 training.log(k=coordinator.schedule(step or self.step, args=(k,)))
-        assert training.strategy.coordinator._session.dispatch.listeners == []
+        assert training.strategy.coordinator._session.queue.listeners == []
         return training
 
     def __enter__(self):

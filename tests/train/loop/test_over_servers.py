@@ -112,7 +112,7 @@ class KillServer(Seen):
 
     def __init__(self, at, server, is_to_save):
         def kill(training):
-            training.strategy._session.fleet.servers[server].kill()
+            training.strategy._session.actors.servers[server].kill()
             if is_to_save:
                 training.save()
 
@@ -142,7 +142,7 @@ class KillInState:
         self.strategy = strategy
 
     def state_dict(self):
-        self.strategy._session.fleet.servers[0].kill()
+        self.strategy._session.actors.servers[0].kill()
         return {}
 
     def load_state_dict(self, state):
@@ -224,4 +224,4 @@ def test_a_checkpoint_of_other_objects_leaves_nothing_behind(tmp_path):
             Training(program.strategy, checkpoint=program.manager),
         ):
             pass
-        assert program.strategy.coordinator._session.dispatch.listeners == []
+        assert program.strategy.coordinator._session.queue.listeners == []
