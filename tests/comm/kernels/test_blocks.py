@@ -1,4 +1,7 @@
-"""Kernels: the number of blocks changes no bit, and half types travel as two bytes."""
+"""Kernels: the number of blocks changes no bit, and half types travel as two bytes.
+
+Simulated kernels report what they read and write, and whose memory it is.
+"""
 
 import functools
 

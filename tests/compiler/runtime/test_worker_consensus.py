@@ -11,7 +11,7 @@ import mirror
 from mirror.errors import DivergenceError
 from tests.compiler.training import batches, mlp, squared_step, usual_step
 from tests.multi_worker import strategy_of
-from tests.replica.multi_worker.test_replica_sums import OfCpus
+from tests.replica.multi_worker.test_bucket_order import OfCpus
 
 EVEN = [12, 12, 12, 12]
 RAGGED = [12, 12, 12, 10, 12, 7, 12]

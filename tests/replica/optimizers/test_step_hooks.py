@@ -1,6 +1,7 @@
-"""Hooks of all optimizers' steps: mirror's own, in their order, and the user's."""
+"""Hooks of optimizer steps; steps that are refused or fail leave no trace."""
 
 import copy
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -12,9 +13,9 @@ from torch.optim.optimizer import (
 )
 
 import mirror
-from tests.oracle import assert_same
+from tests.oracle import assert_same, in_run
 from tests.pairs import pairwise
-from tests.toy_models import ONES, mirrored_layer, ones_layer, sgd
+from tests.toy_models import ONES, collect, mirrored_layer, ones_layer, sgd
 
 HISTORY = """
 from torch.optim.optimizer import (
@@ -202,3 +203,135 @@ def test_step_pre_hook_changes_gradients_of_all_replicas(make_strategy):
     strategy = make_strategy(2)
     assert_same(train(mirrored_layer(strategy)), train(ones_layer()))
     strategy.check_replicas()
+
+
+# Optimizers
+
+
+class NoisySGD(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.add_(-0.1 * p.grad + torch.randn_like(p))
+
+
+class NoisyLangevin(torch.optim.SGD):
+    """Steps as torch does, then draws: inside run that would be by turns."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p))
+
+
+NOISY = [NoisySGD, NoisyLangevin]
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_optimizer_that_draws_noise_draws_it_once(make_strategy, kind):
+    # Every replica drew its own noise, and their weights went apart at the first step.
+    def train(layer):
+        optimizer = kind(layer.parameters())
+        torch.manual_seed(1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(ONES).mean().backward()
+            optimizer.step()
+        return layer.state_dict()
+
+    strategy = make_strategy(3)
+    assert_same(train(mirrored_layer(strategy)), train(ones_layer()))
+    strategy.check_replicas()
+
+
+@pytest.mark.parametrize("kind", NOISY)
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+def test_optimizer_that_draws_noise_is_refused_in_run(make_strategy, schedule, kind):
+    # In run, too, every replica drew its own noise; there each steps alone, so it cannot work.
+    strategy = make_strategy(2, schedule=schedule)
+    layer = mirrored_layer(strategy)
+    optimizer = kind(layer.parameters())
+
+    def step(batch):
+        layer(batch).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(mirror.StrategyError, match="random numbers"):
+        in_run(strategy, step, ONES)
+
+
+def test_closure_that_raises_leaves_the_optimizer_as_it_was(make_strategy):
+    # The next step without a closure ended as one with a closure: the groups kept one replica's
+    # ordinary parameters for ever, and no later step did anything.
+    def fail():
+        raise ValueError("no loss")
+
+    def train(layer):
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="no loss"):
+            optimizer.step(fail)
+        for _ in range(2):
+            optimizer.zero_grad()
+            layer(ONES).sum().backward()
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"][0] is layer.weight
+        return layer.state_dict()
+
+    strategy = make_strategy(2)
+    assert_same(train(mirrored_layer(strategy)), train(ones_layer()))
+    strategy.check_replicas()
+
+
+def test_collective_inside_a_step_is_refused(make_strategy):
+    # The merge took the optimizer back in mid-step: Adam began anew in each step, in silence.
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+    optimizer = torch.optim.Adam(layer.parameters())
+
+    def count(optimizer, args, kwargs):
+        mirror.get_replica_context().all_reduce("sum", torch.ones(()))
+
+    optimizer.register_step_pre_hook(count)
+
+    def step(batch):
+        layer(batch).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(mirror.StrategyError, match=r"inside optimizer\.step"):
+        in_run(strategy, step, ONES)
+
+
+# Lifetime
+
+
+@pytest.mark.parametrize("failure", ["hook", "closure"])
+def test_step_that_raised_keeps_nothing_alive(failure):
+    # The frame of the failed step stayed referenced: model, optimizer and copies for ever.
+    def fail(*args):
+        raise ValueError("out of memory")
+
+    def make():
+        strategy = mirror.MirroredStrategy(["cpu"] * 3)
+        layer = mirrored_layer(strategy)
+        optimizer = torch.optim.Adam(layer.parameters())
+        layer(ONES).sum().backward()
+        try:
+            if failure == "hook":
+                optimizer.register_step_pre_hook(fail)
+                optimizer.step()
+            else:
+                optimizer.step(fail)
+        except ValueError:
+            pass
+        return [weakref.ref(thing) for thing in (strategy, layer, optimizer)]
+
+    alive = make()
+    collect()
+    assert [ref() for ref in alive] == [None, None, None]
