@@ -180,7 +180,7 @@ def test_the_sequence_number_moves_the_order_of_a_backward_pass(is_moved):
     (first + second).backward()
     names, tasks = zip(*notes, strict=True)
     assert names == (("first", "second") if is_moved else ("second", "first"))
-    # And whose pass it is.
+    # And which backward pass it is.
     assert len(set(tasks)) == 1
     assert tasks[0] >= 0
     assert torch_private.current_graph_task_id() == -1

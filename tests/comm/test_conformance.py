@@ -29,7 +29,7 @@ FLOATS = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)
 def random_tensors(communicator, shape, dtype):
     """Returns one tensor per replica; the values of floating ones do not add up exactly.
 
-    But for NCCL on GPUs, whose order of summation nobody knows: there they do.
+    Except for NCCL on GPUs, with an unknown order of summation: there they do.
     """
     tensors = []
     for device in communicator.devices:
@@ -331,7 +331,7 @@ def test_tensors_of_any_strides_come_back_as_they_went():
 
 
 class Copies(TorchDispatchMode):
-    """Notes copies of single tensors, and copies of lists between unlike strides."""
+    """Records copies of single tensors, and copies of lists between different strides."""
 
     def __init__(self):
         super().__init__()

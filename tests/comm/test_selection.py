@@ -30,12 +30,12 @@ def machine(indices, *, peers=None, links=None, islands=None):
         islands: by default the links' groups, if these are of equal size.
     """
     n = len(indices)
-    everybody = [tuple(range(n))]
-    links = everybody if links is None else links
+    all_linked = [tuple(range(n))]
+    links = all_linked if links is None else links
     islands = links if islands is None else islands
     return Facts(
         tuple(torch.device("cuda", index) for index in indices),
-        matrix(n, everybody if peers is None else peers),
+        matrix(n, all_linked if peers is None else peers),
         matrix(n, links),
         tuple(islands),
     )
@@ -74,7 +74,7 @@ MACHINES = {
         machine(EIGHT, links=HALVES, peers=HALVES),
         "nccl ring naive",
     ),
-    "GPUs that reach nobody": (
+    "GPUs that reach no other": (
         machine([0, 1, 2], peers=[], links=[], islands=[(0, 1, 2)]),
         "nccl ring naive",
     ),
@@ -396,7 +396,7 @@ def test_a_failure_is_a_reason_and_found_once():
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_failure_after_which_cuda_is_lost_says_so(monkeypatch, is_lost):
-    # An illegal address, say: whatever is tried afterwards fails in this process.
+    # An illegal address, say: everything afterwards fails in this process.
     class Broken(NaiveCommunicator):
         def all_reduce(self, tensors, op="sum", scale=1.0):
             if is_lost:
@@ -424,7 +424,7 @@ def test_those_that_wait_get_a_short_timeout():
 
 
 def test_a_trial_prepares_and_takes_one_reduction_of_each_kind():
-    # Each one is a compilation of kernels; whoever examines takes them all.
+    # Each one is a compilation of kernels; the examining process compiles all.
     log = []
 
     class Kernels(NaiveCommunicator):

@@ -112,7 +112,7 @@ def nameless(monkeypatch):
 
 
 def forbidden(monkeypatch):
-    monkeypatch.setattr(sys, "executable", __file__)  # nobody may execute it
+    monkeypatch.setattr(sys, "executable", __file__)  # not executable
 
 
 @pytest.mark.parametrize(
@@ -422,9 +422,9 @@ def test_it_is_where_caches_are(tmp_path, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         store(FACTS, Verdict(None))
     assert len(os.listdir(tmp_path / "home" / ".cache" / "mirror" / "trials")) == 1
-    monkeypatch.setattr(probe_cache.Path, "home", nobody)
+    monkeypatch.setattr(probe_cache.Path, "home", no_home)
     assert load(FACTS) is None
 
 
-def nobody():
+def no_home():
     raise RuntimeError("Could not determine home directory.")

@@ -38,7 +38,7 @@ def test_the_next_batch_is_read_while_the_consumer_works():
     iterator = iter(distributed(gate, prefetch=1))
     next(iterator)
     gate.allowed.release(1)
-    gate.await_read(2)  # nobody has asked for it
+    gate.await_read(2)  # it was not requested
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])

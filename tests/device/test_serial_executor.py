@@ -1,4 +1,4 @@
-"""Work beside: in order, its errors told, and nobody waits for a thread that is gone."""
+"""The serial executor: in order, errors reported, no wait for a thread that has ended."""
 
 import gc
 import os

@@ -238,7 +238,7 @@ def test_a_step_that_only_some_replicas_take_is_a_divergence(strategy):
     error = error_of(strategy, fn)
     assert type(error) is mirror.DivergenceError
     assert_names(error, lines=["some-step"], replicas=[2])
-    assert_same(model.state_dict(), plain.state_dict(), "nobody has stepped")
+    assert_same(model.state_dict(), plain.state_dict(), "no replica has stepped")
     strategy.check_replicas()
 
 
@@ -283,7 +283,7 @@ KINDS = {
 
 
 class Net(nn.Module):
-    """Its gradient is the input, its buffer nobody's but the caller's."""
+    """Its gradient is the input; only the caller's thread writes its buffer."""
 
     def __init__(self):
         super().__init__()
@@ -295,10 +295,10 @@ class Net(nn.Module):
 
 
 class World:
-    """A strategy whose first replica waits, before or after its backward pass, for another thread.
+    """A strategy; its first replica waits for another thread, before or after its backward pass.
 
     Attributes:
-        outputs: of a call from before the run, whose graph is still there.
+        outputs: of a call from before the run; their graph is still there.
     """
 
     def __init__(self, kind):

@@ -243,7 +243,7 @@ class FakeGpus:
 
 
 class _Copy(torch.autograd.Function):
-    """A copy to another device, whose gradient goes back to where the tensor is."""
+    """A copy to another device; its gradient is copied back to the tensor's device."""
 
     @staticmethod
     def forward(ctx, tensor, device, dtype, non_blocking):

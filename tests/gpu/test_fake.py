@@ -326,7 +326,7 @@ def test_a_use_behind_a_forgotten_one_is_still_found(bench):
 def test_freed_memory_that_another_stream_uses_is_given_out_too_early(bench):
     bench.use(bench.other)
     bench.order.free(bench.memory)
-    bench.order.check()  # nobody has it yet
+    bench.order.check()  # no stream uses it yet
     bench.order.allocate(bench.other)
     bench.order.check()
     bench.order.allocate(bench.one)

@@ -1,6 +1,6 @@
 """A catalogue of mistakes: what a program with one must end in, and the programs' common parts.
 
-A test here is a program that somebody writes by mistake, or by the habit of another framework. It
+A test here is a program with a mistake, or with a habit of another framework. It
 is right all the same, ends in an error, or warns; then the words are what names the remedy. None
 may go on in silence with other results than one device has.
 """
@@ -20,7 +20,7 @@ Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
 
 
 def refused(kind, *words):
-    """Decorates a program that ends in an error whose message and notes have the words."""
+    """Decorates a program that must end in an error; its message and notes have the words."""
 
     def decorate(program):
         @functools.wraps(program)

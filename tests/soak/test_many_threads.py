@@ -132,7 +132,7 @@ def many_threads(num_rounds):
 
 
 def gone(before):
-    """Waits until threads of strategies that nobody holds any more have ended."""
+    """Waits until the threads of unreferenced strategies have ended."""
     deadline = time.monotonic() + 20
     while threading.active_count() > before:
         # A strategy that was dropped goes with a collection, and its threads with the next look.

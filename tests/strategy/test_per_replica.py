@@ -94,7 +94,7 @@ KEEPING = {
 
 
 def parts_of_two():
-    """Parts unlike in shape, with weights, and none of the last replica."""
+    """Parts of different shapes, with weights, and none of the last replica."""
     parts = [torch.rand(2, size, 3).transpose(0, 1).requires_grad_() for size in (3, 1)]
     parts = [part * 9 for part in parts]
     return mirror.PerReplica([*parts, ABSENT], weights=[3, 1, 0]), parts

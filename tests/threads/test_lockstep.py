@@ -265,7 +265,7 @@ def test_at_a_loose_point_those_meet_who_come(schedule, is_eager, make_strategy,
         met.clear()
         threads.clear()
         sums = strategy.run(fn)
-    # The one of the lowest number first: 0 and 2 meet at "a", then 2 waits there for nobody, when
+    # The lowest number first: 0 and 2 meet at "a", then 2 waits there for no replica, when
     # 1 has been at "b"; and so on.
     assert [(name, who) for name, who, _ in met] == [
         ("a", (0, 2)), ("b", (1,)), ("a", (1, 2)), ("b", (0,)),

@@ -150,7 +150,7 @@ def test_a_gate_is_closed_behind_who_went_through():
 
 
 def test_a_wait_that_nobody_ends_near_makes_no_system_call(cpus):
-    # Under "staggered" nobody is moved, and the caller looks 3000 times a second.
+    # Under "staggered" no thread is moved, and the caller polls 3000 times a second.
     gate, (affinity, calls) = Baton(), cpus
     for _ in range(3):
         gate.wait(0.0001)

@@ -411,7 +411,7 @@ def test_a_parameter_that_only_some_replicas_use_counts_zero_for_the_others(n, m
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_only_the_set_weight_counts_in_gradient_and_loss(n, make_strategy):
-    """Token weights: parts with unlike numbers of valid tokens equal one masked mean."""
+    """Token weights: parts with different numbers of valid tokens equal one masked mean."""
     plain = nn.Linear(6, 3)
     model = copy.deepcopy(plain)
     strategy = make_strategy(n)

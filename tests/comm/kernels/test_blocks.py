@@ -1,6 +1,6 @@
 """Kernels: the number of blocks changes no bit, and half types travel as two bytes.
 
-Simulated kernels report what they read and write, and whose memory it is.
+Simulated kernels report what they read and write, and in which replica's memory.
 """
 
 import functools

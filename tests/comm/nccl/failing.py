@@ -31,7 +31,7 @@ def assert_the_next_one_works(fake):
 
 
 class Promptly:
-    """Asserts that what is in it ends after the timeout: what hangs there hangs for ever."""
+    """Asserts that its block ends after the timeout: a hanging call hangs forever."""
 
     def __init__(self, timeout=TIMEOUT):
         self.timeout = timeout

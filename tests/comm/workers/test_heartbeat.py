@@ -76,7 +76,7 @@ def test_who_leaves_ends_the_strategies_that_are_there(make, store):
     board.deregister()
     (end,) = links.ends
     assert said(store).end == end == Exit(is_loss=False, words="has left its program")
-    assert board.end("1", end).is_set()  # nobody says it any more, and nobody waits for that
+    assert board.end("1", end).is_set()  # no worker publishes it any more, and none waits for it
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")

@@ -67,7 +67,7 @@ def train(n, optimizer, zero, *, waits, calls=4):
                     with strategy.no_sync():
                         strategy.run(accumulate, args=(batch,))
                 compiled(batch)
-                seen.append(grads() if i != 1 else None)  # once nobody looks in between
+                seen.append(grads() if i != 1 else None)  # once without a read in between
             assert compiled.num_traces
             strategy.check_replicas()
             strategy.close()

@@ -21,7 +21,7 @@ def batches(*sizes):
     ]
 
 
-UNEVEN = batches(8, 6, 8, 3, 1)  # parts of unlike sizes, and replicas that sit out
+UNEVEN = batches(8, 6, 8, 3, 1)  # parts of different sizes, and idle replicas
 
 
 def net():

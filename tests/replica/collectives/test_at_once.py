@@ -118,4 +118,4 @@ def test_without_turns_the_training_is_wrong(backend, monkeypatch):
             return
         if not all(map(torch.equal, got, wanted)):
             return
-    pytest.fail("nobody noticed that the lock is gone")
+    pytest.fail("no check found that the lock is gone")

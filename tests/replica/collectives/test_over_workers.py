@@ -222,7 +222,7 @@ def combined(counts):
         found["NaN"] = strategy.reduce(
             "mean", of_each(strategy, lambda r: math.nan if r == 1 else r, [4, 0, 3, 2])
         )
-        found["nobody"] = strategy.reduce("mean", of_each(strategy, float, [0, 0, 0, 0]))
+        found["no replica"] = strategy.reduce("mean", of_each(strategy, float, [0, 0, 0, 0]))
         found["absent"] = strategy.reduce("sum", of_each(strategy, lambda r: r or ABSENT))
         found["gather"] = strategy.gather(
             {

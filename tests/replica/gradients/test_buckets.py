@@ -106,7 +106,7 @@ def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path,
     assert 0 <= trace["otherData"]["hidden_share_of_communication"] <= 1
 
 
-# Passes unlike the one learnt
+# Passes that differ from the one learnt
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])

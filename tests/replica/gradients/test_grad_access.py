@@ -56,7 +56,7 @@ ASKED = {
 
 @pytest.fixture(params=["mirrored", "at home"])
 def strategy(request, make_strategy, central):
-    """One whose gradients are in one of two places."""
+    """A strategy with gradients in one of two places."""
     make = {"mirrored": make_strategy, "at home": central}[request.param]
     return make(2, schedule="staggered")
 

@@ -47,7 +47,7 @@ def remove_the_first(model):
 
 
 WHAT_IS_LEFT_OUT = {
-    "the one whose gradient comes last": freeze(0),
+    "the last gradient": freeze(0),
     "the last two": freeze(0, 1),
     "one that ends a bucket": freeze(4),
     "all but the first to come": freeze(*range(2 * NUM_LAYERS - 1)),
@@ -122,7 +122,7 @@ def test_the_last_gradient_dropped_takes_no_others_along(make_small_buckets, whe
 def test_a_model_of_one_bucket_less_than_it_had_does_not_part_the_replicas(
     make_small_buckets, schedule
 ):
-    # The replica whose pass completed the only bucket had nothing pending, and did not wait for
+    # The replica that completed the only bucket had nothing pending, and did not wait for
     # the reduction that the others waited for.
     strategy = make_small_buckets(3, schedule=schedule)
     plain, model = pair(strategy)

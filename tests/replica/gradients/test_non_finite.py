@@ -37,7 +37,7 @@ def made(strategy):
 
 
 def spoiled(example, value):
-    """A batch whose example of that number makes the gradients not finite."""
+    """A batch; its example of that number makes the gradients not finite."""
     x, y = BATCH
     x = x.clone()
     x[example] = value

@@ -25,7 +25,7 @@ def pair(strategy, plain):
 
 
 def batches(sizes, shape, dtype=torch.float32):
-    """Batches whose mean is far from zero, with targets."""
+    """Batches with a mean far from zero, with targets."""
     return [
         (torch.randn(n, *shape, dtype=dtype) * 2 + 3, torch.randn(n, *shape, dtype=dtype))
         for n in sizes

@@ -13,7 +13,7 @@ from tests.pairs import EXHAUSTIVE
 # Numerics of single layers are PyTorch's own business; some of them warn by the way.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Entries none of whose inputs can be split into two and joined again without a guess.
+# Entries without an input that can be split into two and joined again unambiguously.
 NOT_SPLIT = {
     "nn.CTCLoss": "its first dimension is time, and the input lengths hold for all of it",
     "nn.GRUCell": "its inputs have no batch dimension",
@@ -101,7 +101,7 @@ def call(module, inputs):
 
 
 def probe(output):
-    """A scalar whose gradient differs for each element of the output; None if it has none."""
+    """A scalar with a different gradient for each element of the output; None if it has none."""
     terms = [
         (t * torch.linspace(0.5, 1.5, t.numel()).view(t.shape)).sum()
         for t in tensors(output)

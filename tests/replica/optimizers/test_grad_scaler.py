@@ -78,7 +78,7 @@ def test_training_with_planted_infs_is_that_of_one_device(
 @pytest.mark.parametrize("n", REPLICAS)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_several_optimizers_skip_each_for_itself(make_strategy, context, n):
-    """As in torch: the one whose gradients are finite steps; the scale backs off once."""
+    """As in torch: the optimizer with finite gradients steps; the scale backs off once."""
     strategy = make_strategy(n)
 
     class Two(nn.Module):
@@ -272,7 +272,7 @@ def test_replicas_of_gpus_need_not_be_seen_to_wait_for_what_is_inf(make_strategy
     # Whether to step is read from the device: N replicas waited for it one after the other.
     strategy = make_strategy(3)
     strategy._group.runner.locksteps.schedule = (
-        "staggered"  # that of GPUs, where nobody is looked at
+        "staggered"  # the schedule of GPUs, without stall detection
     )
     monkeypatch.setattr(stall_detector, "FIRST_SECONDS", 1e6)
     monkeypatch.setattr(stall_detector, "LAST_SECONDS", 1e6)

@@ -307,7 +307,7 @@ def pair(strategy, make_scheduler):
 
 
 def counts(scheduler):
-    """What a scheduler has counted; without infinities, whose difference is none."""
+    """What a scheduler has counted; without infinities, which have no difference."""
     return {
         name: value
         for name, value in scheduler.state_dict().items()

@@ -189,7 +189,7 @@ def test_parameters_that_are_not_mirrored_train_along(n, make_strategy):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_state_written_in_run_is_kept_for_parameters_that_had_none(make_strategy, n):
-    # `optimizer.state[p]` inside run gave a dict of nobody, and what was written there was lost.
+    # `optimizer.state[p]` inside run gave a detached dict, and what was written there was lost.
     strategy = make_strategy(n)
     layer = strategy.mirror(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -288,7 +288,7 @@ def test_state_that_a_step_replaces_is_the_optimizers_state(make_strategy):
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_replicas_on_one_device_keep_one_state(make_strategy, where):
-    # Outside run every step copied the state to all replicas, which nobody used.
+    # Outside run every step copied the state to all replicas, without use.
     strategy = make_strategy(3)
     layer = mirrored_layer(strategy, in_features=37)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)

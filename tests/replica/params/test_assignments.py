@@ -1,4 +1,4 @@
-"""What replicas assign to variables inside run: alike on all, or refused; never several models."""
+"""Assignments to variables inside run: equal on all replicas, or refused."""
 
 import itertools
 

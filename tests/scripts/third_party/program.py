@@ -1,4 +1,4 @@
-"""A training program over somebody else's library, and how its results are compared with plain."""
+"""A training program over a public library, and the comparison with plain PyTorch."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ import mirror
 NUM_REPLICAS = 3
 SIZES = (7, 5, 8, 2)  # none divides; the last leaves a replica without an example
 PASSES = 2
-PAIRS = 3  # of steps, mirrored and plain in turn, whose times are compared
+PAIRS = 3  # of timed steps, mirrored and plain in turn
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 CASES: dict[str, list["Case"]] = {}
 
@@ -30,7 +30,7 @@ class Program:
 
     Attributes:
         make: returns the model; anything with parameters().
-        batches: structures of tensors whose first dimension is the batch.
+        batches: structures of tensors; the first dimension is the batch.
         loss: of a model and a batch; a mean over examples.
         optimizer: of parameters.
         after: called with the model after every step, outside ``run``.
@@ -120,7 +120,7 @@ def rows_of(case: Case) -> Iterator[Row]:
 
 
 def _cause(program: Program, model: Any, dtype: torch.dtype, mine: Any, plain: Any) -> Any:
-    """Returns whether plain training is as far from itself when only its sums are rounded anew.
+    """Returns whether plain training differs as much if its sums are rounded differently.
 
     That is so where a network magnifies its rounding: each batch backwards is the same batch.
     """

@@ -23,7 +23,7 @@ KEY = new_key()
 def stranger(*replies):
     """What listens in place of a seat; each reply is a function of a connection.
 
-    Afterwards nobody listens: who connected to one that never answers would wait for minutes.
+    Afterwards the address is closed: a client of a silent server would wait for minutes.
     """
     listener = listening("127.0.0.1", 0)
     where = listener.getsockname()

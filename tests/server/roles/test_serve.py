@@ -110,7 +110,7 @@ def test_a_program_trains_over_processes_started_by_hand(tmp_path, monkeypatch):
 
 
 # After these the accuracy rests: six runs were within 0.4 points of one device. While it still
-# climbs, as after 300, who is faster makes more than two.
+# climbs, as after 300, the faster worker makes more than two.
 STEPS, BATCH, TRAINED = 1000, 64, 1500
 
 

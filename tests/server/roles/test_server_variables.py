@@ -276,7 +276,7 @@ def test_values_that_all_workers_pull_are_told_apart_by_what_they_are():
     server.assign({"pieces": [0]}, [np.full(4, 2, np.float32).view(np.uint8)])
     second, _ = pull(server, known=first["version"])
     assert second["once"] != first["once"]
-    set_up(server, 2, 3)  # whose versions begin anew
+    set_up(server, 2, 3)  # its versions start at 0 again
     third, values = pull(server)
     assert third["version"] == first["version"]
     assert third["once"] not in (first["once"], second["once"])

@@ -100,7 +100,7 @@ def test_another_number_of_workers_restores_it(worker_pool, tmp_path):
 
 
 def apart(folder):
-    """Saves to another directory on each worker; returns who has written, and what was said."""
+    """Saves to another directory on each worker; returns which workers wrote, and the messages."""
     training = Training((1, 1))
     own = Path(folder) / str(training.rank)
     training.checkpoint.save(own)
