@@ -257,7 +257,7 @@ def test_hooks_of_optimizers_are_seen():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_what_follows_a_thread_is_seen():
-    def look(x):
+    def record_tracing(x):
         seen.append(
             (
                 torch_private.is_tracing(),
@@ -270,11 +270,11 @@ def test_what_follows_a_thread_is_seen():
 
     seen = []
     x = torch.ones(2)
-    look(x)
-    torch.jit.trace(look, (x,), check_trace=False)
-    torch.func.vmap(look)(x)
+    record_tracing(x)
+    torch.jit.trace(record_tracing, (x,), check_trace=False)
+    torch.func.vmap(record_tracing)(x)
     with FlopCounterMode(display=False):
-        look(x)
+        record_tracing(x)
     assert seen == [
         (False, False, False, 0),
         (True, True, False, 0),

@@ -28,14 +28,14 @@ def calls_of(fn, events=("call", "c_call")):
     """
     counts, counting = [0], [False]
 
-    def note(frame, event, arg):
+    def count_call(frame, event, arg):
         if counting[0] and event in events:
             counts[0] += 1
 
     gc.collect()
     gc.disable()
     try:
-        with profiled(note, threads=True):  # the replicas' start below
+        with profiled(count_call, threads=True):  # the replicas' start below
             for _ in range(WARM):
                 fn()
             least = math.inf

@@ -37,7 +37,7 @@ def calls_of(call):
     """
     count, counts = 0, []
 
-    def note(frame, event, argument):
+    def count_call(frame, event, argument):
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
@@ -46,7 +46,7 @@ def calls_of(call):
     try:
         for _ in range(TIMES):
             count = 0
-            with profiled(note):
+            with profiled(count_call):
                 call()
             counts.append(count)
     finally:

@@ -39,7 +39,7 @@ def resolver_of(config, **arguments):
     return TFConfigResolver(**arguments, environ={"TF_CONFIG": text})
 
 
-def asked(resolver):
+def questions_to(resolver):
     """All that can be asked; by name."""
     return {
         "cluster_spec": resolver.cluster_spec,
@@ -52,7 +52,7 @@ def asked(resolver):
     }
 
 
-def said(ask):
+def error_text(ask):
     """The text of the ClusterError; ``None`` where there is an answer."""
     try:
         ask()
@@ -144,7 +144,11 @@ def test_what_is_given_comes_first_and_needs_no_entry():
     ],
 )
 def test_what_is_wrong_is_an_error_that_says_where(config, words):
-    found = [text for text in map(said, asked(resolver_of(config)).values()) if text is not None]
+    found = [
+        text
+        for text in map(error_text, questions_to(resolver_of(config)).values())
+        if text is not None
+    ]
     assert found
     assert re.search(words, found[-1])
     assert max(map(len, found)) < 300
@@ -168,8 +172,8 @@ texts = st.dictionaries(names, anything, max_size=5).map(json.dumps) | st.text(m
 @given(texts)
 @settings(max_examples=300, deadline=None)
 def test_whatever_comes_is_an_answer_or_a_cluster_error(text):
-    for ask in asked(resolver_of(text)).values():
-        assert len(said(ask) or "") < 500
+    for ask in questions_to(resolver_of(text)).values():
+        assert len(error_text(ask) or "") < 500
 
 
 FILE = Path(__file__).with_name("tensorflow_facts.jsonl")

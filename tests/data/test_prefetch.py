@@ -204,12 +204,12 @@ def test_the_callers_grad_mode_and_default_device_hold_in_the_dataset():
             for batch in distributed(batches()):
                 assert whole(batch).tolist() == expected
 
-    def made():
+    def generate():
         for _ in range(3):
             yield torch.arange(2, device="cpu"), torch.empty(2).device.type
 
     with torch.device("meta"):
-        assert [kind for _, kind in distributed(made())] == ["meta"] * 3
+        assert [kind for _, kind in distributed(generate())] == ["meta"] * 3
 
 
 # Counting

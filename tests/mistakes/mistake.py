@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import mirror
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
 
@@ -109,10 +107,6 @@ def same(model, expected):
     """Whether two networks have the same values, to rounding."""
     pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
     return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
-
-
-def replica_id():
-    return mirror.get_replica_context().replica_id_in_sync_group
 
 
 def trains_as_plain(strategy, program, steps=2):

@@ -18,12 +18,12 @@ from tests.mistakes.mistake import (
     net,
     plain,
     refused,
-    replica_id,
     same,
     sgd,
     step,
     warned,
 )
+from tests.toy_models import replica_id
 
 
 @refused(StrategyError, "strategy.mirror", "scope")

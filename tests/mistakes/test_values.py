@@ -18,10 +18,10 @@ from tests.mistakes.mistake import (
     mirrored,
     net,
     refused,
-    replica_id,
     step,
     trains_as_plain,
 )
+from tests.toy_models import replica_id
 
 ASKED = {
     "float": float,

@@ -7,9 +7,5 @@ import mirror
 N = 3
 
 
-def me():
-    return mirror.get_replica_context().replica_id_in_sync_group
-
-
 def meet():
     return mirror.get_replica_context().all_reduce("sum", torch.ones(1))

@@ -55,7 +55,7 @@ if (!document.title.startsWith("error")) document.title = JSON.stringify(said);
 </script></body>"""
 
 
-def made(spans, names=NAMES):
+def make_page(spans, names=NAMES):
     lanes = lanes_of(content(spans, names)["traceEvents"])
     return page_of(lanes, title="a title", summary="a summary")
 
@@ -81,7 +81,7 @@ class Parsed(HTMLParser):
 
 
 def test_the_page_holds_every_span_of_every_lane():
-    data = Parsed(made(STEP)).data
+    data = Parsed(make_page(STEP)).data
     assert [lane["name"] for lane in data["lanes"]] == list(NAMES[:3])
     found = [
         (data["names"][name], data["kinds"][kind][0], begin, length)
@@ -94,7 +94,7 @@ def test_the_page_holds_every_span_of_every_lane():
 
 
 def test_the_page_asks_nobody_for_anything():
-    page = made(STEP)
+    page = make_page(STEP)
     assert Parsed(page).links == []
     assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp|WebSocket", page)
     assert "default-src 'none'" in page
@@ -102,12 +102,12 @@ def test_the_page_asks_nobody_for_anything():
 
 
 def test_the_page_is_dark_or_light_and_always_the_same():
-    assert "prefers-color-scheme: dark" in made(STEP)
-    assert made(STEP) == made(list(reversed(STEP)))
+    assert "prefers-color-scheme: dark" in make_page(STEP)
+    assert make_page(STEP) == make_page(list(reversed(STEP)))
 
 
 def test_names_are_no_markup():
-    page = made([span(0, HOSTILE, 0.0, 1.0, HOSTILE)], [HOSTILE])
+    page = make_page([span(0, HOSTILE, 0.0, 1.0, HOSTILE)], [HOSTILE])
     parsed = Parsed(page)
     assert "img" not in parsed.elements
     assert parsed.elements.count("script") == 2
@@ -116,14 +116,14 @@ def test_names_are_no_markup():
 
 
 def test_sums_are_told_without_the_program():
-    page = made(STEP)
+    page = make_page(STEP)
     assert "<td>0.040</td><td>0.030</td>" in page  # forward, backward of replica 0
     assert all(name in page for name in NAMES[:3])
 
 
 def test_a_page_of_thousands_of_spans_is_small():
     spans = [span(i % 4, KINDS[i % 3], 10.0 * i, 9.0, f"name {i % 50}") for i in range(20_000)]
-    page = made(spans)
+    page = make_page(spans)
     assert len(page) < 30 * len(spans)
     assert sum(len(row) for lane in Parsed(page).data["lanes"] for row in lane["rows"]) == 20_000
 
@@ -135,7 +135,7 @@ def test_a_browser_zooms_moves_and_tells(tmp_path):
         pytest.skip("wants chromium")
     spans = [*STEP, *(span(1, FORWARD, 1080 + 0.01 * i, 0.009) for i in range(5000))]
     page = tmp_path / "page.html"
-    page.write_text(made(spans).replace("</body>", USE))
+    page.write_text(make_page(spans).replace("</body>", USE))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/own"]
     command = [browser, *options, "--dump-dom", page.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout

@@ -117,7 +117,7 @@ class Kept:
         self.value, self.count, self.log = None, 0, []
 
 
-def made(body):
+def changing_step(body):
     """Returns what makes a step that does the usual, and then something around itself."""
 
     def make_step(model, optimizer):
@@ -182,7 +182,7 @@ def by_pythons_of_all(loss, kept, entries):
     ],
 )
 def test_what_calls_would_be_missing_is_refused_and_put_back(body):
-    beside = Beside(1, linear, make_step=made(body))
+    beside = Beside(1, linear, make_step=changing_step(body))
     first, second = beside.strategy.distribute_dataset(batches([8, 8]))
     beside.compiled(*first)
     kept = beside.step.kept
@@ -195,7 +195,7 @@ def test_what_calls_would_be_missing_is_refused_and_put_back(body):
 
 
 def test_on_request_such_a_step_runs_uncompiled_and_counts_each_call_once():
-    beside = Beside(1, linear, make_step=made(by_a_count), fallback="eager")
+    beside = Beside(1, linear, make_step=changing_step(by_a_count), fallback="eager")
     beside.train(batches([8] * 5))
     assert beside.step.kept.count == 5
 
@@ -207,7 +207,7 @@ def count_only(loss, kept, entries):
 
 
 def test_what_is_only_counted_is_warned_of_and_happens_at_traces(caplog):
-    beside = Beside(1, linear, make_step=made(count_only))
+    beside = Beside(1, linear, make_step=changing_step(count_only))
     with caplog.at_level(logging.WARNING, "mirror"):
         beside.train(batches([8] * 5))
     assert beside.step.kept.count == 2

@@ -172,7 +172,7 @@ def test_damaged_anywhere_it_is_an_error_and_what_comes_is_intact(tmp_path, comp
 
 
 @pytest.fixture
-def kept(tmp_path):
+def indexed_file(tmp_path):
     """A file with an index beside it, and a function that reads by that index."""
     path = write(tmp_path)[2]
 
@@ -185,8 +185,8 @@ def kept(tmp_path):
     return path.with_name(path.name + ".index.npy"), lambda: read() == whole
 
 
-def test_an_index_that_is_cut_or_changed_anywhere_is_made_anew(kept):
-    file, is_right = kept
+def test_an_index_that_is_cut_or_changed_anywhere_is_made_anew(indexed_file):
+    file, is_right = indexed_file
     good = file.read_bytes()
     for end in range(len(good)):
         file.write_bytes(good[:end])
@@ -217,16 +217,16 @@ def magic(text):
         bytes(100),
     ],
 )
-def test_an_index_that_others_wrote_is_not_even_parsed(kept, content):
-    file, is_right = kept
+def test_an_index_that_others_wrote_is_not_even_parsed(indexed_file, content):
+    file, is_right = indexed_file
     good = file.read_bytes()
     file.write_bytes(content)
     assert is_right()
     assert file.read_bytes() == good
 
 
-def test_an_index_that_is_no_usual_file_is_not_read(kept):
-    file, is_right = kept
+def test_an_index_that_is_no_usual_file_is_not_read(indexed_file):
+    file, is_right = indexed_file
     good = file.read_bytes()
     with file.open("r+b") as sparse:
         sparse.truncate(2**42)
@@ -241,8 +241,8 @@ def test_an_index_that_is_no_usual_file_is_not_read(kept):
 
 
 @pytest.mark.parametrize("offset", [-1, -(2**63), 2**62, 0, 5])
-def test_an_index_with_offsets_that_no_file_has_is_made_anew(kept, offset):
-    file, is_right = kept
+def test_an_index_with_offsets_that_no_file_has_is_made_anew(indexed_file, offset):
+    file, is_right = indexed_file
     good = file.read_bytes()
     values = np.load(file)
     values[record_index.NUM_FIELDS + 1] = offset

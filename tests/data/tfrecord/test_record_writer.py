@@ -183,7 +183,7 @@ def test_another_compression_is_never_skipped(paths):
         list(dataset)
 
 
-def kept(path):
+def index_path(path):
     return Path(f"{path}.index.npy")
 
 
@@ -194,13 +194,13 @@ def indexed(paths, **options):
 
 def test_no_index_is_kept_unless_asked(paths):
     assert len(TFRecordDataset(paths)) == 13
-    assert not any(kept(path).exists() for path in paths)
+    assert not any(index_path(path).exists() for path in paths)
 
 
 def test_a_kept_index_is_used(paths, monkeypatch):
     assert indexed(paths) == ALL
     assert {path.name for path in paths[0].parent.iterdir()} == {
-        name for path in paths for name in (path.name, kept(path).name)
+        name for path in paths for name in (path.name, index_path(path).name)
     }
     monkeypatch.setattr("mirror.data.tfrecord.record_index.scan", None)
     assert indexed(paths) == ALL
@@ -209,7 +209,7 @@ def test_a_kept_index_is_used(paths, monkeypatch):
 def test_a_kept_index_is_as_readable_as_its_file(paths):
     paths[0].chmod(0o640)
     indexed(paths[0])
-    assert kept(paths[0]).stat().st_mode & 0o777 == 0o640
+    assert index_path(paths[0]).stat().st_mode & 0o777 == 0o640
 
 
 def test_a_changed_file_gets_a_new_index(paths):
@@ -249,10 +249,10 @@ def archive(path):
 )
 def test_a_damaged_or_foreign_index_is_replaced(paths, spoil):
     indexed(paths)
-    good = kept(paths[0]).read_bytes()
-    spoil(kept(paths[0]))
+    good = index_path(paths[0]).read_bytes()
+    spoil(index_path(paths[0]))
     assert indexed(paths) == ALL
-    assert kept(paths[0]).read_bytes() == good
+    assert index_path(paths[0]).read_bytes() == good
 
 
 def test_an_index_of_lengths_does_not_serve_who_skips_damage(paths):

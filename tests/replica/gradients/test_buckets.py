@@ -73,7 +73,7 @@ def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path,
     communicator = strategy._group.replicas.communicator
     reduce = communicator.all_reduce_checked
 
-    def noted(*args):
+    def record(*args):
         begun.set()
         reduce(*args)
 
@@ -85,7 +85,7 @@ def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path,
             x = layer(x)
         x.square().mean().backward()
 
-    monkeypatch.setattr(communicator, "all_reduce_checked", noted)
+    monkeypatch.setattr(communicator, "all_reduce_checked", record)
     with strategy.trace(tmp_path / "trace.json"):
         in_run(strategy, step, torch.randn(10, SIZE))
     trace = json.loads((tmp_path / "trace.json").read_text())

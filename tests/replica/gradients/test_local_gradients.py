@@ -183,13 +183,13 @@ def test_a_look_in_the_middle_of_a_pass_sees_what_has_come(make_small_buckets, w
     plain, model = pair(strategy)
     seen = {}
 
-    def note(m, replica_id):
+    def record_grad(m, replica_id):
         seen[m is model, replica_id] = copy.deepcopy(m[3].weight.grad)
 
     def step(m, x, replica_id):
         x = m[:2](x)
         if i > 2:
-            x.register_hook(lambda grad: note(m, replica_id))
+            x.register_hook(lambda grad: record_grad(m, replica_id))
         m[2:](x).square().mean().backward()
 
     for i in range(5):

@@ -141,7 +141,7 @@ class Unclear(Exception):
     """Two readings of the rule differ for this output."""
 
 
-def joined(outputs, sizes):
+def join(outputs, sizes):
     """What api.md makes of the replicas' outputs; a tuple in PerReplica where it cannot join."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
@@ -156,9 +156,9 @@ def joined(outputs, sizes):
             raise Unclear
         return mirror.PerReplica(outputs)
     if isinstance(first, dict):
-        return {key: joined([o[key] for o in outputs], sizes) for key in first}
+        return {key: join([o[key] for o in outputs], sizes) for key in first}
     if isinstance(first, list | tuple):
-        return type(first)(joined(list(entries), sizes) for entries in zip(*outputs, strict=True))
+        return type(first)(join(list(entries), sizes) for entries in zip(*outputs, strict=True))
     return first
 
 
@@ -168,7 +168,7 @@ def halves(module, inputs):
     if parts is None:
         return None
     try:
-        return joined([call(module, part) for _, part in parts], [size for size, _ in parts])
+        return join([call(module, part) for _, part in parts], [size for size, _ in parts])
     except Exception:  # the module cannot work on half of these inputs
         return None
 

@@ -11,10 +11,7 @@ from torch.optim import lr_scheduler
 import mirror
 from tests.oracle import assert_same, assert_same_training, in_run
 from tests.pairs import pairwise
-
-
-def here():
-    return mirror.get_replica_context().replica_id_in_sync_group
+from tests.toy_models import replica_id
 
 
 def run(strategy, change, when):
@@ -39,12 +36,12 @@ def decay(group):
 
 
 def one_alone(group):
-    if here() == 1:
+    if replica_id() == 1:
         group["lr"] = 9.0
 
 
 def each_its_own(group):
-    group["lr"] = 0.1 * (1 + here())
+    group["lr"] = 0.1 * (1 + replica_id())
 
 
 def all_alike(group):
@@ -89,7 +86,7 @@ def rated(strategy, kind, when, who):
     optimizer = kind(model.parameters(), lr=0.1)
 
     def change(where):
-        replica = 0 if strategy is None else here()
+        replica = 0 if strategy is None else replica_id()
         if where == when and replica == who:
             optimizer.param_groups[0]["lr"] = 9.0
 
@@ -222,7 +219,7 @@ def test_hooks_of_steps_change_options_as_on_one_device(make_strategy, schedule,
 @pytest.mark.parametrize("kind", ["pre", "post"])
 def test_hooks_of_steps_that_change_a_rate_differently_are_told(make_strategy, schedule, kind):
     def each(optimizer, args, kwargs):
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + here())
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + replica_id())
 
     strategy = make_strategy(3, schedule=schedule)
     model = strategy.mirror(nn.Linear(3, 2))

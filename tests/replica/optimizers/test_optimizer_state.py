@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.oracle import assert_same, in_run
 from tests.pairs import each_once
-from tests.replica.params.coherence import N, Net, momentum, seen, train_a_step
+from tests.replica.params.coherence import N, Net, momentum, train_a_step, values_seen
 from tests.toy_models import ONES, collect, mirrored_layer, ones_layer, sgd
 
 
@@ -107,14 +107,14 @@ def test_optimizer_state_can_be_looked_at_in_run(strategy):
     (expected, _) = [entry["momentum_buffer"] for entry in plain_optimizer.state.values()]
     keys = set(optimizer.state)
 
-    def look():
+    def read_momentum():
         held = optimizer.param_groups[0]["params"][0]
         return (
             optimizer.state[held]["momentum_buffer"].clone(),
             optimizer.state[model.weight]["momentum_buffer"].clone(),
         )
 
-    for result in strategy.local_results(strategy.run(look)):
+    for result in strategy.local_results(strategy.run(read_momentum)):
         assert_same(result, (expected, expected))
     assert set(optimizer.state) == keys
     assert_same(optimizer.state_dict(), plain_optimizer.state_dict())
@@ -148,7 +148,7 @@ def test_fused_optimizers_update_every_replica(name, way, strategy):
             train_a_step(strategy, model, optimizers[1], x)
         strategy.check_replicas()
     assert_same(model.state_dict(), plain.state_dict())
-    for value in seen(strategy, lambda: model.weight):
+    for value in values_seen(strategy, lambda: model.weight):
         assert_same(value, plain.weight)
 
 

@@ -72,7 +72,7 @@ def test_hooks_of_the_users_are_within_mirrors_whoever_came_first(history, hooks
 # What a hook does, and notes.
 
 
-def note(optimizer, noted):
+def record_step(optimizer, noted):
     for group in optimizer.param_groups:
         for p in group["params"]:
             noted.append([p.detach().clone(), p.grad.clone(), len(optimizer.state[p])])
@@ -144,7 +144,7 @@ def trained(model, optimizer, strategy, kind, act, late):
 @pairwise(
     way=["lockstep", "staggered", "outside"],
     kind=["before", "after"],
-    act=[note, slow_down, clip, shrink],
+    act=[record_step, slow_down, clip, shrink],
     late=[0, 1],
     make=[torch.optim.SGD, torch.optim.AdamW],
 )

@@ -89,7 +89,7 @@ def batches(size, num=3):
     return [(torch.randn(size, 5, 3), torch.randn(size, 5, 1)) for _ in range(num)]
 
 
-def made(name):
+def make_model(name):
     torch.manual_seed(0)
     model = MODELS[name]()
     model(torch.zeros(1, 1, 3))
@@ -145,9 +145,9 @@ def train_in_run(strategy, model, optimizer, data, way):
 @pytest.mark.parametrize("name", MODELS)
 def test_truncated_backpropagation_is_that_of_one_device(name, way, n, inside, make_strategy):
     strategy = make_strategy(n)
-    plain, plain_optimizer = made(name)
+    plain, plain_optimizer = make_model(name)
     with strategy.scope() if inside else contextlib.nullcontext():
-        model, optimizer = made(name)
+        model, optimizer = make_model(name)
         strategy.mirror(model)
         for size in SIZES:
             data = batches(size)
@@ -174,7 +174,7 @@ def test_truncated_backpropagation_is_that_of_one_device(name, way, n, inside, m
 )
 def test_gradients_flow_from_call_to_call_through_a_state(between, n, make_strategy):
     for size in (5, 4):
-        plain, _ = made("two layers")
+        plain, _ = make_model("two layers")
         model = make_strategy(n).mirror(copy.deepcopy(plain))
         x = torch.randn(size, 6, 3)
         for m in (plain, model):
@@ -186,7 +186,7 @@ def test_gradients_flow_from_call_to_call_through_a_state(between, n, make_strat
 @pytest.mark.parametrize("n", [2, 3])
 def test_gather_joins_a_state_along_its_dimension(n, make_strategy):
     strategy = make_strategy(n)
-    plain, _ = made("two layers")
+    plain, _ = make_model("two layers")
     model = strategy.mirror(copy.deepcopy(plain))
     x = torch.randn(5, 6, 3)
     _, expected = plain(x)

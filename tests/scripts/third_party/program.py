@@ -95,7 +95,7 @@ def rows_of(case: Case) -> Iterator[Row]:
         plain, model, dtype = _plain(program)
     except Exception as error:
         for way in case.ways:
-            yield Row(case.library, case.name, way, "not run", remark=_told(error))
+            yield Row(case.library, case.name, way, "not run", remark=_describe(error))
         return
     for way in case.ways:
         row = Row(case.library, case.name, way, "right")
@@ -109,9 +109,9 @@ def rows_of(case: Case) -> Iterator[Row]:
                     row.verdict, note = _cause(program, model, dtype, trained, plain)
                     notes.append(note)
         except (mirror.errors.MirrorError, NotImplementedError) as error:
-            row.verdict, notes = "refused", [*remarks, _told(error)]
+            row.verdict, notes = "refused", [*remarks, _describe(error)]
         except Exception as error:
-            row.verdict, notes = "ERROR", [*remarks, _told(error)]
+            row.verdict, notes = "ERROR", [*remarks, _describe(error)]
         if dtype is torch.float32:
             notes.append("float32")
         row.remark = "; ".join(notes)
@@ -300,7 +300,7 @@ def _has_own_forward(module: nn.Module) -> bool:
     )
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
     return text[:160]
 

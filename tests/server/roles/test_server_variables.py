@@ -139,10 +139,10 @@ def test_what_the_program_writes_reaches_the_servers(make):
         held.zero_()
     model = one.model
 
-    def look():
+    def read_biases():
         return model[2].bias.sum().item(), model[0].bias.sum().item()
 
-    assert one.coordinator.fetch(one.coordinator.schedule(look)) == (21.0, 0.0)
+    assert one.coordinator.fetch(one.coordinator.schedule(read_biases)) == (21.0, 0.0)
     one.model.load_state_dict(net().state_dict())
     one.optimizer.load_state_dict(adam(net().parameters()).state_dict())
     one.train(batches())
