@@ -1,4 +1,4 @@
-"""The versions of torch and Python that are promised, and what stands in where a name lacks."""
+"""The supported versions of torch and Python, and the substitutes for missing names."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""What is replaced in torch is replaced once, and stays what it was to others."""
+"""Functions of torch are replaced once, and stay unchanged for other code."""
 
 import inspect
 import threading

@@ -1,4 +1,4 @@
-"""The private names of torch: each is there, those that fail silently do what they are for."""
+"""The private names of torch exist, and those that fail silently do what they are used for."""
 
 import json
 import re

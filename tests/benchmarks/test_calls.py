@@ -1,4 +1,4 @@
-"""How many functions, of Python and C, hot paths call: no more than when it was counted."""
+"""The number of calls on hot paths, of Python and C functions, does not rise."""
 
 import gc
 import math

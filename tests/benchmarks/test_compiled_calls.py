@@ -1,4 +1,4 @@
-"""How many functions of Python an added replica's part of a compiled step calls.
+"""The number of Python calls that one more replica adds to a compiled step does not rise.
 
 Counted are mirror's own: without inductor torch calls some for every operation, which compiled
 programs do not.

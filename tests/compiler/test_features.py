@@ -1,4 +1,4 @@
-"""A catalogue of training steps as they are found: equal to one device, or refused with a line."""
+"""A catalogue of common training steps: equal to one device, or refused with a line."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Datasets over two devices, read ahead or not."""
+"""Datasets over two devices, with and without prefetching."""
 
 import threading
 

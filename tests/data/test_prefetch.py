@@ -1,4 +1,4 @@
-"""Reading ahead: in order, bounded, and with the errors of what is read."""
+"""Prefetching: in order, bounded, and with the errors of the dataset."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""The manifests of deploy/, and what Kubernetes', JobSet's and Kubeflow's schemas say of them."""
+"""The manifests of deploy/, checked with the schemas of Kubernetes, JobSet and Kubeflow."""
 
 from pathlib import Path
 

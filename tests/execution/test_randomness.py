@@ -1,4 +1,4 @@
-"""Random numbers: reproducible bit for bit under one seed, and every replica's its own."""
+"""Random numbers: reproducible bit for bit under one seed, and different on every replica."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""A communicator that fails, delays, corrupts or hangs at any of its calls: nothing is lost."""
+"""A communicator that fails, delays, corrupts or hangs in any call: nothing is lost."""
 
 import pytest
 

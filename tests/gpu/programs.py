@@ -1,4 +1,4 @@
-"""A training over simulated GPUs, in each of the ways in which programs choose streams."""
+"""A training on simulated GPUs, with every way in which programs choose streams."""
 
 from contextlib import ExitStack, contextmanager
 

@@ -1,4 +1,4 @@
-"""The conformance suite of backends on simulated GPUs, and trainings with them: in order, too."""
+"""The conformance suite of backends, and trainings, on simulated GPUs, in stream order."""
 
 import inspect
 from itertools import product

@@ -1,4 +1,4 @@
-"""The backend "nccl" on simulated GPUs: suite, trainings and planted bugs, in checked order."""
+"""The backend "nccl" on simulated GPUs: conformance suite, trainings, planted bugs."""
 
 import pytest
 import torch

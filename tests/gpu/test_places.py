@@ -1,4 +1,4 @@
-"""Layers on several simulated GPUs per replica: what one device gives, everything in its place."""
+"""Layers on several simulated GPUs per replica: equal to one device, on the right devices."""
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial

@@ -1,4 +1,4 @@
-"""Bugs planted into what orders streams: the simulated GPU must flag every one of them."""
+"""Bugs planted into the ordering of streams: the simulated GPU must find each of them."""
 
 import inspect
 import sys

@@ -1,4 +1,4 @@
-"""Raises an exception at one entry or return of a function, in one thread: the k-th there."""
+"""Raises an exception at the k-th entry or return of a function in one thread."""
 
 import sys
 import threading

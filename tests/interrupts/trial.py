@@ -1,4 +1,4 @@
-"""Interrupts a program's step and trains on: what is wrong then, in words."""
+"""Interrupts a program's step, trains on, and describes in words what is wrong then."""
 
 import os
 import threading

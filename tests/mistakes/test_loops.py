@@ -1,4 +1,4 @@
-"""Mistakes in the training loop: right all the same, or told."""
+"""Mistakes in the training loop: exact in spite of them, or reported."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Recorded models, persistent ids of what stays on servers, and the report of servers."""
+"""Recorded models, persistent ids of objects on servers, and the report of servers."""
 
 import copy
 import functools

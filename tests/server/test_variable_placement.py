@@ -1,4 +1,4 @@
-"""Where variables of servers are: tasks of the cluster, partitioners, placement."""
+"""The placement of variables on servers: tasks of the cluster, partitioners, rules."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Strategies made, used, failed and closed by several threads at once: their own, and shared."""
+"""Strategies created, used, failed and closed by several threads: their own, and shared ones."""
 
 import gc
 import random

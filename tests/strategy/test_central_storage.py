@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: one set of parameters and optimizer state, as one device would have."""
+"""CentralStorageStrategy: one set of parameters and optimizer state, equal to one device."""
 
 import copy
 

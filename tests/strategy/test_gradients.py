@@ -1,4 +1,4 @@
-"""Gradients as a strategy promises them: reduction, no_sync, check_replicas."""
+"""Gradients of a strategy: reduction, no_sync, check_replicas."""
 
 import copy
 

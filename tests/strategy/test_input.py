@@ -1,4 +1,4 @@
-"""The faces of input on a strategy: distribute_dataset and distribute_dataset_from_function."""
+"""The input of a strategy: distribute_dataset and distribute_dataset_from_function."""
 
 import gc
 import threading

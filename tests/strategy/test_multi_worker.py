@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy: training as on one device, workers that part, ends of programs."""
+"""MultiWorkerMirroredStrategy: training as on one device, diverging workers, ends of programs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What run makes of its arguments and of what its function returns."""
+"""How run handles its arguments and the results of its function."""
 
 import collections
 import copy

@@ -1,4 +1,4 @@
-"""Replicas without examples: they sit a step out, and get what merge_call changes."""
+"""Idle replicas: they skip a step without examples, and get what merge_call changes."""
 
 import copy
 import time

@@ -1,4 +1,4 @@
-"""What replicas do in run, to meet or not to meet, and the net that they train."""
+"""Functions for run that meet, or do not meet, and the net that they train."""
 
 import torch
 

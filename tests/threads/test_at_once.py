@@ -1,4 +1,4 @@
-"""Replicas that run at once: what each computes with, and that all of them end."""
+"""Parallel replicas: the values that each computes with, and that all of them end."""
 
 import contextvars
 import copy

@@ -1,4 +1,4 @@
-"""Who runs in which thread, and when: a replica at a time, or at once."""
+"""Which replica runs in which thread, and when: one at a time, or in parallel."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""Compiled steps, losses and optimizers, and what is beside a strategy: as not compiled."""
+"""Compiled steps, losses and optimizers, with and without a strategy: as not compiled."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Where a training script runs, and the small models and batches that the scripts share."""
+"""Where a training script runs, and the small models and batches of the scripts."""
 
 import torch
 import torch.nn.functional as F

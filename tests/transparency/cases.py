@@ -1,4 +1,4 @@
-"""Models, losses and optimizers that are trained on one device and on replicas, and compared."""
+"""Models, losses and optimizers that are trained on one device and on replicas."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""binaries.py: the kernels for GPUs, as far as a compiler can tell, and where they are kept."""
+"""binaries.py: compiling kernels for GPUs, and the folder that keeps them."""
 
 import re
 import shutil

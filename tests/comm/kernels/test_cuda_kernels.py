@@ -1,4 +1,4 @@
-"""cuda_kernels.py: what it asks of torch and CuPy, by fakes; and kernels, where there is a GPU."""
+"""cuda_kernels.py: its calls of torch and CuPy, on fakes; and the kernels, on a GPU."""
 
 import gc
 import sys

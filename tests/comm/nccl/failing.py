@@ -1,4 +1,4 @@
-"""What the fake library is asked to do, and that what failed ends promptly and leaves nothing."""
+"""Requests to the fake library; a failure ends promptly and leaves nothing behind."""
 
 import time
 

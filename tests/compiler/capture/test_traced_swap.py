@@ -1,4 +1,4 @@
-"""Optimizers in a trace: their state, their options, and those that want numbers."""
+"""Optimizers in a trace: their state, their options, and options that must be numbers."""
 
 import logging
 

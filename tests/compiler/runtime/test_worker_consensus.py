@@ -1,4 +1,4 @@
-"""Compiled steps of several workers: they are those of one device, or uncompiled on all."""
+"""Compiled steps of several workers equal one device, or run uncompiled on all workers."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Whole steps on four simulated devices are those of one device, for any size of batch."""
+"""Whole steps on four simulated devices equal one device, for any batch size."""
 
 import copy
 

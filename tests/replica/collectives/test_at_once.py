@@ -1,4 +1,4 @@
-"""Collectives inside the backward pass beside buckets: one communicator, from several threads."""
+"""Collectives in the backward pass and buckets: one communicator, several threads."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Models that note which threads their backward passes ran in, and what both passes leave."""
+"""Models that record the threads of their backward passes, and comparisons of gradients."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""Gradients are reduced in buckets beside the backward pass, in the order that was learnt."""
+"""Gradients are reduced in buckets during the backward pass, in the order learnt before."""
 
 import json
 import threading

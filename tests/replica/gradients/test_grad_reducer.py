@@ -1,4 +1,4 @@
-"""Gradients read, changed and cleared outside run are every replica's; and autograd.grad."""
+"""Gradients outside run are read, changed and cleared on every replica; autograd.grad."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""Local gradients, wherever they are when a step wants them: in slots, in buckets, deferred."""
+"""Local gradients are used from where a step finds them: slots, buckets, deferred."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""mirror/replica/gradients/non_finite.py: NaN and infinities are named before they are used."""
+"""mirror/replica/gradients/non_finite.py: NaN and infinities are reported before use."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Layers that normalize, in pairs, and how often they communicate."""
+"""Pairs of normalizing layers, and the number of their collectives."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Every module of PyTorch's own test database: mirrored on two replicas against plain."""
+"""Every module of PyTorch's own test database, mirrored on two replicas and plain."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The structure of a mirrored module may change: what comes is mirrored, what goes is gone."""
+"""The structure of a mirrored module may change: new parts are mirrored, removed ones freed."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Several workers' gradients are those of one device with all their examples."""
+"""The gradients of several workers equal those of one device with all their examples."""
 
 from functools import partial
 

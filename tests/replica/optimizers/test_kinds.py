@@ -1,4 +1,4 @@
-"""Optimizers that each break one assumption are stepped as on one device, in all three ways."""
+"""Optimizers that each break one assumption step as on one device, in all three ways."""
 
 import contextlib
 import copy

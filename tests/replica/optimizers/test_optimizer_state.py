@@ -1,4 +1,4 @@
-"""What is changed in an optimizer outside run holds on every replica."""
+"""Changes of an optimizer outside run reach every replica."""
 
 import copy
 import gc

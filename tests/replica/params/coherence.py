@@ -1,4 +1,4 @@
-"""What is changed outside run, and what each replica then sees of it."""
+"""Values that each replica sees after a change outside run."""
 
 import torch
 from torch import nn

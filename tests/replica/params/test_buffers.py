@@ -1,4 +1,4 @@
-"""Buffers are each replica's own in run, and combined outside it."""
+"""Buffers are separate on each replica in run, and combined outside it."""
 
 import copy
 import io

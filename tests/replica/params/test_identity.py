@@ -1,4 +1,4 @@
-"""The objects stay what they were: identity, state_dict, copies and pickles."""
+"""Mirroring keeps the objects: identity, state_dict, copies and pickles."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Parameters of classes derived from nn.Parameter keep their class, methods and attributes."""
+"""Parameters of subclasses of nn.Parameter keep their class, methods and attributes."""
 
 import copy
 import io

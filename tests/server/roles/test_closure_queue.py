@@ -1,4 +1,4 @@
-"""Dispatch: which worker gets which step, and what becomes of those that fail; no processes."""
+"""The closure queue: which worker gets which step, and what becomes of failed steps."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""WorkerModel: what steps do to the worker's model, and what they may not."""
+"""WorkerModel: how steps may change the worker's model, and how they may not."""
 
 import pytest
 import torch

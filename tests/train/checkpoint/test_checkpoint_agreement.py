@@ -1,4 +1,4 @@
-"""Checkpoints over several workers: one is written, all restore it, and go on to the same bits."""
+"""Checkpoints over several workers: one writes, all restore and continue with the same bits."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""A program over parameter servers that counts its updates, and a hook that notes its calls."""
+"""A program over parameter servers that counts its updates, and a hook that counts its calls."""
 
 import torch
 from torch import nn
