@@ -1,4 +1,4 @@
-"""Fixtures for all tests: devices, strategies that get closed, one seed."""
+"""Fixtures for all tests: devices, strategies that are closed afterwards, one seed."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""Oracles in plain PyTorch, and the comparisons that hold mirrored training against them."""
+"""Oracles in plain PyTorch, and the comparison of mirrored training with them."""
 
 import dataclasses
 import threading

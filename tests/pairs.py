@@ -1,11 +1,11 @@
-"""Parameters whose whole product is more than what it can find: every two values meet once.
+"""Pairwise tests: every two values of two parameters occur together in some case.
 
 ::
 
     @pairwise(backend=BACKENDS, schedule=["lockstep", "staggered"], n=[2, 3, 4])
     def test_it(backend, schedule, n): ...
 
-A fault mostly needs one value, or two that meet. So those of the product's cases run in which
+Most faults need one value, or two together. So only those cases of the full product run in which
 every two values of two parameters come together; the rest is left to ``make exhaustive-test``, or
 has the marks that come first. A value may be a ``pytest.param`` with marks, for all of its cases.
 """

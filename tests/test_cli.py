@@ -1,4 +1,4 @@
-"""The command line: what it accepts, and how a command's end becomes an exit code."""
+"""The command line: its arguments, and the exit code of each end of a command."""
 
 import argparse
 import os

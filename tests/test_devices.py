@@ -1,4 +1,4 @@
-"""mirror/devices.py: every name a user may write, on machines with any number of GPUs."""
+"""mirror/devices.py: every device name a user may write, on machines with any number of GPUs."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""The import rules of the package, read from layers.toml; and what every file has in common."""
+"""The import rules of the package in layers.toml, and rules for every file."""
 
 import ast
 import itertools

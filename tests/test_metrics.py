@@ -1,4 +1,4 @@
-"""Metrics updated in run, on each replica, and merged give the value of one device."""
+"""Metrics that replicas update in run have, merged, the value of one device."""
 
 import pytest
 import torch

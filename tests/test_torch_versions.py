@@ -1,4 +1,4 @@
-"""The versions of torch and Python that are promised, and what stands in where a name lacks."""
+"""The supported versions of torch and Python, and the substitutes for missing names."""
 
 import inspect
 import json
@@ -95,25 +95,25 @@ def test_hooks_are_noted_where_torch_does_not_tell_them(monkeypatch):
     outer, inner, elsewhere = ((lambda x: x, lambda x: x) for _ in range(3))
     tops = []
 
-    def note():
+    def record():
         tops.append((stack.top(), torch_private.top_saved_tensors_hooks()))
 
     def thread():
-        note()
+        record()
         with saved_tensors_hooks(*elsewhere):
-            note()
+            record()
 
-    note()
+    record()
     with saved_tensors_hooks(*outer):
-        note()
+        record()
         with pytest.raises(ValueError, match="left"), saved_tensors_hooks(*inner):
-            note()
+            record()
             other = threading.Thread(target=thread)
             other.start()
             other.join()
             raise ValueError("left")
-        note()
-    note()
+        record()
+    record()
     expected = [None, outer, inner, None, elsewhere, outer, None]
     assert tops == [(pair, pair) for pair in expected]
 

@@ -1,4 +1,4 @@
-"""What is replaced in torch is replaced once, and stays what it was to others."""
+"""Functions of torch are replaced once, and stay unchanged for other code."""
 
 import inspect
 import threading
@@ -27,7 +27,7 @@ class Base:
         return type(self).__name__, value
 
 
-def _noted(original):
+def _count_calls(original):
     def function(*args, **kwargs):
         calls.append(original.__name__)
         return original(*args, **kwargs)
@@ -36,7 +36,7 @@ def _noted(original):
 
 
 def _also_noted(original):
-    return _noted(original)
+    return _count_calls(original)
 
 
 calls: list[str] = []
@@ -58,7 +58,7 @@ def kind():
 )
 def test_methods_of_every_kind_are_wrapped_once(kind, name, args, result):
     before = inspect.getattr_static(kind, name)
-    assert [wrap_once(kind, name, _noted) for _ in range(3)] == [True, False, False]
+    assert [wrap_once(kind, name, _count_calls) for _ in range(3)] == [True, False, False]
     assert getattr(kind(), name)(*args) == result
     assert calls == [name]
     after = inspect.getattr_static(kind, name)
@@ -69,42 +69,42 @@ def test_methods_of_every_kind_are_wrapped_once(kind, name, args, result):
 
 def test_class_methods_and_functions_in_c_are_wrapped():
     kind = type("Kind", (dict,), {})
-    assert wrap_once(kind, "fromkeys", _noted)
-    assert not wrap_once(kind, "fromkeys", _noted)
+    assert wrap_once(kind, "fromkeys", _count_calls)
+    assert not wrap_once(kind, "fromkeys", _count_calls)
     assert kind.fromkeys("ab") == {"a": None, "b": None}
     assert type(kind.fromkeys("ab")) is kind
-    assert wrap_once(kind, "__init__", _noted)
+    assert wrap_once(kind, "__init__", _count_calls)
     assert kind(a=1) == {"a": 1}
     module = types.SimpleNamespace(length=len)
-    assert wrap_once(module, "length", _noted)
-    assert not wrap_once(module, "length", _noted)
+    assert wrap_once(module, "length", _count_calls)
+    assert not wrap_once(module, "length", _count_calls)
     assert module.length("ab") == 2
     assert calls == ["fromkeys", "fromkeys", "__init__", "len"]
 
 
 def test_every_wrapper_has_its_own_turn(kind):
-    assert wrap_once(kind, "call", _noted)
+    assert wrap_once(kind, "call", _count_calls)
     assert wrap_once(kind, "call", _also_noted)
-    assert not wrap_once(kind, "call", _noted)
+    assert not wrap_once(kind, "call", _count_calls)
     assert not wrap_once(kind, "call", _also_noted)
     kind().call(1)
     assert calls == ["call", "call"]
 
 
 def test_what_others_put_around_it_stays(kind):
-    wrap_once(kind, "call", _noted)
+    wrap_once(kind, "call", _count_calls)
     kind.call = _also_noted(kind.call)
     others = kind.call
     # As functools.wraps does; without its mark nothing tells what is inside.
     vars(others).update(vars(others.__closure__[0].cell_contents))
-    assert not wrap_once(kind, "call", _noted)
+    assert not wrap_once(kind, "call", _count_calls)
     assert kind.call is others
 
 
 def test_a_subclass_is_another_owner(kind):
     child = type("Child", (kind,), {})
-    wrap_once(kind, "call", _noted)
-    assert wrap_once(child, "call", _noted)
+    wrap_once(kind, "call", _count_calls)
+    assert wrap_once(child, "call", _count_calls)
     assert "call" in vars(child)
     child().call(1)
     assert calls == ["call", "call"]
@@ -112,7 +112,7 @@ def test_a_subclass_is_another_owner(kind):
 
 def test_marks_of_the_wrapper_stay(kind):
     def marked(original):
-        function = _noted(original)
+        function = _count_calls(original)
         function.mark = "ours"
         return function
 
@@ -128,7 +128,7 @@ def test_threads_wrap_once_together(kind):
 
     def thread():
         both.wait()
-        done.append(wrap_once(kind, "call", _noted))
+        done.append(wrap_once(kind, "call", _count_calls))
 
     threads = [threading.Thread(target=thread) for _ in range(8)]
     for one in threads:
@@ -140,4 +140,4 @@ def test_threads_wrap_once_together(kind):
 
 def test_what_is_not_there_cannot_be_wrapped(kind):
     with pytest.raises(AttributeError):
-        wrap_once(kind, "missing", _noted)
+        wrap_once(kind, "missing", _count_calls)

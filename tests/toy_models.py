@@ -1,9 +1,14 @@
-"""A layer of ones and its optimizer: values that a reader can check in the head."""
+"""What most tests share: a layer of ones, its optimizer, the current replica's number.
+
+A reader can check the values of the layer in the head.
+"""
 
 import gc
 
 import torch
 from torch import nn
+
+import mirror
 
 ONES = torch.ones(4, 1)
 
@@ -17,6 +22,11 @@ def ones_layer(in_features=1):
 def mirrored_layer(strategy, in_features=1):
     with strategy.scope():
         return ones_layer(in_features)
+
+
+def replica_id():
+    """Returns the current replica's number, inside run."""
+    return mirror.get_replica_context().replica_id_in_sync_group
 
 
 def sgd(model, lr=0.1, **options):

@@ -1,4 +1,4 @@
-"""migration_hints.py: who comes from another library is told mirror's way; every entry of it."""
+"""migration_hints.py: names of other libraries are answered by mirror's name; every entry."""
 
 import ast
 import copy
@@ -310,6 +310,6 @@ def test_the_type_checker_still_refuses_unknown_names():
         tree = ast.parse(inspect.getsource(module))
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         assert "__getattr__" not in names
-    own = (mirror.ParameterServerStrategy, mirror.TPUStrategy)  # whose remedies are errors
+    own = (mirror.ParameterServerStrategy, mirror.TPUStrategy)  # their remedies are errors
     for kind in CLASSES.values():
         assert kind in own or "def __getattr__" not in inspect.getsource(kind)

@@ -1,4 +1,4 @@
-"""mirror/base/timeline.py: sums that add up."""
+"""mirror/base/timeline.py: the kinds of time in a step add up to the step."""
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -22,7 +22,7 @@ from mirror.strategy.step_report import report_of
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that only moves when told."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0

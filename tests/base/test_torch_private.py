@@ -1,4 +1,4 @@
-"""The private names of torch: each is there, those that fail silently do what they are for."""
+"""The private names of torch exist, and those that fail silently do what they are used for."""
 
 import json
 import re
@@ -180,7 +180,7 @@ def test_the_sequence_number_moves_the_order_of_a_backward_pass(is_moved):
     (first + second).backward()
     names, tasks = zip(*notes, strict=True)
     assert names == (("first", "second") if is_moved else ("second", "first"))
-    # And whose pass it is.
+    # And which backward pass it is.
     assert len(set(tasks)) == 1
     assert tasks[0] >= 0
     assert torch_private.current_graph_task_id() == -1
@@ -257,7 +257,7 @@ def test_hooks_of_optimizers_are_seen():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_what_follows_a_thread_is_seen():
-    def look(x):
+    def record_tracing(x):
         seen.append(
             (
                 torch_private.is_tracing(),
@@ -270,11 +270,11 @@ def test_what_follows_a_thread_is_seen():
 
     seen = []
     x = torch.ones(2)
-    look(x)
-    torch.jit.trace(look, (x,), check_trace=False)
-    torch.func.vmap(look)(x)
+    record_tracing(x)
+    torch.jit.trace(record_tracing, (x,), check_trace=False)
+    torch.func.vmap(record_tracing)(x)
     with FlopCounterMode(display=False):
-        look(x)
+        record_tracing(x)
     assert seen == [
         (False, False, False, 0),
         (True, True, False, 0),

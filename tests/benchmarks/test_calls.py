@@ -1,4 +1,4 @@
-"""How many functions, of Python and C, hot paths call: no more than when it was counted."""
+"""The number of calls on hot paths, of Python and C functions, does not rise."""
 
 import gc
 import math
@@ -28,14 +28,14 @@ def calls_of(fn, events=("call", "c_call")):
     """
     counts, counting = [0], [False]
 
-    def note(frame, event, arg):
+    def count_call(frame, event, arg):
         if counting[0] and event in events:
             counts[0] += 1
 
     gc.collect()
     gc.disable()
     try:
-        with profiled(note, threads=True):  # the replicas' start below
+        with profiled(count_call, threads=True):  # the replicas' start below
             for _ in range(WARM):
                 fn()
             least = math.inf

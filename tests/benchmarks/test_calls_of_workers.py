@@ -1,4 +1,4 @@
-"""How many calls, and how many messages, a step of two workers takes: as many as counted."""
+"""The number of calls and messages in a step of two workers does not rise."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ WIDTHS = {8: (16, 32, 32, 32, 10), 48: (*(16,) * 24, 10)}  # by number of tensor
 
 @pytest.fixture(scope="module")
 def fresh():
-    """Two workers that nobody else uses: what other tests leave in a process costs calls."""
+    """Two workers of this file only: leftovers of other tests in a process cost calls."""
     worker_pool = WorkerPool(2)
     yield worker_pool
     worker_pool.close()

@@ -1,4 +1,4 @@
-"""How many functions of Python an added replica's part of a compiled step calls.
+"""The number of Python calls that one more replica adds to a compiled step does not rise.
 
 Counted are mirror's own: without inductor torch calls some for every operation, which compiled
 programs do not.
@@ -37,7 +37,7 @@ def calls_of(call):
     """
     count, counts = 0, []
 
-    def note(frame, event, argument):
+    def count_call(frame, event, argument):
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
@@ -46,7 +46,7 @@ def calls_of(call):
     try:
         for _ in range(TIMES):
             count = 0
-            with profiled(note):
+            with profiled(count_call):
                 call()
             counts.append(count)
     finally:

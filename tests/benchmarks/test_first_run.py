@@ -32,7 +32,7 @@ def check(name, state, detail):
 
 @pytest.fixture
 def runs(first_run, monkeypatch):
-    """The programs that were run; the one in whose arguments ``runs.failing`` is, fails."""
+    """The programs that were run; a program with ``runs.failing`` in its arguments fails."""
 
     class Runs(list):
         failing = None

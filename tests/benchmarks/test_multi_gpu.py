@@ -1,4 +1,4 @@
-"""benchmarks/multi_gpu.sh: which parts it runs where, and what it tells of them."""
+"""benchmarks/multi_gpu.sh: which parts it runs on which machine, and what it reports."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""benchmarks/pictures.py and train_report.py: what is drawn, and what stands below it."""
+"""benchmarks/pictures.py and train_report.py: the pictures and their captions."""
 
 import importlib
 import re

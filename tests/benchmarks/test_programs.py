@@ -1,4 +1,4 @@
-"""benchmarks/: the programs run and say what they promise; their numbers are not judged here."""
+"""benchmarks/: the programs run and print what they promise; no test judges their numbers."""
 
 import importlib
 import json

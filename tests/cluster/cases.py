@@ -1,4 +1,4 @@
-"""What is asked of TensorFlow and of mirror about clusters: inputs of every kind, good and bad."""
+"""Questions about clusters for TensorFlow and mirror: inputs of every kind, good and bad."""
 
 import json
 import random

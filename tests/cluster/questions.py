@@ -1,7 +1,7 @@
 """Asks TensorFlow or mirror all of cases.py, and writes TensorFlow's answers into a file.
 
 ``python -m tests.cluster.questions tests/cluster/tensorflow_facts.jsonl``, where TensorFlow is
-installed, does it anew. A line is [kind, what came, answers]; {"raises": names} is an exception.
+installed, repeats it. A line is [kind, what came, answers]; {"raises": names} is an exception.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""mirror/cluster/hostlist.py: every form of list, by a generator that knows what is in it."""
+"""mirror/cluster/hostlist.py: every form of list, from a generator that knows the hosts."""
 
 from itertools import product
 

@@ -1,6 +1,6 @@
-"""mirror/cluster/kubernetes.py: what pods are told, and pods that a client lists.
+"""mirror/cluster/kubernetes.py: the variables of pods, and pods that a client lists.
 
-What TensorFlow answers, too, is in test_tensorflow.py. No test touches a network.
+What TensorFlow answers, too, is in test_tf_config.py. No test touches a network.
 """
 
 from types import SimpleNamespace

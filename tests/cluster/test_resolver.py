@@ -165,12 +165,15 @@ CLUSTER = {
 }
 
 
-def of(cluster, task_type, task_id):
+def rendezvous_at(cluster, task_type, task_id):
     return rendezvous_of(ClusterSpec(cluster), task_type, task_id)
 
 
 def test_the_chief_is_rank_0_and_workers_follow_in_order():
-    found = [of(CLUSTER, *task) for task in (("chief", 0), *(("worker", i) for i in range(3)))]
+    found = [
+        rendezvous_at(CLUSTER, *task)
+        for task in (("chief", 0), *(("worker", i) for i in range(3)))
+    ]
     assert found == [
         Rendezvous(0, 4, "b", 9, 0, 2),
         Rendezvous(1, 4, "b", 9, 0, 2),
@@ -181,24 +184,26 @@ def test_the_chief_is_rank_0_and_workers_follow_in_order():
 
 
 def test_without_a_chief_worker_0_is_it():
-    assert of({"worker": ["a:1", "b:2"]}, "worker", 0) == Rendezvous(0, 2, "a", 1, 0, 1)
-    assert of({"worker": ["a:1", "b:2"]}, "worker", 1) == Rendezvous(1, 2, "a", 1, 0, 1)
+    assert rendezvous_at({"worker": ["a:1", "b:2"]}, "worker", 0) == Rendezvous(0, 2, "a", 1, 0, 1)
+    assert rendezvous_at({"worker": ["a:1", "b:2"]}, "worker", 1) == Rendezvous(1, 2, "a", 1, 0, 1)
 
 
 def test_an_evaluator_and_a_process_without_a_cluster_have_no_others():
     assert (
-        of(CLUSTER, "evaluator", 0)
-        == of({}, "worker", 0)
-        == of({}, None, None)
+        rendezvous_at(CLUSTER, "evaluator", 0)
+        == rendezvous_at({}, "worker", 0)
+        == rendezvous_at({}, None, None)
         == single_process()
     )
-    assert of({"worker": ["a:1", "b:1"]}, "evaluator", 0) == single_process()
+    assert rendezvous_at({"worker": ["a:1", "b:1"]}, "evaluator", 0) == single_process()
     assert single_process().is_chief
 
 
 def test_addresses_that_nobody_told_leave_the_place_on_the_machine_open():
-    assert of({"worker": ["a:1", "", ""]}, "worker", 1) == Rendezvous(1, 3, "a", 1, None, None)
-    assert "LOCAL_RANK" not in of({"worker": ["a:1", ""]}, "worker", 1).variables()
+    assert rendezvous_at({"worker": ["a:1", "", ""]}, "worker", 1) == Rendezvous(
+        1, 3, "a", 1, None, None
+    )
+    assert "LOCAL_RANK" not in rendezvous_at({"worker": ["a:1", ""]}, "worker", 1).variables()
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ def test_addresses_that_nobody_told_leave_the_place_on_the_machine_open():
 )
 def test_a_cluster_or_task_without_ranks_is_an_error(cluster, task, words):
     with pytest.raises(ClusterError, match=words):
-        of(cluster, *task)
+        rendezvous_at(cluster, *task)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_every_node_gets_its_tasks_in_order(counts, distribution):
         SLURM_DISTRIBUTION=distribution,
     )
     assert step.num_tasks == sum(counts)
-    assert step.placement[0] == (0, 0)  # rank 0 is on the first node, whatever the distribution
+    assert step.placement[0] == (0, 0)  # rank 0 is on the first node with any distribution
     for node, count in enumerate(counts):
         assert [local for at, local in step.placement if at == node] == list(range(count))
 

@@ -1,4 +1,4 @@
-"""What no backend reduces is refused, and stays as it was."""
+"""Arguments that no backend can reduce raise an error and stay unchanged."""
 
 import random
 

@@ -158,7 +158,7 @@ def test_without_turns_the_stress_finds_errors(name, monkeypatch):
                 return
         except (CollectiveTimeoutError, RuntimeError):  # the latter of sizes that do not fit
             return
-    pytest.fail("nobody noticed that the lock is gone")
+    pytest.fail("no check found that the lock is gone")
 
 
 def test_every_backend_says_whether_it_is_concurrent():

@@ -112,7 +112,7 @@ def nameless(monkeypatch):
 
 
 def forbidden(monkeypatch):
-    monkeypatch.setattr(sys, "executable", __file__)  # nobody may execute it
+    monkeypatch.setattr(sys, "executable", __file__)  # not executable
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_a_process_tries_a_backend_and_finds_nothing(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def said(monkeypatch, capsys):
-    """Gives ``said(kind)``: what the program says of a class of this file, in this process."""
+def run_main(monkeypatch, capsys):
+    """Gives ``run_main(kind)``: what the program says of a class of this file, in this process."""
     monkeypatch.setattr(
         subprocess_probe_main.faulthandler, "dump_traceback_later", lambda *_, **__: None
     )
@@ -294,17 +294,17 @@ class Large(Right):
 STATES = [{"state": state} for state in ("started", "made", "prepared")]
 
 
-def test_it_says_how_far_it_is_and_what_it_found(said):
-    assert said(Right) == [*STATES, {"found": None}]
-    *states, found = said(Wrong)
+def test_it_says_how_far_it_is_and_what_it_found(run_main):
+    assert run_main(Right) == [*STATES, {"found": None}]
+    *states, found = run_main(Wrong)
     assert states == STATES
     assert found["found"].startswith("BackendError: replica 0 (cpu) got 2.0 instead of 1.0")
-    assert said(Broken) == [STATES[0], {"found": "OSError: no peers"}]
+    assert run_main(Broken) == [STATES[0], {"found": "OSError: no peers"}]
 
 
-def test_memory_that_others_have_and_devices_that_are_not_there_are_no_verdict(said):
-    assert said(Large) == [*STATES[:2], {"untried": "CUDA out of memory"}]
-    ((word, text),) = said(Right, "cuda:99")[0].items()
+def test_memory_that_others_have_and_devices_that_are_not_there_are_no_verdict(run_main):
+    assert run_main(Large) == [*STATES[:2], {"untried": "CUDA out of memory"}]
+    ((word, text),) = run_main(Right, "cuda:99")[0].items()
     assert (word, text[:33]) == ("untried", "DeviceError: 'cuda:99' does not e")
 
 
@@ -315,7 +315,7 @@ def test_a_class_is_found_by_its_name():
     )
 
 
-def test_what_it_says_is_out_before_it_goes_on(said, monkeypatch):
+def test_what_it_says_is_out_before_it_goes_on(run_main, monkeypatch):
     told = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told, write_through=False))
     lines = []
@@ -325,7 +325,7 @@ def test_what_it_says_is_out_before_it_goes_on(said, monkeypatch):
             lines.append(told.getvalue())  # what is read of it, should it end here
             super().__init__(devices, timeout_seconds=timeout_seconds)
 
-    said(Looking)
+    run_main(Looking)
     assert lines == [b'\nTOKEN {"state": "started"}\n']
 
 
@@ -422,9 +422,9 @@ def test_it_is_where_caches_are(tmp_path, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         store(FACTS, Verdict(None))
     assert len(os.listdir(tmp_path / "home" / ".cache" / "mirror" / "trials")) == 1
-    monkeypatch.setattr(probe_cache.Path, "home", nobody)
+    monkeypatch.setattr(probe_cache.Path, "home", no_home)
     assert load(FACTS) is None
 
 
-def nobody():
+def no_home():
     raise RuntimeError("Could not determine home directory.")

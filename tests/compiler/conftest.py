@@ -1,4 +1,4 @@
-"""Calls the compiled steps of all tests here inside the scope, as the README's programs do."""
+"""Calls the compiled steps of all tests here inside the scope, as the README does."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Counted numbers: of seed and position alone, evenly spread, as SplitMix64 has them."""
+"""Counter-based random numbers: a function of seed and position, evenly spread (SplitMix64)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A catalogue of training steps as they are found: equal to one device, or refused with a line."""
+"""A catalogue of common training steps: equal to one device, or refused with a line."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_models(name):
 
 
 class WrittenBuffers(nn.Module):
-    """Buffers that each call writes without looking at the batch, in place or anew."""
+    """Buffers that each call writes without reading the batch, in place or as a new tensor."""
 
     def __init__(self):
         super().__init__()

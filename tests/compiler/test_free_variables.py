@@ -1,4 +1,4 @@
-"""What a step finds around itself is watched in every place, and what no code names is not."""
+"""The free variables of a step are guarded in every place; others are not."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""Models of transformers, as their users write them, compiled beside the plain loop."""
+"""Models of transformers, compiled and compared with the plain loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compiled steps beside the plain loop: the same model, batches and optimizer on both."""
+"""Compiled steps and the plain loop: the same model, batches and optimizer for both."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What reads ahead is gone after a test."""
+"""Checks that prefetching threads and processes end with their test."""
 
 import gc
 

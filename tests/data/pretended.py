@@ -1,11 +1,11 @@
-"""Workers that are none: what one process of several reads, without the others."""
+"""One process that reads as a worker of several, without the other workers."""
 
 from mirror.comm.workers.checked_gather import deserialize, serialize
 from mirror.comm.workers.worker_group import LocalWorkerGroup
 
 
 class Pretended(LocalWorkerGroup):
-    """Worker ``rank`` of several, whom the others answer what it says itself."""
+    """Worker ``rank`` of several; it receives its own messages as those of the other workers."""
 
     def __init__(self, rank, counts):
         self._have(rank, counts)

@@ -1,4 +1,4 @@
-"""Datasets over two devices, read ahead or not."""
+"""Datasets over two devices, with and without prefetching."""
 
 import threading
 
@@ -20,7 +20,7 @@ def whole(batch):
 
 
 class Gate:
-    """A dataset whose batches are let through one by one; tells how many were read."""
+    """A dataset that releases batches one by one, and counts those that were read."""
 
     def __init__(self, count=10):
         self.count = count

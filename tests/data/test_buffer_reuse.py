@@ -1,4 +1,4 @@
-"""Memory that a loader fills again is copied before it is."""
+"""Memory that a loader reuses is copied before it changes."""
 
 import numpy as np
 import pytest

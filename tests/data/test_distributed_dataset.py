@@ -1,4 +1,4 @@
-"""Loaders and other iterables, seen through a DistributedDataset."""
+"""Loaders and other iterables in a DistributedDataset."""
 
 from itertools import islice
 

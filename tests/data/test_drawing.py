@@ -1,4 +1,4 @@
-"""Reading ahead draws the random numbers of a plain loop, in its order."""
+"""Prefetching draws the random numbers of a plain loop, in the same order."""
 
 import random
 import threading

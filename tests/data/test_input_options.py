@@ -1,4 +1,4 @@
-"""InputOptions, InputContext and the ways to split that they ask for."""
+"""InputOptions, InputContext and the splitting rules that they select."""
 
 import numpy as np
 import pytest

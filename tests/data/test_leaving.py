@@ -1,4 +1,4 @@
-"""Who leaves an iteration early, or by force, leaves no thread and no process behind."""
+"""An iteration that ends early, or by force, leaves no thread and no process behind."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Reading ahead: in order, bounded, and with the errors of what is read."""
+"""Prefetching: in order, bounded, and with the errors of the dataset."""
 
 import contextlib
 import gc
@@ -38,7 +38,7 @@ def test_the_next_batch_is_read_while_the_consumer_works():
     iterator = iter(distributed(gate, prefetch=1))
     next(iterator)
     gate.allowed.release(1)
-    gate.await_read(2)  # nobody has asked for it
+    gate.await_read(2)  # it was not requested
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
@@ -204,12 +204,12 @@ def test_the_callers_grad_mode_and_default_device_hold_in_the_dataset():
             for batch in distributed(batches()):
                 assert whole(batch).tolist() == expected
 
-    def made():
+    def generate():
         for _ in range(3):
             yield torch.arange(2, device="cpu"), torch.empty(2).device.type
 
     with torch.device("meta"):
-        assert [kind for _, kind in distributed(made())] == ["meta"] * 3
+        assert [kind for _, kind in distributed(generate())] == ["meta"] * 3
 
 
 # Counting

@@ -183,7 +183,7 @@ def test_a_loop_that_was_left_stands_where_it_was_left():
     fresh = distributed(loader())
     fresh.load_state_dict(dataset.state_dict())
     assert [contents(batch) for batch in fresh] == [[6, 7, 8], [9, 10]]
-    assert next(contents(batch) for batch in dataset) == [0, 1, 2]  # a new loop begins anew
+    assert next(contents(batch) for batch in dataset) == [0, 1, 2]  # a new loop starts over
 
 
 def test_a_loaded_state_is_given_out_until_the_iteration_begins():

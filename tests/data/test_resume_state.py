@@ -1,4 +1,4 @@
-"""mirror/data/resume_state.py: what a state may hold on its way to other workers."""
+"""mirror/data/resume_state.py: what a state may hold when it is sent to other workers."""
 
 import math
 

@@ -64,7 +64,7 @@ def test_a_state_with_anything_anywhere_is_refused_before_anything_changes(make_
     fresh = strategy.distribute_dataset(make())
     before = capture_streams()
     refused = []
-    values = itertools.cycle(FOREIGN)  # whose number has no factor in common with 4
+    values = itertools.cycle(FOREIGN)  # their number has no factor in common with 4
     for path, value in ((path, next(values)) for path in where for _ in range(4)):
         try:
             fresh.load_state_dict(changed(state, path, value))

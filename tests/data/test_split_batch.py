@@ -1,4 +1,4 @@
-"""mirror/data/split_batch.py: the balanced rule, every kind of leaf, and what cannot be split."""
+"""mirror/data/split_batch.py: the balanced rule, every kind of leaf, and unsplittable leaves."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""mirror/data/worker_agreement.py: workers that read the same batches, or their own."""
+"""mirror/data/worker_agreement.py: workers that read the same batches, or different ones."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""The manifests of deploy/, and what Kubernetes', JobSet's and Kubeflow's schemas say of them."""
+"""The manifests of deploy/, checked with the schemas of Kubernetes, JobSet and Kubeflow."""
 
 from pathlib import Path
 
@@ -28,21 +28,21 @@ def wrong(document):
         return wrong_ray_job(document, VERSION)
     if kind not in ("JobSet", "TrainJob"):
         validator = pytest.importorskip("kubernetes_validate")
-        return _said(lambda: validator.validate(document, VERSION, strict=True))
+        return _error_text(lambda: validator.validate(document, VERSION, strict=True))
     models = pytest.importorskip("kubeflow_trainer_api.models")
     model = models.JobsetV1alpha2JobSet if kind == "JobSet" else models.TrainerV1alpha1TrainJob
 
     def understood():
         assert model.from_dict(document).to_dict() == document  # it drops what it does not know
 
-    said = _said(understood)
+    said = _error_text(understood)
     if not said:
         for replicated in document["spec"].get("replicatedJobs", ()):
             said += wrong({"apiVersion": "batch/v1", "kind": "Job", **replicated["template"]})
     return said
 
 
-def _said(check):
+def _error_text(check):
     try:
         check()
     except Exception as error:  # each validator has its own

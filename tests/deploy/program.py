@@ -1,4 +1,4 @@
-"""Trains a little, on however many workers, and prints where that ends: what deploy/ starts."""
+"""A short training on any number of workers that prints its result; deploy/ starts it."""
 
 import json
 import sys

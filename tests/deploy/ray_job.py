@@ -1,4 +1,4 @@
-"""What KubeRay's API takes of a RayJob: fields, and of which kind; pods are Kubernetes' own."""
+"""The fields of a RayJob in KubeRay's API, with their types; pods are those of Kubernetes."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""deploy/: what is started there trains on loopback as one device does."""
+"""deploy/: the commands train on loopback as one device does."""
 
 import json
 import os

@@ -11,7 +11,7 @@ import pytest
 from tests.deploy.manifests import ROOT, documents, wrong
 from tests.project.test_building import DOCKERFILE, instructions
 
-# Whose keys are anybody's.
+# Their keys are free to choose.
 FREE = ("selector", "limits", "requests", "labels", "metadata", "rayStartParams")
 LINT = "{extends: default, rules: {document-start: disable, line-length: {max: 100}}}"
 

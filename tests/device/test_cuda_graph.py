@@ -1,4 +1,4 @@
-"""CUDA graphs, on simulated GPUs: nothing is done before a launch, and a failed capture ends."""
+"""CUDA graphs on simulated GPUs: nothing runs before a launch, and a failed capture ends."""
 
 import gc
 

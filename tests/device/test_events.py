@@ -39,7 +39,7 @@ class Driver:
 
 
 class TorchEvent:
-    """It holds the GIL while it asks, so nobody is to ask it."""
+    """The query holds the GIL, so no thread may call it."""
 
     cuda_event = 2**40 + 8
 

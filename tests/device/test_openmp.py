@@ -1,4 +1,4 @@
-"""mirror/device/openmp.py: OpenMP's threads of one thread end, and are had again."""
+"""mirror/device/openmp.py: the OpenMP threads of one thread end, and can be started again."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Work beside: in order, its errors told, and nobody waits for a thread that is gone."""
+"""The serial executor: in order, errors reported, no wait for a thread that has ended."""
 
 import gc
 import os
@@ -41,13 +41,13 @@ def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side, leaks)
     side.start(lambda: None)()
     (thread,) = leaks.threads("mirror side")
 
-    def strike():
+    def interrupt():
         throw_into_thread(thread, KeyboardInterrupt)  # where it next executes Python
         blocked.acquire()
 
     blocked = threading.Lock()
     blocked.acquire()
-    wait = side.start(strike)
+    wait = side.start(interrupt)
     blocked.release()
     with pytest.raises(KeyboardInterrupt):
         wait()

@@ -33,7 +33,7 @@ def test_other_threads_have_the_callers_streams_for_as_long(gpus):
     one = torch.cuda.Stream("cuda:0")
     defaults = [*map(torch.cuda.default_stream, gpus.devices)]
 
-    def seen():
+    def streams_seen():
         with streams.entered(gpus.devices[1]):
             inside = current(gpus.devices)
             torch.cuda.set_stream(torch.cuda.Stream("cuda:1"))
@@ -41,9 +41,9 @@ def test_other_threads_have_the_callers_streams_for_as_long(gpus):
 
     with torch.cuda.stream(one):
         streams = CallerStreams(gpus.devices)
-    assert in_thread(seen) == ([1, one, defaults[1]], [0, *defaults])
+    assert in_thread(streams_seen) == ([1, one, defaults[1]], [0, *defaults])
     streams = CallerStreams(gpus.devices)
-    assert in_thread(seen) == ([1, *defaults], [0, *defaults])
+    assert in_thread(streams_seen) == ([1, *defaults], [0, *defaults])
 
 
 def test_who_acts_for_replicas_is_on_their_streams_and_leaves_them_ordered(gpus):
@@ -155,11 +155,11 @@ def test_work_on_the_side_goes_before_the_blocks_of_a_computation_that_wait():
     with FakeGpus(2) as gpus:
         made, stream = [], torch.cuda.Stream
 
-        def note(device, priority=0):
+        def record(device, priority=0):
             made.append((device, priority))
             return stream(device, priority=priority)
 
-        with mock.patch.object(torch.cuda, "Stream", note):
+        with mock.patch.object(torch.cuda, "Stream", record):
             SideStream(gpus.devices).start(lambda: None)()
         assert made == [(device, -1) for device in gpus.devices]
 

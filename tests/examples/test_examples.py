@@ -1,4 +1,4 @@
-"""Every program in examples/ runs: as a user would run it, and shortened."""
+"""Every program in examples/ runs, as a user runs it, and shortened."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Trainings whose workers are killed or restarted end with the bits of one that was not."""
+"""A training with killed or restarted workers ends with the bits of an uninterrupted one."""
 
 import os
 import signal

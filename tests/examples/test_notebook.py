@@ -95,7 +95,7 @@ CLUSTER_NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook_cluster.ip
 
 
 def executed(tmp_path, monkeypatch, engine):
-    """Returns the notebook after all its cells have run, and how often it was drawn anew."""
+    """Returns the notebook after all its cells have run, and how often it was redrawn."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     for name in ("ipykernel", "matplotlib", "sklearn", "cloudpickle"):

@@ -1,4 +1,4 @@
-"""A model that drops, and the masks that it drew."""
+"""A model with dropout, and the masks that it drew."""
 
 import torch
 from torch import nn

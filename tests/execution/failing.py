@@ -1,4 +1,4 @@
-"""Runs that fail, told within a second; and that the strategy is usable afterwards."""
+"""Runs that fail: the error comes within a second, and the strategy stays usable."""
 
 import copy
 
@@ -54,7 +54,7 @@ def works(strategy):
 
 
 def error_of(strategy, fn, *args):
-    """What ``run`` raises; it must do so without waiting for anybody, and the strategy go on."""
+    """What ``run`` raises; it must not wait, and the strategy must stay usable."""
     _, error, _ = finishes(lambda: strategy.run(fn, args=args))
     assert error is not None, "no error"
     works(strategy)

@@ -1,4 +1,4 @@
-"""States of generators, kept and restored, and generators of the user's own."""
+"""States of generators, saved and restored; generators of the user."""
 
 import copy
 

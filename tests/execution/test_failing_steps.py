@@ -42,7 +42,7 @@ def test_an_error_between_backward_and_step_leaves_no_stale_gradient(
         optimizer.step()
 
     assert type(error_of(strategy, fails)) is Boom
-    assert_same(model.state_dict(), plain.state_dict(), "nobody has stepped")
+    assert_same(model.state_dict(), plain.state_dict(), "no replica has stepped")
 
     def goes_on():
         loss_of(model, x).backward()  # no zero_grad before it
@@ -339,7 +339,7 @@ def train(strategy, way, fails_in, fails=(False, True, False)):
 
 
 def counts_of(buffers):
-    """Those buffers whose values do not depend on the examples."""
+    """The buffers with values that do not depend on the examples."""
     return {k: v for k, v in buffers.items() if "running" not in k}
 
 

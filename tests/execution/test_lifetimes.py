@@ -162,18 +162,18 @@ class Recorder:
         self._name = name
 
     def part(self):
-        def note(event):
+        def record(event):
             return lambda *args: self.heard.append(" ".join([event, *map(str, args)]))
 
         return LifecycleHooks(
             name=self._name,
-            prepare=note("prepare"),
-            on_return=note("returned"),
+            prepare=record("prepare"),
+            on_return=record("returned"),
             finish=lambda run: self.heard.append("finish"),
-            on_run_end=note("ran"),
-            sync_idle=note("bring_along"),
-            on_synced=note("settle"),
-            recover=note("recover"),
+            on_run_end=record("ran"),
+            sync_idle=record("bring_along"),
+            on_synced=record("settle"),
+            recover=record("recover"),
         )
 
 
@@ -183,7 +183,7 @@ def strategy(request, make_strategy):
 
 
 @pytest.fixture
-def heard(strategy):
+def events(strategy):
     recorder = Recorder()
     strategy._group.runner.set_hooks([recorder.part()])
     return recorder.heard
@@ -193,22 +193,22 @@ def meet(fn=lambda strategy: None):
     mirror.get_replica_context().merge_call(fn)
 
 
-def test_a_run_is_prepared_and_ended(strategy, heard):
-    strategy.run(lambda: heard.append("runs"))
-    assert heard == ["prepare", *["runs"] * 3, *WHOLE]
+def test_a_run_is_prepared_and_ended(strategy, events):
+    strategy.run(lambda: events.append("runs"))
+    assert events == ["prepare", *["runs"] * 3, *WHOLE]
 
 
-def test_those_that_sat_out_are_brought_along(strategy, heard):
+def test_those_that_sat_out_are_brought_along(strategy, events):
     (batch,) = strategy.distribute_dataset([torch.ones(2)])
     strategy.run(lambda x: None, (batch,))
     ended = ["returned", "finish", "ran (0, 1)", "bring_along 0 [2]", "settle"]
-    assert heard == ["prepare", *ended]
+    assert events == ["prepare", *ended]
 
 
-def test_a_run_that_fails_recovers(strategy, heard):
+def test_a_run_that_fails_recovers(strategy, events):
     with pytest.raises(ZeroDivisionError):
         strategy.run(lambda: 1 / 0)
-    assert heard == ["prepare", "recover", "ran (0, 1, 2)"]
+    assert events == ["prepare", "recover", "ran (0, 1, 2)"]
 
 
 @pytest.mark.parametrize("event", ["recover", "on_run_end"])
@@ -233,23 +233,23 @@ def test_a_recovery_that_is_interrupted_begins_again(times, event, strategy):
     assert recorder.heard == ["prepare", *broken_off, *whole, "prepare", *WHOLE]
 
 
-def test_merge_call_is_the_end_of_one_run_and_the_beginning_of_another(strategy, heard):
-    strategy.run(lambda: meet(lambda strategy: heard.append("outside")))
-    assert heard == ["prepare", *WHOLE[1:], "outside", "prepare", *WHOLE]
+def test_merge_call_is_the_end_of_one_run_and_the_beginning_of_another(strategy, events):
+    strategy.run(lambda: meet(lambda strategy: events.append("outside")))
+    assert events == ["prepare", *WHOLE[1:], "outside", "prepare", *WHOLE]
 
 
-def test_a_run_in_merge_call_is_a_whole_one(strategy, heard):
+def test_a_run_in_merge_call_is_a_whole_one(strategy, events):
     strategy.run(lambda: meet(lambda strategy: strategy.run(lambda: None) and None))
-    assert heard == ["prepare", *WHOLE[1:], "prepare", *WHOLE, "prepare", *WHOLE]
+    assert events == ["prepare", *WHOLE[1:], "prepare", *WHOLE, "prepare", *WHOLE]
 
 
-def test_merge_call_that_fails_is_prepared_and_recovers(strategy, heard):
+def test_merge_call_that_fails_is_prepared_and_recovers(strategy, events):
     def fail(strategy):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         strategy.run(lambda: meet(fail))
-    assert heard == ["prepare", *WHOLE[1:], "prepare", "recover", "ran (0, 1, 2)"]
+    assert events == ["prepare", *WHOLE[1:], "prepare", "recover", "ran (0, 1, 2)"]
 
 
 def test_parts_are_told_in_their_order(strategy):

@@ -1,4 +1,4 @@
-"""Random numbers: reproducible bit for bit under one seed, and every replica's its own."""
+"""Random numbers: reproducible bit for bit under one seed, and different on every replica."""
 
 import copy
 import random
@@ -83,7 +83,7 @@ def test_replicas_draw_their_own_masks_inside_run(n, make_strategy):
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_replicas_draw_their_own_masks_in_a_split_call(n, make_strategy):
-    """Equal rows, also equal places of the replicas' parts, get unlike masks."""
+    """Equal rows, also at equal positions of the replicas' parts, get different masks."""
     model = make_strategy(n).mirror(Drops())
     rows = masks(model)
     assert len(rows.unique(dim=0)) == len(rows)

@@ -13,7 +13,7 @@ import mirror
 from mirror.base.timeline import OVERLAPPED, REDUCTION
 from tests.execution.failing import Boom, N, error_of, replica, text_of, works
 from tests.oracle import finishes
-from tests.strategy.programs import here
+from tests.toy_models import replica_id
 
 
 @pytest.mark.parametrize("kind", [Boom, KeyboardInterrupt, SystemExit, StopIteration, MemoryError])
@@ -332,7 +332,7 @@ def test_a_grad_mode_set_by_one_replica_is_its_own(make_strategy):
 
     def fn():
         context = mirror.get_replica_context()
-        with torch.set_grad_enabled(here() == 0):
+        with torch.set_grad_enabled(replica_id() == 0):
             context.all_reduce("sum", torch.ones(1))
             return torch.is_grad_enabled()
 

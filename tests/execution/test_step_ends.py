@@ -26,7 +26,7 @@ class Ends:
         self.listened += 1
 
     @property
-    def heard(self):
+    def counts(self):
         return [len(self.strategy._group.replicas.timeline.steps), self.guard.num_steps_done,
                 self.listened]  # fmt: skip
 
@@ -50,7 +50,7 @@ def trained(strategy, num_optimizers=1):
 @pytest.mark.parametrize("way", [1, 2, 3])
 def test_all_hear_of_every_step_once(ends, way):
     train(way, ends.strategy, *trained(ends.strategy), [BATCH] * 3, loss_fn)
-    assert ends.heard == [3, 3, 3]
+    assert ends.counts == [3, 3, 3]
 
 
 def test_two_optimizers_in_a_run_end_one_step_and_outside_two(ends):
@@ -62,9 +62,9 @@ def test_two_optimizers_in_a_run_end_one_step_and_outside_two(ends):
             optimizer.step()
 
     ends.strategy.run(step)
-    assert ends.heard == [1, 1, 1]
+    assert ends.counts == [1, 1, 1]
     step()
-    assert ends.heard == [3, 3, 3]
+    assert ends.counts == [3, 3, 3]
 
 
 def test_a_step_in_a_merge_or_a_run_inside_ends_with_the_whole_run(ends):
@@ -73,10 +73,10 @@ def test_a_step_in_a_merge_or_a_run_inside_ends_with_the_whole_run(ends):
 
     def inside(strategy):
         strategy.run(optimizer.step)
-        assert ends.heard == [0, 0, 0]
+        assert ends.counts == [0, 0, 0]
 
     ends.strategy.run(lambda: mirror.get_replica_context().merge_call(inside))
-    assert ends.heard == [1, 1, 1]
+    assert ends.counts == [1, 1, 1]
 
 
 def test_a_run_that_fails_ends_none(ends):
@@ -90,7 +90,7 @@ def test_a_run_that_fails_ends_none(ends):
     with pytest.raises(RuntimeError, match="it failed"):
         ends.strategy.run(step)
     ends.strategy.run(lambda: None)
-    assert ends.heard == [0, 0, 0]
+    assert ends.counts == [0, 0, 0]
 
 
 def test_listeners_hear_of_steps_without_a_strategy_too(monkeypatch):
@@ -104,7 +104,7 @@ def test_listeners_hear_of_steps_without_a_strategy_too(monkeypatch):
 
 
 @pytest.fixture
-def seen(make_strategy):
+def calls_seen(make_strategy):
     """A strategy, and after which steps, and in what state, something is called every two."""
     strategy, calls = make_strategy(2), []
     runner = strategy._group.runner
@@ -114,21 +114,21 @@ def seen(make_strategy):
     return strategy, calls
 
 
-def made(strategy, kind=torch.optim.SGD):
+def make_training(strategy, kind=torch.optim.SGD):
     with strategy.scope():
         model = nn.Linear(2, 1)
         return model, kind(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("way", [1, 2, 3])
-def test_steps_are_counted_in_every_way(seen, way):
-    strategy, calls = seen
-    train(way, strategy, *made(strategy), [BATCH] * 5, loss_fn)
+def test_steps_are_counted_in_every_way(calls_seen, way):
+    strategy, calls = calls_seen
+    train(way, strategy, *make_training(strategy), [BATCH] * 5, loss_fn)
     assert calls == [(2, True), (4, True)]
 
 
-def test_a_run_without_a_step_is_none(seen):
-    strategy, calls = seen
+def test_a_run_without_a_step_is_none(calls_seen):
+    strategy, calls = calls_seen
     for _ in range(5):
         strategy.run(lambda: None)
     assert calls == []
@@ -145,9 +145,9 @@ class Foreign(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_is_due_inside_a_run_is_done_when_it_has_ended(seen):
-    strategy, calls = seen
-    train(3, strategy, *made(strategy, Foreign), [BATCH] * 4, loss_fn)
+def test_what_is_due_inside_a_run_is_done_when_it_has_ended(calls_seen):
+    strategy, calls = calls_seen
+    train(3, strategy, *make_training(strategy, Foreign), [BATCH] * 4, loss_fn)
     assert calls
     assert all(is_between_runs for _, is_between_runs in calls)
 
@@ -159,7 +159,7 @@ def test_what_fails_says_when_and_is_done_again(make_strategy):
         raise ValueError("no")
 
     EveryNSteps(2, strategy._group.runner, fail)
-    model, optimizer = made(strategy)
+    model, optimizer = make_training(strategy)
     for _ in range(4):
         try:
             train(1, strategy, model, optimizer, [BATCH], loss_fn)

@@ -1,4 +1,4 @@
-"""A communicator that does something wrong at one of its calls."""
+"""A communicator that fails in one of its calls."""
 
 import threading
 import time

@@ -69,12 +69,12 @@ class Disk:
         file = os.open(path, flags, *mode)
         self._paths[file] = Path(path)
         if flags & os.O_CREAT:
-            self._note(Path(path).parent, lambda: Path(path).unlink(missing_ok=True))
+            self._record(Path(path).parent, lambda: Path(path).unlink(missing_ok=True))
         return file
 
     def _write(self, file, data):
         path = self._paths[file]
-        self._note(path, lambda: path.exists() and os.truncate(path, 0))
+        self._record(path, lambda: path.exists() and os.truncate(path, 0))
         return os.write(file, data)
 
     def _fsync(self, file):
@@ -83,28 +83,28 @@ class Disk:
 
     def _mkdir(self, path):
         os.mkdir(path)
-        self._note(Path(path).parent, lambda: _remove(Path(path)))
+        self._record(Path(path).parent, lambda: _remove(Path(path)))
 
     def _rename(self, old, new):
         os.rename(old, new)
-        self._note(Path(new).parent, lambda: Path(new).exists() and os.rename(new, old))
+        self._record(Path(new).parent, lambda: Path(new).exists() and os.rename(new, old))
 
     def _replace(self, old, new):
         before = Path(new).read_bytes() if Path(new).exists() else None
         os.replace(old, new)
-        self._note(Path(new).parent, lambda: before and Path(new).write_bytes(before))
+        self._record(Path(new).parent, lambda: before and Path(new).write_bytes(before))
 
     def _unlink(self, path):
         content = Path(path).read_bytes()
         os.unlink(path)
         parent = Path(path).parent
-        self._note(parent, lambda: parent.exists() and Path(path).write_bytes(content))
+        self._record(parent, lambda: parent.exists() and Path(path).write_bytes(content))
 
     def _rmdir(self, path):
         os.rmdir(path)
-        self._note(Path(path).parent, lambda: Path(path).mkdir(exist_ok=True))
+        self._record(Path(path).parent, lambda: Path(path).mkdir(exist_ok=True))
 
-    def _note(self, path, how):
+    def _record(self, path, how):
         self._undo.append((path, how))
 
     def lose(self, share=1.0, seed=0):

@@ -1,4 +1,4 @@
-"""A communicator that fails, delays, corrupts or hangs at any of its calls: nothing is lost."""
+"""A communicator that fails, delays, corrupts or hangs in any call: nothing is lost."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def check(fault, outcome):
     assert outcome.are_equal
     assert outcome.num_threads == 0
     assert outcome.seconds < Faulty.longest_hang / 2
-    if fault == "corrupts":  # nobody can tell; all replicas have the same wrong sum
+    if fault == "corrupts":  # not detectable: all replicas have the same wrong sum
         assert outcome.error is None
         return
     assert (outcome.error, outcome.state) == EXPECTED[fault], outcome.text

@@ -1,4 +1,4 @@
-"""Saves that die, are killed, or whose disk fails: no complete step is ever lost."""
+"""Saves that die, are killed, or meet a failing disk: no complete step is ever lost."""
 
 import errno
 import itertools

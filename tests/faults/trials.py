@@ -1,4 +1,4 @@
-"""Trials: one fault of a communicator in one step of training, and what was left after it."""
+"""Trials: one fault of a communicator in one training step, and the state afterwards."""
 
 import copy
 import itertools

@@ -31,7 +31,7 @@ def compiling_gpus(num_devices):
             mock.patch.object(build_program, "trace_step", real(build_program.trace_step)),
             mock.patch.object(
                 build_program, "pieces_of", real(build_program.pieces_of)
-            ),  # traces it anew
+            ),  # traces it again
             mock.patch.object(build_program, "_has_compiler", return_value=False),
         ):
             yield gpus

@@ -153,8 +153,8 @@ class FakeGpus:
         for name in fakes.keys() - {"device", "is_cuda"}:
             fakes[name].__name__ = name  # which modes may ask for
         made = {
-            "as_tensor": partial(self._made, _REAL_AS_TENSOR),
-            "tensor": partial(self._made, _REAL_TENSOR),
+            "as_tensor": partial(self._make, _REAL_AS_TENSOR),
+            "tensor": partial(self._make, _REAL_TENSOR),
         }
         return [
             *((Tensor, name, value) for name, value in fakes.items()),
@@ -231,7 +231,7 @@ class FakeGpus:
             return _REAL_TO(tensor, dtype, copy=copy, **kwargs)
         return _Copy.apply(tensor, device, dtype, non_blocking)
 
-    def _made(self, real, data, *, device=None, **kwargs):
+    def _make(self, real, data, *, device=None, **kwargs):
         device = torch.get_default_device() if device is None else torch.device(device)
         if isinstance(data, Tensor) and real is _REAL_AS_TENSOR:
             made = data
@@ -243,7 +243,7 @@ class FakeGpus:
 
 
 class _Copy(torch.autograd.Function):
-    """A copy to another device, whose gradient goes back to where the tensor is."""
+    """A copy to another device; its gradient is copied back to the tensor's device."""
 
     @staticmethod
     def forward(ctx, tensor, device, dtype, non_blocking):

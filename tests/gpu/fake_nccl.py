@@ -1,8 +1,8 @@
 """libnccl on simulated GPUs: the one of tests/comm/nccl works on their memory, in checked order.
 
 A collective's kernels touch each rank's own memory, on the stream that the rank's call named; a
-rank's part ends after those have begun whose data it needs. NCCL puts the operations of a
-communicator in an order of its own, whatever their streams. What a group has is enqueued some
+rank's part ends after the ranks that send to it have begun. NCCL puts the operations of a
+communicator in an order of its own on any streams. The operations of a group are enqueued some
 time after ncclGroupEnd has returned: nothing may follow on those streams until NCCL has said that
 it is.
 """
@@ -48,12 +48,12 @@ class Part(NamedTuple):
     touched: list[tuple[Memory, int, int, bool]]
 
     def waits_for(self) -> set[int]:
-        """Returns the ranks without whose data it cannot end."""
-        everybody = set(range(self.rank.size))
+        """Returns the ranks that must send data before it can end."""
+        every_rank = set(range(self.rank.size))
         if self.name in _EVERYBODY:
-            return everybody
+            return every_rank
         if self.name == "ncclReduce":
-            return everybody if self.arguments[-1] == self.rank.number else set()
+            return every_rank if self.arguments[-1] == self.rank.number else set()
         return {self.arguments[-1]} if self.name != "ncclSend" else set()
 
 
@@ -103,7 +103,7 @@ class NcclOnGpus:
 
         def call(*arguments):
             if name != "ncclCommGetAsyncError":
-                self._enqueue()  # NCCL's thread gets done, whether or not anybody has waited
+                self._enqueue()  # NCCL's thread finishes, whether or not the host has waited
             if name in special:
                 return special[name](real, *arguments)
             if name == "ncclGroupStart":
@@ -133,7 +133,7 @@ class NcclOnGpus:
         return result
 
     def _end_group(self, real):
-        result = real()  # which moves the data at once: nobody may free it before
+        result = real()  # which moves the data at once: it must not be freed before
         parts = self._in_group.parts
         if result != SUCCESS or not parts:
             return result

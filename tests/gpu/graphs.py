@@ -129,7 +129,7 @@ class FakeGraph:
     def _do(self, stream):
         gpus = self._graphs.gpus
         for func, args, kwargs, held, _ in self.calls:
-            args, kwargs, held = _found((args, kwargs, held))
+            args, kwargs, held = _unwrap((args, kwargs, held))
             for value, writes in tensors._arguments(func, args, kwargs):
                 for tensor in _tensors(value):
                     if gpus.table.place(tensor) is not None and not tensors._is_view(func):
@@ -199,7 +199,7 @@ def _tensors(values):
     return found
 
 
-def _found(values):
+def _unwrap(values):
     return tree_map_only(External, External.tensor, values)
 
 

@@ -8,7 +8,7 @@ by an event it knows then, and the host knows what it has synchronized with.
 
 Two accesses to the same bytes, one of which writes, must be in that order: the later one's agent
 knows the earlier one. So it does not matter what was faster this time. Memory that was freed on
-the host goes to whoever allocates next on the stream that it was allocated on, at once, and must
+the host goes at once to the next allocation on the stream that it was allocated on, and must
 not be in use then by another stream, unless ``record_stream`` has told the allocator of that one.
 """
 
@@ -35,7 +35,7 @@ class Agent:
         self.seen: dict[Agent, int] = {}
 
     def snapshot(self) -> dict[Agent, int]:
-        """Returns how far everybody is, as this one knows: what an event takes along."""
+        """Returns the clock of every agent as this one knows it; an event records it."""
         return {**self.seen, self: self.now}
 
     def learn(self, clock: dict[Agent, int]) -> None:
@@ -88,7 +88,7 @@ class Memory:
 
 
 class Order:
-    """Who knows what, and what has gone wrong.
+    """The clocks of all agents, and the errors found.
 
     Attributes:
         violations: what was not ordered, in words.
@@ -119,7 +119,7 @@ class Order:
             if overlaps and (writes or old.writes) and not is_known:
                 self.violations.append(f"{memory.name} is {this}, unordered with {old}")
             is_covered = begin <= old.begin and old.end <= end
-            # Whoever comes after this one comes after those, too.
+            # An agent ordered after this one is ordered after those, too.
             if not (is_covered and is_known and (writes or not old.writes)):
                 kept.append(old)
         memory.accesses = [*kept, this]
@@ -130,7 +130,7 @@ class Order:
             self._freed.setdefault(memory.home, []).append(memory)
 
     def allocate(self, home: Agent) -> None:
-        """Gives what was freed on a stream to somebody else: whoever allocates there next."""
+        """Gives memory freed on a stream to the next allocation on that stream."""
         for memory in self._freed.pop(home, []):
             for old in memory.accesses:
                 if old.agent not in memory.recorded and not old.is_known_to(home):

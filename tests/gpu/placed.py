@@ -1,4 +1,4 @@
-"""A model whose layers are on two devices, and where its replicas are."""
+"""A model with layers on two devices, and the devices of its replicas."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A training over simulated GPUs, in each of the ways in which programs choose streams."""
+"""A training on simulated GPUs, with every way in which programs choose streams."""
 
 from contextlib import ExitStack, contextmanager
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import mirror
+from tests.toy_models import replica_id
 
 # Small enough that a model of some hundred parameters has several buckets.
 SMALL_PACKS = mirror.CommunicationOptions(bytes_per_pack=600)
@@ -48,14 +49,14 @@ def train(devices, way, **options):
         def step(batch):
             x, y = batch[0], batch[1].to(batch[0].device if way != "host" else devices[0])
             optimizer.zero_grad()
-            with on(own[here()]) if is_changing else ExitStack():
+            with on(own[replica_id()]) if is_changing else ExitStack():
                 loss = nn.functional.mse_loss(model(x), y)
                 loss.backward()
             optimizer.step()
             return loss.detach()
 
         def step_on_own_stream(batch):
-            with on(own[here()]):
+            with on(own[replica_id()]):
                 return step(batch)
 
         if way == "dataset":
@@ -83,10 +84,6 @@ def train(devices, way, **options):
 
 
 _NEEDS_STREAMS = ("callers", "replicas", "changing")
-
-
-def here():
-    return mirror.get_replica_context().replica_id_in_sync_group
 
 
 def split(strategy, batch, devices):

@@ -1,4 +1,4 @@
-"""The parts of ``torch.cuda`` that know streams: a class each, for one set of simulated GPUs."""
+"""The parts of ``torch.cuda`` that handle streams, one class each, for simulated GPUs."""
 
 from __future__ import annotations
 

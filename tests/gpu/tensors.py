@@ -1,9 +1,9 @@
-"""Tensors that claim to be on a GPU: physically on the CPU, with a table of who is where.
+"""Tensors that claim to be on a GPU: physically on the CPU, with a table of their devices.
 
 A dispatch mode, in every thread, sees each operation below autograd: forward, backward, foreach
 and all. It takes the device from the call, runs the operation on the CPU at once, and tells
 ``Order`` what was read and written on the current stream of that thread. So results are always
-right; what is checked is whether they would be, whatever a GPU is late with.
+right; the checks find whether they would be with any delay of a GPU.
 
 The streams of a backward pass are those current in the thread that calls it; torch takes those of
 the forward operations and orders the two itself.
@@ -29,7 +29,7 @@ from tests.gpu.streams import Streams
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
-# Whose results the host looks at, or whose results' sizes depend on values.
+# The host reads their results, or the sizes of their results depend on values.
 _WAITS = {
     aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default,
     aten.nonzero.default, aten.masked_select.default, aten._unique2.default,

@@ -1,4 +1,4 @@
-"""The conformance suite of backends on simulated GPUs, and trainings with them: in order, too."""
+"""The conformance suite of backends, and trainings, on simulated GPUs, in stream order."""
 
 import inspect
 from itertools import product
@@ -58,7 +58,7 @@ SHORT = [
 def test_a_backend_passes_the_suite_in_order(backend, place):
     with gpus_with_cupy(8) as gpus:
         communicator = comm.create(backend, PLACES[place])
-        # What differs by dtype does so whatever the number of devices is.
+        # What differs by dtype does so for any number of devices.
         is_whole = place == "2-gpus"
         wanted = (DTYPES, test_conformance.PACKS) if is_whole else ((torch.bfloat16,), (1000,))
         num_tests = run_suite(communicator, *wanted)

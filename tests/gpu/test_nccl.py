@@ -1,4 +1,4 @@
-"""The backend "nccl" on simulated GPUs: suite, trainings and planted bugs, in checked order."""
+"""The backend "nccl" on simulated GPUs: conformance suite, trainings, planted bugs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.gpu.fake_nccl import gpus_with_nccl
 from tests.gpu.order import StreamError
 from tests.gpu.programs import WAYS, names, train
 from tests.gpu.test_backends import run_suite
-from tests.gpu.test_planted import collectives_in_backward, of
+from tests.gpu.test_planted import CURRENT, collectives_in_backward, fault
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=str(MISSING))
 
@@ -104,33 +104,33 @@ STREAM = "streams[replica_id]"
 OWN = "[stream_address(device) for device in self._devices]"
 BUGS = {
     "collectives are on the default streams": (
-        of(Clique, "run", OWN, "[0] * len(self._devices)"),
+        fault(Clique, "run", OWN, "[0] * len(self._devices)"),
         training("plain"),
     ),
     "collectives are on the streams of the first one": (
-        of(Clique, "run", OWN, f"self.__dict__.setdefault('_streams', {OWN})"),
+        fault(Clique, "run", OWN, f"self.__dict__.setdefault('_streams', {OWN})"),
         buckets_beside_collectives,
     ),
     "one replica's call is on its default stream": (
-        of(Clique, "run", STREAM, f"{STREAM} if replica_id else 0"),
+        fault(Clique, "run", STREAM, f"{STREAM} if replica_id else 0"),
         on_own_streams(torch.float32),
     ),
     "nobody waits until NCCL has enqueued": (
-        of(Clique, "run", "self._settle(result)", "pass"),
+        fault(Clique, "run", "self._settle(result)", "pass"),
         on_own_streams(torch.float32),
     ),
     "half types are taken before they have arrived": (
-        of(NcclCommunicator, "_reduce_halves", "self._run(collective, tensors, exch",
+        fault(NcclCommunicator, "_reduce_halves", "self._run(collective, tensors, exch",
            "with torch.cuda.stream(torch.cuda.Stream(tensors[0].device)):\n"
            "                    self._run(collective, tensors, exch"),
         on_own_streams(torch.bfloat16),
     ),
     "the side does not wait for the computation": (
-        of(SideStream, "start", "stream.wait_stream(torch.cuda.current_stream(device))", "pass"),
+        fault(SideStream, "start", f"stream.wait_stream({CURRENT})", "pass"),
         training("plain"),
     ),
     "the computation does not wait for the side": (
-        of(SideStream, "start", "torch.cuda.current_stream(device).wait_event(event)", "pass"),
+        fault(SideStream, "start", f"{CURRENT}.wait_event(event)", "pass"),
         training("plain"),
     ),
 }  # fmt: skip

@@ -116,13 +116,13 @@ def test_recomputed_layers_are_on_their_devices(strategy, way, reentrant):
 
 
 def test_what_a_merge_names_is_what_it_says(strategy):
-    def look(strategy, t):
+    def check_parts(strategy, t):
         assert [part.device for part in t.values] == [B, D]
         return [part.to("cuda:1").device for part in t.values] + [torch.ones(1, device=B).device]
 
     def fn():
         own = torch.ones(1, device=B)
-        assert set(context().merge_call(look, args=(own,))) == {B}
+        assert set(context().merge_call(check_parts, args=(own,))) == {B}
         return own.to(B).device
 
     assert strategy.local_results(strategy.run(fn)) == (B, D)

@@ -1,4 +1,4 @@
-"""Layers on several simulated GPUs per replica: what one device gives, everything in its place."""
+"""Layers on several simulated GPUs per replica: equal to one device, on the right devices."""
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -135,7 +135,7 @@ def outcome(losses, model, optimizer):
 def check_places(strategy, model, optimizer):
     """Every replica's copies, buffers, gradients and state are on its own devices."""
 
-    def look():
+    def check_devices():
         context = mirror.get_replica_context()
         mine = dict(zip(strategy.places[0], context.devices, strict=True))
         assert context.device == context.devices[0]
@@ -148,7 +148,7 @@ def check_places(strategy, model, optimizer):
     named = (*model.named_parameters(), *model.named_buffers())
     homes = {name: tensor.device for name, tensor in named}
     assert set(homes.values()) == set(strategy.places[0])
-    strategy.run(look)
+    strategy.run(check_devices)
 
 
 @pytest.fixture(scope="module")

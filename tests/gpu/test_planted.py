@@ -1,4 +1,4 @@
-"""Bugs planted into what orders streams: the simulated GPU must flag every one of them."""
+"""Bugs planted into the ordering of streams: the simulated GPU must find each of them."""
 
 import inspect
 import sys
@@ -144,7 +144,7 @@ def training(way, n=2):
     return lambda: train(names(n), way)
 
 
-def of(owner, name, old, new=""):
+def fault(owner, name, old, new=""):
     return lambda monkeypatch: plant(monkeypatch, owner, name, old, new)
 
 
@@ -152,70 +152,70 @@ CURRENT = "torch.cuda.current_stream(device)"
 # What is planted, and a program that shows it.
 BUGS = {
     "the side does not wait for the computation": (
-        of(SideStream, "start", f"stream.wait_stream({CURRENT})", "pass"),
+        fault(SideStream, "start", f"stream.wait_stream({CURRENT})", "pass"),
         training("plain"),
     ),
     "the computation does not wait for the side": (
-        of(SideStream, "start", f"{CURRENT}.wait_event(event)", "pass"),
+        fault(SideStream, "start", f"{CURRENT}.wait_event(event)", "pass"),
         training("plain"),
     ),
     "the side's events are recorded on the computation's streams": (
-        of(SideStream, "start", "stream.record_event() for stream in self._streams",
+        fault(SideStream, "start", "stream.record_event() for stream in self._streams",
            f"{CURRENT}.record_event() for device in self._devices"),
         training("plain"),
     ),
     "the side works on the streams of computation of another device": (
-        of(SideStream, "start", f"stream.wait_stream({CURRENT})",
+        fault(SideStream, "start", f"stream.wait_stream({CURRENT})",
            "stream.wait_stream(torch.cuda.current_stream(self._devices[0]))"),
         training("plain"),
     ),
     "a batch is used before it has arrived": (
-        of(CopyStreams, "receive", "consumers[device].wait_event(event)", "pass"),
+        fault(CopyStreams, "receive", "consumers[device].wait_event(event)", "pass"),
         batches_on_demand,
     ),
     "a batch's memory is given out while it is used": (
-        of(CopyStreams, "receive", "tensor.record_stream(consumers[tensor.device])", "pass"),
+        fault(CopyStreams, "receive", "tensor.record_stream(consumers[tensor.device])", "pass"),
         batches_on_demand,
     ),
     "a batch's events are those of before its copies": (
-        of(CopyStreams, "departed", "stream.record_event()", "torch.cuda.Event()"),
+        fault(CopyStreams, "departed", "stream.record_event()", "torch.cuda.Event()"),
         batches_on_demand,
     ),
     "a part is used before it has arrived": (
-        of(CopyStreams, "deliver", "consumer.wait_stream(stream)"),
+        fault(CopyStreams, "deliver", "consumer.wait_stream(stream)"),
         training("host"),
     ),
     "a part's memory is given out while it is used": (
-        of(CopyStreams, "deliver", "part.record_stream(consumer)"),
+        fault(CopyStreams, "deliver", "part.record_stream(consumer)"),
         training("host"),
     ),
     "a pinned buffer is filled again while it is copied": (
-        of(DistributedSteps, "_next", "self._assembly.streams.synchronize()"),
+        fault(DistributedSteps, "_next", "self._assembly.streams.synchronize()"),
         batches_from_a_pinned_buffer,
     ),
     "collectives on two streams share scratch": (
-        of(CollectiveLock, "_follow", "stream.wait_event(self._last[gpu][1])", "pass"),
+        fault(CollectiveLock, "_follow", "stream.wait_event(self._last[gpu][1])", "pass"),
         collectives_in_backward,
     ),
     "collectives wait for one that is not the last": (
-        of(CollectiveLock, "_leave", "event.record(stream)"),
+        fault(CollectiveLock, "_leave", "event.record(stream)"),
         collectives_in_backward,
     ),
     "replicas are not on the caller's streams": (
-        of(CallerStreams, "entered",
+        fault(CallerStreams, "entered",
            "stack.enter_context(torch.cuda.stream(self._streams[device]))", "pass"),
         training("callers"),
     ),
     "who acts for all does not know where they are": (
-        of(ReplicaStreams, "record", "self._noted.setdefault(gpu, {})[stream] = None"),
+        fault(ReplicaStreams, "record", "self._noted.setdefault(gpu, {})[stream] = None"),
         training("replicas"),
     ),
     "of several replicas on one GPU one is waited for": (
-        of(ReplicaStreams, "make_caller_wait", "chosen.wait_stream(stream)", "pass"),
+        fault(ReplicaStreams, "make_caller_wait", "chosen.wait_stream(stream)", "pass"),
         lambda: train(["cuda:0"] * 2, "replicas"),
     ),
     "a bucket is launched before all have told of their streams": (
-        of(Buckets, "_may_launch", "not self._streams.are_complete(devices)", "False"),
+        fault(Buckets, "_may_launch", "not self._streams.are_complete(devices)", "False"),
         hooks_behind_slots,
     ),
     "what is reduced is not kept": (lambda monkeypatch: None, work_on_the_side_is_not_kept),

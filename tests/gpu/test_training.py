@@ -53,14 +53,14 @@ def test_gpus_that_were_seeded_alike_draw_apart_at_each_position(rows):
     places = [[row] if isinstance(row, str) else row for row in rows]
     seen = []
 
-    def note():
+    def record_seeds():
         seen.append([each.initial_seed() for each in torch.cuda.default_generators])
 
     with FakeGpus(6), mirror.MirroredStrategy(rows, "naive") as strategy:
         for generator in torch.cuda.default_generators:  # as torch.manual_seed does
             generator.manual_seed(3)
         for _ in range(2):
-            strategy.run(note)
+            strategy.run(record_seeds)
     assert all(seeds == seen[0] for seeds in seen)
     for column in zip(*places, strict=True):
         own = [seen[0][torch.device(name).index] for name in column]

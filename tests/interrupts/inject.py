@@ -1,4 +1,4 @@
-"""Raises an exception at one entry or return of a function, in one thread: the k-th there."""
+"""Raises an exception at the k-th entry or return of a function in one thread."""
 
 import sys
 import threading
@@ -22,12 +22,12 @@ class Injector:
         self.counts = Counter()
         self.where = self._target = self._error = None
         self._is_watching = False
-        threading.setprofile(self._note)  # of threads that start from now on
+        threading.setprofile(self._record)  # of threads that start from now on
         self.install()
 
     def install(self):
         """Has the calling thread watched, which ends when it raises there."""
-        sys.setprofile(self._note)
+        sys.setprofile(self._record)
 
     def watch(self, target=None, error=None):
         """Begins to count, and to look for the k-th event of a thread."""
@@ -39,7 +39,7 @@ class Injector:
         """Ends that."""
         self._is_watching = False
 
-    def _note(self, frame, event, arg):
+    def _record(self, frame, event, arg):
         if not self._is_watching or event not in EVENTS or frame.f_code in _OWN:
             return
         thread = threading.current_thread()

@@ -1,4 +1,4 @@
-"""The steps that are interrupted: every way to train, under every schedule."""
+"""The programs that are interrupted: every way to train, under every schedule."""
 
 import copy
 from functools import partial

@@ -114,7 +114,7 @@ SECONDS = 30
 
 @pytest.fixture(params=["lockstep", "staggered", "parallel"])
 def training(request, make_strategy):
-    """Gives ``train()``, of a strategy whose replicas have threads already."""
+    """Gives ``train()``: a step of a strategy that has started its replica threads."""
     strategy = make_strategy(3, schedule=request.param)
     model = strategy.mirror(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

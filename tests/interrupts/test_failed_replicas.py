@@ -9,7 +9,7 @@ from torch import nn
 import mirror
 from mirror.replica.optimizers.param_swap import ParamGroupSwap
 from tests.oracle import assert_same, finishes
-from tests.threads.meeting import me
+from tests.toy_models import replica_id
 
 
 @pytest.mark.parametrize("which", ["before it notes that", "with it in hand"])
@@ -20,7 +20,7 @@ def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hand_over, struck = ParamGroupSwap._hand_over, []
 
-    def strike(self, *args):
+    def interrupt(self, *args):
         if len(struck) == 1:
             struck.append(True)
             if which == "with it in hand":
@@ -36,7 +36,7 @@ def test_the_others_do_not_wait_for_an_optimizer_that_one_failed_with(
         optimizer.step()
 
     strategy.run(step)
-    monkeypatch.setattr(ParamGroupSwap, "_hand_over", strike)
+    monkeypatch.setattr(ParamGroupSwap, "_hand_over", interrupt)
     struck.append(mirror)
     _, error, _ = finishes(lambda: strategy.run(step))
     assert type(error) is MemoryError
@@ -99,7 +99,7 @@ def test_the_next_smaller_batch_trains(where, who, in_run, strategy):
     def fails(here):
         replica = mirror.get_replica_context()  # None, or a default one, where one acts for all
         is_one = replica is not None and replica.num_replicas_in_sync > 1
-        if is_large[0] and here == where and (not is_one or me() == who):
+        if is_large[0] and here == where and (not is_one or replica_id() == who):
             raise torch.OutOfMemoryError("out of memory")
 
     plain = Net(lambda where: None)

@@ -1,4 +1,4 @@
-"""Interrupts a program's step and trains on: what is wrong then, in words."""
+"""Interrupts a program's step, trains on, and describes in words what is wrong then."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ import torch
 
 from mirror.execution.current_replica import current
 
-SECONDS = 4.0  # that an interrupted step may take, on a busy machine too; nobody waits 5 s in vain
+SECONDS = 4.0  # that an interrupted step may take on a busy machine; a stalled thread waits 5 s
 AFFINITY, THREADS = os.sched_getaffinity(0), torch.get_num_threads()
 
 
@@ -57,7 +57,7 @@ class Trial:
     def interrupt(self, point, error):
         """Interrupts a step, at a point, with an error; returns where that was, and what is wrong.
 
-        Without a point the step is interrupted by what somebody else has prepared.
+        Without a point the caller has prepared the interrupt.
         """
         raised, notes, wrong = None, [], []
         self._begin(1)

@@ -1,4 +1,4 @@
-"""Gives programs of Keras a process in which it has been imported."""
+"""Runs programs of Keras in a process that has imported it."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The Trainer and Fabric over mirrored devices do what they do on one."""
+"""Lightning's Trainer and Fabric over mirrored devices equal one device."""
 
 import copy
 import logging

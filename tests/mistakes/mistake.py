@@ -1,6 +1,6 @@
 """A catalogue of mistakes: what a program with one must end in, and the programs' common parts.
 
-A test here is a program that somebody writes by mistake, or by the habit of another framework. It
+A test here is a program with a mistake, or with a habit of another framework. It
 is right all the same, ends in an error, or warns; then the words are what names the remedy. None
 may go on in silence with other results than one device has.
 """
@@ -13,14 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import mirror
-
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 Y = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
 
 
 def refused(kind, *words):
-    """Decorates a program that ends in an error whose message and notes have the words."""
+    """Decorates a program that must end in an error; its message and notes have the words."""
 
     def decorate(program):
         @functools.wraps(program)
@@ -109,10 +107,6 @@ def same(model, expected):
     """Whether two networks have the same values, to rounding."""
     pairs = zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
     return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
-
-
-def replica_id():
-    return mirror.get_replica_context().replica_id_in_sync_group
 
 
 def trains_as_plain(strategy, program, steps=2):

@@ -18,12 +18,12 @@ from tests.mistakes.mistake import (
     net,
     plain,
     refused,
-    replica_id,
     same,
     sgd,
     step,
     warned,
 )
+from tests.toy_models import replica_id
 
 DATASET = TensorDataset(X, Y)
 HALF: DistributedSampler = DistributedSampler(DATASET, num_replicas=2, rank=0)

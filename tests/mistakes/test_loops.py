@@ -1,4 +1,4 @@
-"""Mistakes in the training loop: right all the same, or told."""
+"""Mistakes in the training loop: exact in spite of them, or reported."""
 
 import copy
 
@@ -319,7 +319,7 @@ def test_the_model_copied_before_the_optimizer(strategy):
 
 
 def test_an_optimizer_of_an_old_model(strategy):
-    """A cell that makes the model anew and not the optimizer: nothing moves, as on one device."""
+    """A cell that recreates the model and not the optimizer: nothing moves, as on one device."""
     _, optimizer, _ = mirrored(strategy)
     with strategy.scope():
         model = net()

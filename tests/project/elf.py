@@ -1,4 +1,4 @@
-"""What a shared library asks of others: its undefined symbols, and their versions."""
+"""The undefined symbols of a shared library, and their versions."""
 
 import struct
 
@@ -44,7 +44,7 @@ def needed_versions(path):
 
 
 def too_new(path, limits):
-    """Returns the symbols whose version is newer than a limit, or of a name without one.
+    """Returns the symbols with a version above its limit, or without a limit.
 
     Args:
         limits: the newest version allowed, by name, such as {"GLIBC": (2, 28)}.

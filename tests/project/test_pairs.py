@@ -1,4 +1,4 @@
-"""tests/pairs.py: of a product those cases run in which every two values meet."""
+"""tests/pairs.py: every two values of two parameters occur together."""
 
 import itertools
 

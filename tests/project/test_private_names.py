@@ -1,4 +1,4 @@
-"""What is private in torch is used in three files: torch's names, the compiler's, tracing's."""
+"""Private names of torch are used in three files only, and are listed."""
 
 import ast
 import re

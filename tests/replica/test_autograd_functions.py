@@ -1,4 +1,4 @@
-"""Parameters given to what asks no __torch_function__: custom functions, C++, torch.func."""
+"""Parameters given to code that ignores __torch_function__: custom functions, C++, torch.func."""
 
 import copy
 import warnings

@@ -65,14 +65,14 @@ def drifts_in_the_second_of_three_steps(strategy, way, drift, frozen=()):
     with pytest.raises(ReplicaMismatchError, match=f"^{what}"):
         strategy.check_replicas()
     next(training)
-    _, of_which = what.split("parameter")  # whose state has drifted soon drifts
+    _, of_which = what.split("parameter")  # a drifted state soon changes the parameter
     with pytest.raises(ReplicaMismatchError, match=of_which) as raised:
         next(training)
     assert raised.value.__notes__ == ["found after step 3; looked at before: never"]
 
 
 def train_unchecked(way, strategy, model, optimizer):
-    """Yields after each step; whoever reads on takes the next one."""
+    """Yields after each step; reading on takes the next one."""
     strategy = Unchecked(strategy)
     while True:
         train(way, strategy, model, optimizer, [BATCH], loss_fn)
@@ -80,7 +80,7 @@ def train_unchecked(way, strategy, model, optimizer):
 
 
 class Unchecked:
-    """A strategy whose ``check_replicas`` does nothing, as the loops of the tests call it."""
+    """A strategy with a ``check_replicas`` that does nothing; the loops of the tests call it."""
 
     def __init__(self, strategy):
         self._strategy = strategy

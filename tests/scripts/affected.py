@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ALWAYS = ("tests/test_layers.py", "tests/project")
-# Beginnings of paths outside mirror/ and tests/, and files whose tests have other names.
+# Beginnings of paths outside mirror/ and tests/, and files with tests of other names.
 ELSEWHERE = {
     "benchmarks/": ("tests/benchmarks",),
     "csrc/": ("tests/comm/host", "tests/comm/kernels"),

@@ -31,7 +31,7 @@ def run(path, folder, **settings):
     return notebook
 
 
-def kept(output):
+def clean_output(output):
     """Returns an output as it is kept; ``None``: it is not."""
     if output["output_type"] == "error":
         told = f"{output['ename']}: {output['evalue']}".rstrip(": ")
@@ -52,7 +52,7 @@ def keep(path):
         if cell["cell_type"] == "code":
             number += 1
             cell["execution_count"] = number
-            found = [kept(output) for output in ran["outputs"]]
+            found = [clean_output(output) for output in ran["outputs"]]
             cell["outputs"] = as_in_files([output for output in found if output is not None])
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 

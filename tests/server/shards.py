@@ -1,4 +1,4 @@
-"""Servers in one process: shards over a layout, and what a worker does with them."""
+"""Servers in one process: shards over a layout, and a worker's calls to them."""
 
 import torch
 

@@ -1,15 +1,21 @@
-"""Recording: what was made under a scope, each variable once, and reading it."""
+"""Recorded models, persistent ids of objects on servers, and the report of servers."""
 
 import copy
+import functools
 import gc
 import pickle
 import threading
+import xml.etree.ElementTree as ET
 
+import pytest
 import torch
 from torch import nn
 
+from mirror.errors import StepError
+from mirror.server.persistent_ids import dump, dump_step, load, names_in
 from mirror.server.pull_on_read import PullOnReadDict, plain_parameters, unwatch, watch
 from mirror.server.recorded_model import Model, RecordedModules
+from mirror.server.servers_report import ServersReport
 
 
 def record(make):
@@ -94,3 +100,131 @@ def test_every_way_to_read_asks_first():
     assert isinstance(module._parameters, PullOnReadDict)
     unwatch(module)
     assert type(module._parameters) is dict
+
+
+MODEL = torch.nn.Linear(2, 2)
+
+
+def step_of_module(x):
+    return MODEL(x)
+
+
+def find(thing):
+    return ("module", 0) if thing is MODEL else None
+
+
+class Trainer:
+    def __init__(self):
+        self.net = MODEL
+        self.lock = None
+
+    def step(self, x):
+        return self.net(x)
+
+
+def roundtrip(fn, *args):
+    other = torch.nn.Linear(2, 2)
+    found, own, _ = load(dump_step(fn, args, {}, find), lambda token: other)
+    return found, own, other
+
+
+def test_our_things_are_found_wherever_they_are():
+    x = torch.ones(1, 2)
+    local = MODEL
+    for fn in (
+        step_of_module,
+        lambda x: local(x),
+        Trainer().step,
+        functools.partial(lambda m, x: m(x), MODEL),
+    ):
+        found, _, other = roundtrip(fn)
+        assert torch.equal(found(x), other(x))
+    found, own, other = roundtrip(max, {"a": [MODEL]})
+    assert found is max
+    assert own[0]["a"][0] is other
+
+
+def test_no_weights_travel():
+    large = torch.nn.Linear(1000, 1000)
+    data = dump_step(lambda: large, (), {}, lambda t: ("module", 0) if t is large else None)
+    assert len(data) < 2000
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda lock: (lambda: lock, (), {}), "lock"),
+        (lambda lock: (max, (1, lock), {}), r"args\[1\]"),
+        (lambda lock: (max, (), {"key": lock}), "key"),
+        (lambda lock: (_with(lock).step, (), {}), r"self\.lock"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(make, name):
+    fn, args, kwargs = make(threading.Lock())
+    with pytest.raises(StepError, match=f"{name}, a lock, cannot be pickled") as caught:
+        dump_step(fn, args, kwargs, find)
+    assert isinstance(caught.value, TypeError)
+
+
+def _with(lock):
+    trainer = Trainer()
+    trainer.lock = lock
+    return trainer
+
+
+def test_results_name_our_things_too():
+    assert load(dump([MODEL, 1], find), lambda token: token) == [("module", 0), 1]
+
+
+def test_names_are_those_of_the_program():
+    first = 1
+
+    def fn(x):
+        return MODEL, first
+
+    found = dict(names_in(fn, (2,), {"y": 3}))
+    assert found == {"first": 1, "MODEL": MODEL, "args[0]": 2, "y": 3}
+
+
+REPORT = ServersReport(
+    num_steps=10,
+    num_retried=1,
+    num_updates=9,
+    staleness={0: 6, 2: 3},
+    pulled_bytes=120,
+    pushed_bytes=60,
+    pull_seconds=0.1,
+    push_seconds=0.2,
+    step_seconds=1.0,
+    server_bytes=(8, 4),
+)
+
+
+def test_a_report_is_printed_as_a_table():
+    assert str(REPORT).splitlines() == [
+        "steps           10, 1 times again on another worker",
+        "updates         9, gradients dropped: 0, waiting: 0",
+        "a step          100.00 ms, of which pull 10.00, push 20.00",
+        "bytes a step    pulled 12, pushed 6",
+        "servers         8 bytes, 4 bytes",
+        "staleness       gradients",
+        f"        0       6        {'#' * 30}",
+        f"        2       3        {'#' * 15}",
+    ]
+
+
+def test_a_notebook_shows_the_same():
+    shown = ET.fromstring(REPORT._repr_html_())
+    lines = [" ".join(line.itertext()).split() for line in shown.iter("tr")]
+    assert lines[1:] == [
+        ["pull", "10.000", "ms", "10%"],
+        ["push", "20.000", "ms", "20%"],
+        ["on", "the", "worker", "70.000", "ms", "70%"],
+    ]
+    words = "".join(shown.itertext())
+    assert all(line in words for line in str(REPORT).splitlines() if "a step   " not in line)
+
+
+def test_a_report_of_nothing_is_shown_too():
+    assert "steps           0" in str(ServersReport())
+    assert "mean of 0" in ServersReport()._repr_html_()

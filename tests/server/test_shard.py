@@ -1,14 +1,20 @@
-"""Shards: what servers do to values is what one optimizer does to the whole."""
+"""Shards: updates, optimizer states and values as bytes equal one optimizer on the whole."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mirror.errors import StrategyError
+from mirror.server.optimizer_messages import cut, from_message, join, message_of
 from mirror.server.partitioners import FixedShards
 from mirror.server.server_optimizers import describe
 from mirror.server.shard import PieceSpec, PushMessage, Shard
-from mirror.server.shard_updates import Update
+from mirror.server.shard_updates import Update, mean
+from mirror.server.tensor_bytes import as_tensor, dtype_named, name_of, pack, unpack
 from tests.server.shards import Servers
 
 SHAPES = [(5, 3), (), (4,), (1, 2)]
@@ -192,3 +198,94 @@ def test_rows_of_a_table_and_changes_of_buffers():
         shard.push(
             PushMessage(1, 0, 0, 0, 0, 1.0), Update({}, {0: (torch.tensor([4]), torch.ones(1, 2))})
         )
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_a_state_that_is_cut_and_joined_is_the_same(rows, parts):
+    starts = [rows * k // parts for k in range(parts + 1)]
+    spans = list(pairwise(starts))
+    state = {"step": torch.tensor(3.0), "m": torch.randn(rows, 2), "n": 4, "none": None}
+    pieces = cut(state, (rows, 2), spans)
+    sent = [from_message(*message_of({7: piece}))[7] for piece in pieces]
+    found = join("w", sent, [(end - begin, 2) for begin, end in spans])
+    assert found.keys() == state.keys()
+    assert torch.equal(found["m"], state["m"])
+    assert found["step"] == 3
+    assert (found["n"], found["none"]) == (4, None)
+
+
+def test_what_cannot_be_joined_or_sent_is_named():
+    with pytest.raises(StrategyError, match="state 'norm' of w differs"):
+        join("w", [{"norm": torch.tensor(1.0)}, {"norm": torch.tensor(2.0)}], [(2,), (2,)])
+    with pytest.raises(StrategyError, match="state 'history' is a list"):
+        message_of({0: {"history": [torch.zeros(2)]}})
+
+
+def test_a_message_has_it_all():
+    update = Update(
+        {0: torch.ones(2, 2)},
+        {1: (torch.tensor([3, 1]), torch.ones(2, 2, dtype=torch.float64))},
+        {2: torch.tensor(5)},
+    )
+    pieces = [((2, 2), torch.float32), ((4, 2), torch.float64), ((), torch.int64)]
+    found = Update.from_message(*update.message(), pieces)
+    assert torch.equal(found.gradients[0], update.gradients[0])
+    assert all(torch.equal(a, b) for a, b in zip(found.rows[1], update.rows[1], strict=True))
+    assert found.changes == {2: torch.tensor(5)}
+
+
+def test_large_gradients_travel_in_their_own_memory():
+    large, small = torch.randn(200, 100), torch.randn(3)
+    header, buffers = Update({0: large, 1: small}).message()
+    assert (header["large"], header["gradients"]) == ([0], [1])
+    assert buffers[1].ctypes.data == large.data_ptr()
+    specs = [((200, 100), torch.float32), ((3,), torch.float32)]
+    found = Update.from_message(header, buffers, specs)
+    assert torch.equal(found.gradients[0], large)
+    assert torch.equal(found.gradients[1], small)
+
+
+def test_means_are_weighted_and_what_is_missing_counts_as_zeros():
+    one = Update({0: torch.ones(2)}, {1: (torch.tensor([0]), torch.ones(1, 2))},
+                 {2: torch.tensor(4.0), 3: torch.tensor(1)})  # fmt: skip
+    two = Update({0: torch.full((2,), 3.0), 4: torch.ones(1)}, {}, {2: torch.tensor(8.0)})
+    found = mean([one, two], [3, 1])
+    assert found.gradients[0].tolist() == [1.5, 1.5]
+    assert found.gradients[4].tolist() == [0.25]
+    assert found.rows[1][1].tolist() == [[0.75, 0.75]]
+    assert found.changes == {2: torch.tensor(5.0), 3: torch.tensor(1)}
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+SPECS = st.lists(
+    st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(DTYPES))
+)
+
+
+@given(SPECS, st.booleans())
+def test_what_is_packed_comes_out(specs, is_read_only):
+    tensors = [(torch.arange(99)[: torch.Size(s).numel()].view(s) % 2).to(d) for s, d in specs]
+    packed = pack(tensors)
+    packed.flags.writeable = not is_read_only
+    for found, tensor in zip(unpack(packed, specs), tensors, strict=True):
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+
+
+def test_views_are_packed_as_they_are_seen():
+    whole = torch.arange(12.0).view(3, 4)
+    views = [whole.t(), whole[:, 1], torch.tensor([1 + 2j]).conj()]
+    found = unpack(pack(views), [(tuple(v.shape), v.dtype) for v in views])
+    assert all(torch.equal(a, b) for a, b in zip(found, views, strict=True))
+
+
+def test_bytes_of_any_kind_are_taken():
+    values = np.arange(3, dtype=np.float32)
+    for array in values, values.tobytes(), memoryview(values), values[::-1][::-1]:
+        assert as_tensor(array, torch.float32).tolist() == [0, 1, 2]
+
+
+def test_dtypes_have_names():
+    assert all(dtype_named(name_of(dtype)) is dtype for dtype in DTYPES)
+    with pytest.raises(ValueError, match="no dtype 'load'"):
+        dtype_named("load")

@@ -1,13 +1,18 @@
-"""Placement: every row has one place, by the rule that was asked for."""
+"""The placement of variables on servers: tasks of the cluster, partitioners, rules."""
 
+import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.server.partitioners import FixedShards, MinSize
+from mirror.cluster import ClusterSpec, SimpleResolver
+from mirror.errors import ClusterError, StrategyError
+from mirror.server.cluster_tasks import host_and_port, tasks_of
+from mirror.server.partitioners import FixedShards, MaxSize, MinSize, num_pieces
 from mirror.server.variable_placement import ALIGNMENT, VariableSpec, place
 
 VARIABLES = st.lists(
@@ -100,3 +105,97 @@ def test_every_row_has_one_place_and_no_two_share_bytes(
                 piece.variable
             ].by_rows
         assert end <= layout.sizes[server]
+
+
+JOBS: Any = {"ps": ["a:1", "b:2"], "worker": {0: "c:3", 2: "[::1]:4"}, "chief": ["d:5"]}
+
+
+@pytest.mark.parametrize(
+    "cluster", [JOBS, ClusterSpec(JOBS), SimpleResolver(ClusterSpec(JOBS), task_type="chief")]
+)
+def test_tasks_have_names_and_addresses(cluster):
+    assert tasks_of(cluster).by_name() == {
+        "server 0": ("a", 1),
+        "server 1": ("b", 2),
+        "worker 0": ("c", 3),
+        "worker 1": ("::1", 4),
+    }
+
+
+@pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "a:65536", "::1:3", "a b:1", "a:1:2"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ClusterError, match="an address is 'host:port'"):
+        host_and_port(address)
+    with pytest.raises(ValueError, match="an address is"):
+        tasks_of({"ps": [address], "worker": ["w:1"]})
+
+
+def test_two_tasks_at_one_address_are_refused():
+    with pytest.raises(ValueError, match="an address of its own; got 'a:1'"):
+        tasks_of({"ps": ["a:1"], "worker": ["a:1"]})
+
+
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_a_process_that_serves_has_no_strategy(job):
+    resolver = SimpleResolver(ClusterSpec(JOBS), task_type=job, task_id=0)
+    with pytest.raises(StrategyError, match=f"task 0 of job '{job}'.*Server"):
+        tasks_of(resolver)
+
+
+SHAPES = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "pieces"),
+    [
+        (FixedShards(2), (10, 3), [2, 1]),
+        (FixedShards(8), (3, 3), [3, 1]),
+        (FixedShards(1), (3,), [1]),
+        (FixedShards(2), (), []),
+        (MinSize(4, 2), (6, 1), [2, 1]),
+        (MinSize(4, 10), (6, 1), [6, 1]),
+        (MinSize(8, 10), (5, 1), [3, 1]),
+        (MinSize(), (10_000_000,), [1]),
+        (MinSize(1 << 20, 10), (3, 3), [1, 1]),
+        (MaxSize(4), (6, 1), [6, 1]),
+        (MaxSize(4, 2), (6, 1), [2, 1]),
+        (MaxSize(1024), (6, 1), [1, 1]),
+        (MaxSize(10), (6, 1), [3, 1]),
+        (MaxSize(1), (6, 100), [6, 1]),
+    ],
+)
+def test_numbers_are_those_of_tensorflow(partitioner, shape, pieces):
+    assert partitioner(shape, torch.float32) == pieces
+
+
+@given(
+    SHAPES, st.integers(1, 500), st.integers(1, 9), st.sampled_from([torch.float64, torch.int8])
+)
+def test_pieces_keep_their_limits(shape, limit, most, dtype):
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    for partitioner in FixedShards(most), MinSize(limit, most), MaxSize(limit, most):
+        count = num_pieces(partitioner, "w", shape, dtype)
+        assert 1 <= count <= max(1, min(most, shape[0]))
+    count = num_pieces(MaxSize(limit), "w", shape, dtype)
+    largest = -(-shape[0] // count) * row_bytes
+    assert largest <= limit or row_bytes > limit or shape[0] <= count
+
+
+@pytest.mark.parametrize("returned", [[1, 2], [2], [0, 1], "2", [1.5, 1], None, True])
+def test_what_a_users_partitioner_may_not_return(returned):
+    with pytest.raises(ValueError, match=r"it has returned|for w of shape"):
+        num_pieces(lambda shape, dtype: returned, "w", (4, 4), torch.float32)
+
+
+def test_a_users_partitioner_may_return_a_number():
+    assert num_pieces(lambda shape, dtype: 3, "w", (4, 4), torch.float32) == 3
+    assert num_pieces(lambda shape, dtype: [9, 1], "w", (4, 4), torch.float32) == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: FixedShards(0), lambda: MinSize(0), lambda: MinSize(4, -1), lambda: MaxSize(True)],
+)
+def test_numbers_that_are_not_positive_are_refused(make):
+    with pytest.raises(ValueError, match="must be an integer from 1 on"):
+        make()

@@ -1,4 +1,4 @@
-"""A census of the process: what must not grow while a program goes on and on."""
+"""A census of the process: numbers that must not grow in a long run."""
 
 import collections
 import ctypes

@@ -1,4 +1,4 @@
-"""Strategies made, used, failed and closed by several threads at once: their own, and shared."""
+"""Strategies created, used, failed and closed by several threads: their own, and shared ones."""
 
 import gc
 import random
@@ -132,7 +132,7 @@ def many_threads(num_rounds):
 
 
 def gone(before):
-    """Waits until threads of strategies that nobody holds any more have ended."""
+    """Waits until the threads of unreferenced strategies have ended."""
     deadline = time.monotonic() + 20
     while threading.active_count() > before:
         # A strategy that was dropped goes with a collection, and its threads with the next look.

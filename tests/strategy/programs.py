@@ -5,7 +5,7 @@ import dataclasses
 
 import torch
 
-import mirror
+from tests.toy_models import replica_id
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
@@ -16,12 +16,8 @@ class Box:
     note: object = "box"
 
 
-def here():
-    return mirror.get_replica_context().replica_id_in_sync_group
-
-
 def ids(strategy):
-    return strategy.run(lambda: torch.tensor(float(here())))
+    return strategy.run(lambda: torch.tensor(float(replica_id())))
 
 
 def values(strategy, result):

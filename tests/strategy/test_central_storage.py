@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: one set of parameters and optimizer state, as one device would have."""
+"""CentralStorageStrategy: one set of parameters and optimizer state, equal to one device."""
 
 import copy
 
@@ -19,7 +19,7 @@ SIZES = [7, 3, 1]
 
 @each_once(case=sorted(CASES), way=WAYS)
 def test_every_way_equals_one_device(case, way, central):
-    """Whatever the size of the batch; replicas are compared with home after each step."""
+    """For any batch size; replicas are compared with the parameter device after each step."""
     plain, model, _ = prepared(CASES[case])
     strategy = central(1 + (len(case) + way) % 3)
     strategy.mirror(model)

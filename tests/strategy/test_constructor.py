@@ -8,7 +8,8 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
-from tests.strategy.programs import here, ids, values
+from tests.strategy.programs import ids, values
+from tests.toy_models import replica_id
 from tests.transparency.cases import CASES, WAYS, compare, make_batches, prepared
 
 
@@ -103,7 +104,7 @@ def test_the_size_of_a_pack_changes_no_value(bytes_per_pack, make_strategy):
     strategy = make_strategy(3, communication_options=options)
 
     def fn():
-        tensors = [torch.full((n,), here() + 1.0) for n in (0, 1, 33, 200)]
+        tensors = [torch.full((n,), replica_id() + 1.0) for n in (0, 1, 33, 200)]
         return mirror.get_replica_context().all_reduce("sum", tensors)
 
     for result in strategy.local_results(strategy.run(fn)):
@@ -187,7 +188,7 @@ def test_model_input_and_results_are_on_its_device():
     with mirror.OneDeviceStrategy(torch.device("cpu"), guards=mirror.Guards()) as strategy:
         assert strategy.num_replicas_in_sync == 1
         assert strategy.devices == (torch.device("cpu"),)
-        assert values(strategy, strategy.run(here)) == [0.0]
+        assert values(strategy, strategy.run(replica_id)) == [0.0]
         with strategy.scope():
             model = nn.Linear(2, 1)
         (batch,) = strategy.distribute_dataset([torch.ones(4, 2)])

@@ -1,4 +1,4 @@
-"""Gradients as a strategy promises them: reduction, no_sync, check_replicas."""
+"""Gradients of a strategy: reduction, no_sync, check_replicas."""
 
 import copy
 
@@ -9,8 +9,7 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, in_run
-from tests.strategy.programs import here
-from tests.toy_models import mirrored_layer, ones_layer
+from tests.toy_models import mirrored_layer, ones_layer, replica_id
 
 
 def test_inside_run_every_observer_sees_the_reduced_gradient(make_strategy):
@@ -34,7 +33,7 @@ def test_sum_reduction_sums(make_strategy):
     model = strategy.mirror(nn.Linear(1, 1, bias=False))
 
     def fn():
-        model(torch.tensor([1.0 + here()])).sum().backward()
+        model(torch.tensor([1.0 + replica_id()])).sum().backward()
         return model.weight.grad.item()
 
     assert strategy.run(fn).values == (6.0, 6.0, 6.0)
@@ -45,7 +44,7 @@ def test_under_no_sync_a_replica_sees_its_own_gradient(make_strategy):
     model = strategy.mirror(nn.Linear(1, 1, bias=False))
 
     def fn(scale):
-        model(torch.tensor([scale * (1.0 + here())])).sum().backward()
+        model(torch.tensor([scale * (1.0 + replica_id())])).sum().backward()
 
     with strategy.no_sync():
         strategy.run(fn, args=(1.0,))
@@ -60,7 +59,7 @@ def test_check_replicas_counts_parameters_and_names_what_differs(make_strategy):
     assert strategy.check_replicas() == 4
 
     def poke():
-        if here() == 2:
+        if replica_id() == 2:
             with torch.no_grad():
                 model[1].weight[0, 1] += 1e-7 + model[1].weight[0, 1].abs()
 
@@ -79,7 +78,7 @@ class Unfaithful(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["momentum_buffer"].add_(here() // 2)
+            self.state[parameter]["momentum_buffer"].add_(replica_id() // 2)
 
 
 def test_check_replicas_sees_the_optimizer_state(make_strategy):

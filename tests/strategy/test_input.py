@@ -1,4 +1,4 @@
-"""The faces of input on a strategy: distribute_dataset and distribute_dataset_from_function."""
+"""The input of a strategy: distribute_dataset and distribute_dataset_from_function."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ def parts_of(batch):
     return [None if repr(part) == "<no part>" else len(part) for part in batch.values]
 
 
-# The cases that tf.distribute splits by two rules, one of which leaves a replica idle for ever.
+# The cases that tf.distribute splits by two rules, one of which leaves a replica idle forever.
 SPLITS = [
     (14, 8, 2, [[4, 4], [3, 3]]),
     (10, 8, 4, [[2, 2, 2, 2], [1, 1, None, None]]),

@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy: training as on one device, workers that part, ends of programs."""
+"""MultiWorkerMirroredStrategy: training as on one device, diverging workers, ends of programs."""
 
 import json
 import os
@@ -319,7 +319,7 @@ def _check(seeds, told_by_both):
     for seed, *told in zip(seeds, *told_by_both, strict=True):
         one, other = _two_programs(seed)
         lost = [kind for kind, _, _ in told if kind in ("DivergenceError", "WorkerLostError")]
-        # Programs that differ need not meet again: a model of its own waits for nobody.
+        # Programs that differ need not meet again: a model of one worker waits for no other.
         assert not lost or one != other, (seed, told)
         for kind, words, seconds in told:
             assert seconds < 30, (seed, told)  # 10 where nothing else runs

@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: what it takes, what it refuses, and what it says of itself."""
+"""ParameterServerStrategy: its arguments, its errors, and its repr."""
 
 import copy
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 import mirror
 from mirror.values import ABSENT
 from tests.oracle import assert_same
-from tests.strategy.programs import Box, Pair, here, ids, values
+from tests.strategy.programs import Box, Pair, ids, values
+from tests.toy_models import replica_id
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ KEEPING = {
 
 
 def parts_of_two():
-    """Parts unlike in shape, with weights, and none of the last replica."""
+    """Parts of different shapes, with weights, and none of the last replica."""
     parts = [torch.rand(2, size, 3).transpose(0, 1).requires_grad_() for size in (3, 1)]
     parts = [part * 9 for part in parts]
     return mirror.PerReplica([*parts, ABSENT], weights=[3, 1, 0]), parts
@@ -147,7 +148,7 @@ def test_gradients_flow_through_copies_and_casts(make_strategy):
 @pytest.mark.parametrize("op", ["sum", "SUM", "Sum", "mean", "MEAN", "max", "min", "prod"])
 def test_reduce_across_replicas_is_elementwise(op, make_strategy):
     strategy = make_strategy(3)
-    value = strategy.run(lambda: torch.tensor([1.0, 2.0]) * (here() + 1))
+    value = strategy.run(lambda: torch.tensor([1.0, 2.0]) * (replica_id() + 1))
     rows = torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]])
     expected = {
         "sum": rows.sum(0),
@@ -179,7 +180,7 @@ def test_reduce_keeps_structures(make_strategy):
     strategy = make_strategy(2)
 
     def fn():
-        x = torch.tensor(1.0 + here())
+        x = torch.tensor(1.0 + replica_id())
         return {"a": (x, [x * 10]), "p": Pair(x, x), "b": Box(x, x)}
 
     result = strategy.reduce("sum", strategy.run(fn))
@@ -210,8 +211,8 @@ def test_mean_is_weighted_by_the_weight_that_the_replica_set(make_strategy):
     strategy = make_strategy(2)
 
     def fn():
-        mirror.get_replica_context().weight = 1.0 + 2 * here()
-        return torch.tensor(float(here()))
+        mirror.get_replica_context().weight = 1.0 + 2 * replica_id()
+        return torch.tensor(float(replica_id()))
 
     assert strategy.reduce("mean", strategy.run(fn)).item() == pytest.approx(0.75)
     assert strategy.reduce("mean", ids(strategy)).item() == 0.5  # and is forgotten
@@ -220,7 +221,7 @@ def test_mean_is_weighted_by_the_weight_that_the_replica_set(make_strategy):
 def test_mean_over_an_axis_divides_by_the_number_of_elements(make_strategy):
     strategy = make_strategy(3)
     lengths = (4, 2, 1)
-    value = strategy.run(lambda: torch.full((lengths[here()], 2), 1.0 + here()))
+    value = strategy.run(lambda: torch.full((lengths[replica_id()], 2), 1.0 + replica_id()))
     expected = torch.cat([torch.full((n, 2), 1.0 + r) for r, n in enumerate(lengths)])
     assert_same(strategy.reduce("mean", value, axis=0), expected.mean(0))
     assert_same(strategy.reduce("sum", value, axis=0), expected.sum(0))
@@ -230,7 +231,7 @@ def test_mean_over_an_axis_divides_by_the_number_of_elements(make_strategy):
 
 def test_reduce_over_another_axis(make_strategy):
     strategy = make_strategy(2)
-    value = strategy.run(lambda: torch.arange(6.0).view(2, 3) * (here() + 1))
+    value = strategy.run(lambda: torch.arange(6.0).view(2, 3) * (replica_id() + 1))
     rows = torch.arange(6.0).view(2, 3)
     whole = torch.cat([rows, rows * 2], dim=1)
     for axis in (1, -1):
@@ -240,22 +241,22 @@ def test_reduce_over_another_axis(make_strategy):
 
 def test_shapes_must_agree_without_an_axis(make_strategy):
     strategy = make_strategy(2)
-    value = strategy.run(lambda: torch.ones(2 + here()))
+    value = strategy.run(lambda: torch.ones(2 + replica_id()))
     with pytest.raises(ValueError, match="shape"):
         strategy.reduce("sum", value)
 
 
 def test_reduce_of_numbers(make_strategy):
     strategy = make_strategy(3)
-    result = strategy.reduce("sum", strategy.run(lambda: here() + 1))
+    result = strategy.reduce("sum", strategy.run(lambda: replica_id() + 1))
     assert float(result) == 6.0
-    assert float(strategy.reduce("mean", strategy.run(lambda: here() + 1.0))) == 2.0
+    assert float(strategy.reduce("mean", strategy.run(lambda: replica_id() + 1.0))) == 2.0
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_reduce_of_integers_is_exact(dtype, make_strategy):
     strategy = make_strategy(3)
-    value = strategy.run(lambda: torch.tensor([2**24 + 1, here()], dtype=dtype))
+    value = strategy.run(lambda: torch.tensor([2**24 + 1, replica_id()], dtype=dtype))
     result = strategy.reduce("sum", value)
     assert result.dtype == dtype
     assert result.tolist() == [3 * (2**24 + 1), 3]
@@ -292,7 +293,7 @@ def test_gather_concatenates_in_replica_order(axis, make_strategy):
         shape[axis] = r + 1
         return torch.full(shape, float(r))
 
-    value = strategy.run(lambda: make(here()))
+    value = strategy.run(lambda: make(replica_id()))
     expected = torch.cat([make(r) for r in range(3)], dim=axis)
     assert torch.equal(strategy.gather(value, axis=axis), expected)
 
@@ -301,7 +302,7 @@ def test_gather_refuses_scalars_and_shapes_that_do_not_fit(make_strategy):
     strategy = make_strategy(2)
     with pytest.raises(ValueError, match=r"0-d|scalar|dimension"):
         strategy.gather(ids(strategy))
-    value = strategy.run(lambda: torch.ones(2, 3 + here()))
+    value = strategy.run(lambda: torch.ones(2, 3 + replica_id()))
     with pytest.raises(ValueError, match=r"3.*4"):
         strategy.gather(value)
     assert strategy.gather(value, axis=1).shape == (2, 7)
@@ -321,7 +322,7 @@ def test_local_results(make_strategy):
     assert strategy.local_results(mirror.PerReplica([5, 6])) == (5, 6)
     assert strategy.local_results(7) == (7,)
     assert strategy.local_results("text") == ("text",)
-    result = strategy.run(lambda: {"a": here(), "p": Pair(here(), "s")})
+    result = strategy.run(lambda: {"a": replica_id(), "p": Pair(replica_id(), "s")})
     assert strategy.local_results(result) == (
         {"a": 0, "p": Pair(0, "s")},
         {"a": 1, "p": Pair(1, "s")},

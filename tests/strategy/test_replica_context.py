@@ -9,7 +9,8 @@ from torch import nn
 import mirror
 from tests.oracle import assert_same
 from tests.pairs import pairwise
-from tests.strategy.programs import here, ids, values
+from tests.strategy.programs import ids, values
+from tests.toy_models import replica_id
 
 
 def test_all_reduce_values_are_the_same_bits_everywhere(make_strategy):
@@ -17,7 +18,7 @@ def test_all_reduce_values_are_the_same_bits_everywhere(make_strategy):
     parts = [torch.randn(1000) for _ in range(4)]
     for op, expected in (("sum", sum(parts)), ("mean", sum(parts) / 4)):
         result = strategy.run(
-            lambda op=op: mirror.get_replica_context().all_reduce(op, parts[here()])
+            lambda op=op: mirror.get_replica_context().all_reduce(op, parts[replica_id()])
         )
         for value in result.values:
             assert torch.equal(value, result.values[0])
@@ -28,7 +29,7 @@ def test_all_reduce_values_are_the_same_bits_everywhere(make_strategy):
 def test_all_reduce_knows_the_other_ops(op, make_strategy):
     strategy = make_strategy(3)
     result = strategy.run(
-        lambda: mirror.get_replica_context().all_reduce(op, torch.tensor(2.0 + here()))
+        lambda: mirror.get_replica_context().all_reduce(op, torch.tensor(2.0 + replica_id()))
     )
     assert values(strategy, result) == [{"max": 4.0, "min": 2.0, "prod": 24.0}[op]] * 3
 
@@ -37,7 +38,7 @@ def test_all_reduce_of_a_structure_with_mixed_dtypes(make_strategy):
     strategy = make_strategy(3)
 
     def fn():
-        r = here()
+        r = replica_id()
         return mirror.get_replica_context().all_reduce(
             "sum",
             {
@@ -96,7 +97,9 @@ def test_all_gather_allows_sizes_that_differ_along_the_axis(axis, make_strategy)
         shape[axis] = r  # replica 0 has nothing
         return torch.full(shape, float(r))
 
-    result = strategy.run(lambda: mirror.get_replica_context().all_gather(make(here()), axis=axis))
+    result = strategy.run(
+        lambda: mirror.get_replica_context().all_gather(make(replica_id()), axis=axis)
+    )
     for value in result.values:
         assert torch.equal(value, torch.cat([make(r) for r in range(3)], dim=axis))
 
@@ -107,9 +110,9 @@ def run_gradients(strategy, op, sizes=None, reduction=None):
     def fn():
         context = mirror.get_replica_context()
         if sizes is not None:
-            context.weight = sizes[here()]
+            context.weight = sizes[replica_id()]
         x = torch.tensor(1.0, requires_grad=True)
-        (context.all_reduce(op, x) * (here() + 1.0)).backward()
+        (context.all_reduce(op, x) * (replica_id() + 1.0)).backward()
         return x.grad
 
     return values(strategy, strategy.run(fn))
@@ -144,8 +147,8 @@ def test_backward_outside_run_takes_the_plain_sum(make_strategy):
 
     def fn(x):
         context = mirror.get_replica_context()
-        context.weight = 1.0 + here()
-        return context.all_reduce("sum", x) * (here() + 1.0)
+        context.weight = 1.0 + replica_id()
+        return context.all_reduce("sum", x) * (replica_id() + 1.0)
 
     result = strategy.run(fn, args=(mirror.PerReplica(leaves),))
     strategy.reduce("sum", result).backward()
@@ -238,7 +241,7 @@ def test_merge_call_runs_once_with_regrouped_arguments(make_strategy):
     def fn():
         context = mirror.get_replica_context()
         return context.merge_call(
-            merged, args=(here(),), kwargs={"other": {"k": torch.tensor(here() * 10)}}
+            merged, args=(replica_id(),), kwargs={"other": {"k": torch.tensor(replica_id() * 10)}}
         )
 
     result = strategy.run(fn)
@@ -261,7 +264,7 @@ def test_merge_call_works_in_loops_and_conditionals(make_strategy):
         total = 0
         for i in range(5):
             if i % 2:
-                total += context.merge_call(lambda s, v: sum(v.values), args=(here() + i,))
+                total += context.merge_call(lambda s, v: sum(v.values), args=(replica_id() + i,))
             else:
                 total += context.all_reduce("sum", torch.tensor(i)).item()
         return total

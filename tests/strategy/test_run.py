@@ -1,4 +1,4 @@
-"""What run makes of its arguments and of what its function returns."""
+"""How run handles its arguments and the results of its function."""
 
 import collections
 import copy
@@ -11,8 +11,8 @@ from torch import nn
 import mirror
 from mirror.execution.run_state import shares_of
 from tests.oracle import assert_same, in_run
-from tests.strategy.programs import Box, Pair, here, ids, values
-from tests.toy_models import ONES, mirrored_layer, ones_layer
+from tests.strategy.programs import Box, Pair, ids, values
+from tests.toy_models import ONES, mirrored_layer, ones_layer, replica_id
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_every_per_replica_in_an_argument_is_replaced_by_its_part(wrap, make_str
     given = wrap(parts)
 
     def fn(positional, *, keyword):
-        expected = wrap(torch.tensor(10.0 + here()))
+        expected = wrap(torch.tensor(10.0 + replica_id()))
         for argument in (positional, keyword):
             assert type(argument) is type(expected)
             assert_same(argument, expected)
             if isinstance(expected, dict):
                 assert list(argument) == list(expected)
-        return here()
+        return replica_id()
 
     result = strategy.run(fn, args=(given,), kwargs={"keyword": given})
     assert result.values == (0, 1, 2)
@@ -95,7 +95,7 @@ def test_results_keep_their_structure_with_per_replica_leaves(make_strategy):
     strategy = make_strategy(2)
 
     def fn():
-        x = torch.tensor(here())
+        x = torch.tensor(replica_id())
         return {"t": (x, [x]), "p": Pair(x, None), "b": Box(x), "s": "same"}
 
     result = strategy.run(fn)
@@ -116,7 +116,7 @@ def test_an_object_that_all_replicas_return_comes_back_as_it_is(make_strategy):
     assert strategy.run(lambda: thing) is thing
     assert strategy.run(lambda: None) is None
     assert strategy.run(lambda: "text") == "text"
-    made = strategy.run(lambda: f"replica {here()}")
+    made = strategy.run(lambda: f"replica {replica_id()}")
     assert made.values == ("replica 0", "replica 1")
 
 
@@ -134,13 +134,13 @@ def test_an_object_that_all_replicas_return_comes_back_as_it_is(make_strategy):
 def test_results_that_differ_in_structure_are_an_error(make, make_strategy):
     strategy = make_strategy(2)
     with pytest.raises(mirror.StructureError, match="replica"):
-        strategy.run(lambda: make(here()))
+        strategy.run(lambda: make(replica_id()))
     assert values(strategy, ids(strategy)) == [0.0, 1.0]
 
 
 def test_fn_runs_once_per_replica_in_order_of_ids(make_strategy):
     calls = []
-    make_strategy(4).run(lambda: calls.append(here()))
+    make_strategy(4).run(lambda: calls.append(replica_id()))
     assert calls == [0, 1, 2, 3]
 
 

@@ -189,4 +189,4 @@ def test_keras_layers_of_another_library_than_torch_are_refused_in_a_scope(monke
         ),
     ):
         Layer()
-    assert isinstance(Layer(), Layer)  # outside it is nobody's business
+    assert isinstance(Layer(), Layer)  # outside it is not mirrored

@@ -1,4 +1,4 @@
-"""Replicas without examples: they sit a step out, and get what merge_call changes."""
+"""Idle replicas: they skip a step without examples, and get what merge_call changes."""
 
 import copy
 import time
@@ -9,8 +9,8 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, finishes, in_run
-from tests.strategy.programs import here, values
-from tests.toy_models import mirrored_layer, sgd
+from tests.strategy.programs import values
+from tests.toy_models import mirrored_layer, replica_id, sgd
 
 
 def counted(strategy, size):
@@ -23,7 +23,7 @@ def test_replicas_without_examples_sit_the_step_out(make_strategy):
     called = []
 
     def fn(x):
-        called.append(here())
+        called.append(replica_id())
         assert len(x) == 1
         return x.sum()
 

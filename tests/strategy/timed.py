@@ -1,4 +1,4 @@
-"""Steps of a small model, which take their time."""
+"""Steps of a small model that take some time."""
 
 import torch
 from torch import nn

@@ -1,14 +1,10 @@
-"""What replicas do in run, to meet or not to meet, and the net that they train."""
+"""Functions for run that meet, or do not meet, and the net that they train."""
 
 import torch
 
 import mirror
 
 N = 3
-
-
-def me():
-    return mirror.get_replica_context().replica_id_in_sync_group
 
 
 def meet():

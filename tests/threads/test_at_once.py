@@ -1,4 +1,4 @@
-"""Replicas that run at once: what each computes with, and that all of them end."""
+"""Parallel replicas: the values that each computes with, and that all of them end."""
 
 import contextvars
 import copy
@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import mirror
 from mirror.threads import run_queue
 from tests.oracle import assert_same, finishes, in_run
-from tests.threads.meeting import N, me, meet
+from tests.threads.meeting import N, meet
+from tests.toy_models import replica_id
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -117,7 +118,7 @@ def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(mak
     def fn():
         assert number.get() == -1
         assert torch.is_grad_enabled()
-        number.set(me())
+        number.set(replica_id())
         torch.set_grad_enabled(False)
         ran_in.append(threading.current_thread())
 
@@ -150,7 +151,7 @@ def test_a_replica_in_the_callers_thread_may_meet_the_later_ones(make_strategy):
     strategy.run(meet)
     for _ in range(2):
         with pytest.raises(mirror.DivergenceError, match=r"replica 0 of 3 .*has returned"):
-            strategy.run(lambda: me() and meet())
+            strategy.run(lambda: replica_id() and meet())
     assert strategy.run(meet).values == (N,) * N
 
 

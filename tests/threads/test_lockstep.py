@@ -1,4 +1,4 @@
-"""Who runs in which thread, and when: a replica at a time, or at once."""
+"""Which replica runs in which thread, and when: one at a time, or in parallel."""
 
 import copy
 import threading
@@ -14,7 +14,8 @@ from mirror.execution.current_replica import current
 from mirror.threads import lockstep, policies, run_queue
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import assert_same, finishes, in_run
-from tests.threads.meeting import N, me, meet
+from tests.threads.meeting import N, meet
+from tests.toy_models import replica_id
 
 
 def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, leaks):
@@ -32,7 +33,7 @@ def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strate
     running = []
 
     def fn():
-        r = me()
+        r = replica_id()
         for _ in range(3):
             running.append(r)
             sum(range(10_000))  # longer than another thread needs to take over
@@ -249,7 +250,7 @@ def test_at_a_loose_point_those_meet_who_come(schedule, is_eager, make_strategy,
     met, threads = [], {}
 
     def fn():
-        r = threads[threading.current_thread()] = me()
+        r = threads[threading.current_thread()] = replica_id()
         sums = [loosely("a", met)] if r != 1 else []
         if r == 1:
             sums.append(loosely("b", met))
@@ -265,7 +266,7 @@ def test_at_a_loose_point_those_meet_who_come(schedule, is_eager, make_strategy,
         met.clear()
         threads.clear()
         sums = strategy.run(fn)
-    # The one of the lowest number first: 0 and 2 meet at "a", then 2 waits there for nobody, when
+    # The lowest number first: 0 and 2 meet at "a", then 2 waits there for no replica, when
     # 1 has been at "b"; and so on.
     assert [(name, who) for name, who, _ in met] == [
         ("a", (0, 2)), ("b", (1,)), ("a", (1, 2)), ("b", (0,)),

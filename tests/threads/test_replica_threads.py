@@ -15,7 +15,8 @@ from mirror.threads.baton import Baton
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.replica_threads import ReplicaThreads
 from tests.oracle import finishes
-from tests.threads.meeting import N, me, meet
+from tests.threads.meeting import N, meet
+from tests.toy_models import replica_id
 
 
 def test_what_a_replica_sets_for_its_thread_does_not_reach_the_caller(strategy):
@@ -23,7 +24,7 @@ def test_what_a_replica_sets_for_its_thread_does_not_reach_the_caller(strategy):
 
     def fn():
         before = (variable.get(), torch.is_grad_enabled())
-        variable.set(me())
+        variable.set(replica_id())
         torch.set_grad_enabled(False)
         meet()
         return (*before, variable.get())
@@ -72,12 +73,12 @@ def test_runs_inside_merge_call_nest(strategy):
         return value * 10
 
     def outer():
-        r = me()
+        r = replica_id()
         context = mirror.get_replica_context()
         value = torch.full((1,), float(r))
         for _ in range(2):
             value = context.merge_call(lambda s, v: s.run(inner, args=(v,)), args=(value,))
-            assert me() == r
+            assert replica_id() == r
             meet()
         return value
 
@@ -150,7 +151,7 @@ def test_a_gate_is_closed_behind_who_went_through():
 
 
 def test_a_wait_that_nobody_ends_near_makes_no_system_call(cpus):
-    # Under "staggered" nobody is moved, and the caller looks 3000 times a second.
+    # Under "staggered" no thread is moved, and the caller polls 3000 times a second.
     gate, (affinity, calls) = Baton(), cpus
     for _ in range(3):
         gate.wait(0.0001)

@@ -178,7 +178,7 @@ def test_a_run_in_order_is_so_whoever_blocks():
 
 
 def test_the_next_begins_when_a_backward_pass_does(make_strategy, nobody_looks):
-    # The engine works without the interpreter: nobody need see that this replica stands still.
+    # The engine works without the interpreter: this replica is not stalled.
     strategy = make_strategy(3)
     strategy._group.runner.locksteps.schedule = "staggered"  # that of GPUs
     together = threading.Barrier(3, timeout=20)
@@ -204,7 +204,7 @@ import os, sys, time
 import mirror, torch
 
 class Cycle:
-    """Garbage whose finalizer gives the GIL away."""
+    """Garbage with a finalizer that releases the GIL."""
     def __init__(self):
         self.me = self
     def __del__(self):

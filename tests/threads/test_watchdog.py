@@ -1,4 +1,4 @@
-"""The watchdog: what it breaks off, whom it tells, and that it ends."""
+"""The watchdog: what it aborts, what it reports, and that it ends."""
 
 import gc
 import logging
@@ -142,6 +142,6 @@ def test_one_thread_that_ends_when_nothing_is_called(monkeypatch, leaks):
         (thread,) = leaks.threads("mirror watchdog")
         assert thread.daemon
         monkeypatch.setattr(watchdog, "IDLE_SECONDS", 0.02)
-        call(lambda: 3, seconds=1, break_off=bool)  # it looks anew
+        call(lambda: 3, seconds=1, break_off=bool)  # it checks again
         thread.join(60)
         assert not thread.is_alive()

@@ -159,7 +159,7 @@ def _read_until(descriptor, word):
     while word is None or word not in output:
         try:
             chunk = os.read(descriptor, 4096)
-        except OSError:  # EIO: nobody has the other end any more
+        except OSError:  # EIO: the other end is closed
             break
         if not chunk:
             break

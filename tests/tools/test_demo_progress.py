@@ -1,4 +1,4 @@
-"""The progress bar: on a terminal one line that disappears, elsewhere nothing."""
+"""The progress bar: one line on a terminal, which is removed at the end; else nothing."""
 
 import io
 

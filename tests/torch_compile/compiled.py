@@ -1,4 +1,4 @@
-"""Models and steps that are compiled, and what training them on one device leaves.
+"""Models and steps that are compiled, and their training on one device.
 
 Most tests use the backend "eager", or "aot_eager" where gradients take another path: what mirror
 must get right is what the compiler is shown, not the code that a backend generates.

@@ -1,4 +1,4 @@
-"""A compiler that has seen nothing, and fails where it would give up in silence."""
+"""A fresh compiler that raises an error where it would fall back silently."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Compiled steps, losses and optimizers, and what is beside a strategy: as not compiled."""
+"""Compiled steps, losses and optimizers, with and without a strategy: as not compiled."""
 
 import copy
 
@@ -12,7 +12,7 @@ from tests.oracle import assert_same, assert_same_training
 from tests.pairs import each_once
 from tests.torch_compile.compiled import Backend, Net, adam, batches, make_loss, trained_plainly
 
-# The compiler looks at .grad of whatever comes into a graph.
+# The compiler reads .grad of everything that enters a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 

@@ -21,7 +21,7 @@ from tests.torch_compile.compiled import (
     trained_plainly,
 )
 
-# The compiler looks at .grad of whatever comes into a graph.
+# The compiler reads .grad of everything that enters a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 

@@ -1,4 +1,4 @@
-"""Fixtures that run a script on one device, then on replicas, and compare what it returns."""
+"""Fixtures that run a script on one device and on replicas, and compare the results."""
 
 import pytest
 

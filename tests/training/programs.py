@@ -1,4 +1,4 @@
-"""Where a training script runs, and the small models and batches that the scripts share."""
+"""Where a training script runs, and the small models and batches of the scripts."""
 
 import torch
 import torch.nn.functional as F
@@ -63,22 +63,22 @@ class Place:
 
 def compare(script, place, tolerance):
     torch.manual_seed(7)
-    expected = _seen(script(Place()))
+    expected = _copy_state(script(Place()))
     torch.manual_seed(7)
-    actual = _seen(script(place))
+    actual = _copy_state(script(place))
     assert_same(actual, expected, "script", tolerance)
 
 
-def _seen(value):
+def _copy_state(value):
     """What a script returns, with modules and optimizers as copies of their state."""
     if isinstance(value, nn.Module | torch.optim.Optimizer | lr_scheduler.LRScheduler):
-        return _seen(value.state_dict())
+        return _copy_state(value.state_dict())
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _seen(item) for key, item in value.items()}
+        return {key: _copy_state(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_seen(item) for item in value]
+        return [_copy_state(item) for item in value]
     return value
 
 

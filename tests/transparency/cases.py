@@ -1,4 +1,4 @@
-"""Models, losses and optimizers that are trained on one device and on replicas, and compared."""
+"""Models, losses and optimizers that are trained on one device and on replicas."""
 
 import copy
 import dataclasses
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Tied(nn.Module):
-    """A tiny language model whose output layer is its embedding."""
+    """A tiny language model; its output layer shares the embedding's weight."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Exports of a mirrored model are those of the plain one: torch.export, ONNX, torch.jit.trace."""
+"""Exports of a mirrored model equal those of the plain one: torch.export, ONNX, jit.trace."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""transformers' Trainer over mirrored models: adapters of peft, and machines of several GPUs."""
+"""transformers' Trainer with mirrored models: adapters of peft, and several GPUs."""
 
 import copy
 

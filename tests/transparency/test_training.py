@@ -1,27 +1,33 @@
-"""N replicas leave the losses, parameters and optimizer state that one device leaves."""
+"""N replicas leave what one device leaves, in loops of every shape."""
 
 import copy
 import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+import mirror
 from tests.oracle import assert_same, assert_same_training, train, train_loop
 from tests.pairs import each_once, pairwise
 from tests.transparency.cases import (
+    BATCH_SIZES,
     CASES,
     REPLICAS,
     WAYS,
     Case,
     Classifier,
+    adamw,
+    clip_norm,
     compare,
     cross_entropy,
     make_batches,
     mlp,
     prepared,
+    sgd,
 )
 
 
@@ -201,3 +207,286 @@ def test_activation_checkpointing_equals_one_device(n, reentrant, way, make_stra
     strategy = make_strategy(n)
     strategy.mirror(model)
     compare(case, way, strategy, model, case.optimizer(model), plain, batches[:6])
+
+
+@pytest.mark.parametrize("n", REPLICAS)
+def test_sum_reduction_with_the_scaled_loss_equals_one_device(n, make_strategy):
+    """As in tf.distribute: the loss is divided by the global batch size, gradients are summed."""
+    case = CASES["clipped-norm-adamw"]
+    plain, model, batches = prepared(case)
+    plain_optimizer = case.optimizer(plain)
+    expected = train_loop(plain, plain_optimizer, batches, case.loss, clip=case.clip)
+
+    def scaled(model, batch):
+        x, y, sizes = batch
+        return (F.cross_entropy(model(x), y, reduction="none") / sizes).sum()
+
+    strategy = make_strategy(n, gradient_reduction="sum")
+    strategy.mirror(model)
+    optimizer = case.optimizer(model)
+    sized = [(x, y, torch.full((len(y),), float(len(y)))) for x, y in batches]
+    actual = train(3, strategy, model, optimizer, sized, scaled, clip=case.clip, reduce="sum")
+    assert_same(actual, expected, "losses")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("way", [1, 2])
+def test_sum_reduction_leaves_a_backward_outside_run_alone(way, make_strategy):
+    """Its loss already is the loss of the whole batch."""
+    case = CASES["sgd-momentum"]
+    plain, model, batches = prepared(case)
+    strategy = make_strategy(3, gradient_reduction="sum")
+    strategy.mirror(model)
+    compare(case, way, strategy, model, case.optimizer(model), plain, batches)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", REPLICAS)
+def test_accumulation_under_no_sync_equals_one_device(n, way, make_strategy):
+    """Three backward passes a step, of uneven batches, two of them under no_sync."""
+    case = CASES["clipped-norm"]
+    plain, model, batches = prepared(case)
+    groups = [batches[i : i + 3] for i in range(0, 18, 3)]
+    plain_optimizer = case.optimizer(plain)
+    for group in groups:
+        plain_optimizer.zero_grad()
+        for batch in group:
+            (cross_entropy(plain, batch) / 3).backward()
+        clip_norm(plain)
+        plain_optimizer.step()
+
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    optimizer = case.optimizer(model)
+
+    def backward(batch):
+        (cross_entropy(model, batch) / 3).backward()
+
+    def last(batch):
+        backward(batch)
+        clip_norm(model)
+        optimizer.step()
+
+    def accumulate(batch):
+        if way == 1:
+            backward(batch)
+        elif way == 2:
+            losses = strategy.run(cross_entropy, args=(model, batch))
+            (strategy.reduce("mean", losses) / 3).backward()
+        else:
+            strategy.run(backward, args=(batch,))
+
+    for group in groups:
+        optimizer.zero_grad()
+        *held, final = group if way == 1 else list(strategy.distribute_dataset(group))
+        with strategy.no_sync():
+            for batch in held:
+                accumulate(batch)
+        if way == 3:
+            strategy.run(last, args=(final,))
+        else:
+            accumulate(final)
+            clip_norm(model)
+            optimizer.step()
+        strategy.check_replicas()
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_accumulation_without_no_sync_equals_one_device(n, make_strategy):
+    """Each backward reduces on its own; the sum is the same."""
+    case = CASES["sgd-momentum"]
+    plain, model, batches = prepared(case)
+    for batch in batches[:4]:
+        cross_entropy(plain, batch).backward()
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    for batch in strategy.distribute_dataset(batches[:4]):
+        strategy.run(lambda batch: cross_entropy(model, batch).backward(), args=(batch,))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(p.grad, q.grad, "grad")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_three_ways_can_be_mixed_in_one_training(n, make_strategy):
+    case = CASES["adamw"]
+    plain, model, batches = prepared(case)
+    plain_optimizer = case.optimizer(plain)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    optimizer = case.optimizer(model)
+    for i, batch in enumerate(batches):
+        expected = train_loop(plain, plain_optimizer, [batch], case.loss)
+        actual = train(1 + i % 3, strategy, model, optimizer, [batch], case.loss)
+        assert_same(actual, expected, f"loss {i}")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_two_models_and_two_optimizers_train_side_by_side(n, way, make_strategy):
+    """Alternating steps, as a GAN makes them, one loss through both models."""
+    parts = [nn.Linear(6, 5), nn.Linear(5, 3)]
+    mirrored = copy.deepcopy(parts)
+
+    def loss_through(parts):
+        def loss(_, batch):
+            return F.cross_entropy(parts[1](torch.tanh(parts[0](batch[0]))), batch[1])
+
+        return loss
+
+    strategy = make_strategy(n)
+    for part in mirrored:
+        strategy.mirror(part)
+    plain_optimizers = [sgd(parts[0]), adamw(parts[1])]
+    optimizers = [sgd(mirrored[0]), adamw(mirrored[1])]
+    for i, batch in enumerate(make_batches(Case(), BATCH_SIZES[:10])):
+        train_loop(None, plain_optimizers[i % 2], [batch], loss_through(parts))
+        train(way, strategy, None, optimizers[i % 2], [batch], loss_through(mirrored))
+    for i in range(2):
+        assert_same_training(mirrored[i], optimizers[i], parts[i], plain_optimizers[i])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_keyword_and_nested_arguments_are_split_and_structures_joined(n, make_strategy):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, inputs, *, scale=None, flag=False):
+            assert flag is True
+            sizes = {len(inputs["x"]), len(inputs["more"][0]), len(scale)}
+            assert len(sizes) == 1
+            y = self.linear(inputs["x"] + inputs["more"][0]) * scale[:, None]
+            return {"y": y, "loss": y.square().mean(), "name": "two"}
+
+    plain = Two()
+    model = copy.deepcopy(plain)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+    for size in (10, 11, 7, 2, 1):
+        x, more, scale = torch.randn(size, 6), torch.randn(size, 6), torch.rand(size)
+        outputs, grads = [], []
+        for m in (plain, model):
+            leaf = x.clone().requires_grad_()
+            output = m({"x": leaf, "more": [more]}, scale=scale, flag=True)
+            m.zero_grad()
+            (output["loss"] + output["y"].sum()).backward()
+            outputs.append(output)
+            grads.append([leaf.grad, m.linear.weight.grad, m.linear.bias.grad])
+        assert_same(outputs[1], outputs[0], f"outputs of {size}")
+        assert_same(grads[1], grads[0], f"gradients of {size}")
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_parameter_that_only_some_replicas_use_counts_zero_for_the_others(n, make_strategy):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always = nn.Parameter(torch.ones(()))
+            self.sometimes = nn.Parameter(torch.ones(()))
+            self.never = nn.Parameter(torch.ones(()))
+
+        def forward(self, x, gate):
+            y = self.always * x
+            return y * self.sometimes if gate else y
+
+    strategy = make_strategy(n)
+    model = strategy.mirror(Gated())
+
+    def step():
+        gate = mirror.get_replica_context().replica_id_in_sync_group == 1
+        model(torch.tensor(2.0), gate).backward()
+        return tuple(p.grad for p in model.parameters())
+
+    always, sometimes, never = strategy.run(step)
+    assert never is None
+    for r in range(n):
+        assert always.values[r].item() == 2.0
+        assert sometimes.values[r].item() == pytest.approx(2.0 / n)
+    assert model.never.grad is None
+    assert model.sometimes.grad.item() == pytest.approx(2.0 / n)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_only_the_set_weight_counts_in_gradient_and_loss(n, make_strategy):
+    """Token weights: parts with different numbers of valid tokens equal one masked mean."""
+    plain = nn.Linear(6, 3)
+    model = copy.deepcopy(plain)
+    strategy = make_strategy(n)
+    strategy.mirror(model)
+
+    def masked(model, batch):
+        x, y, valid = batch
+        if isinstance(model, nn.Linear) and mirror.has_strategy():
+            mirror.get_replica_context().weight = valid.sum().item()
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        return (losses * valid).sum() / valid.sum()
+
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    batches = []
+    for size in (8, 9, 10, 11):
+        valid = (torch.arange(size) % 3 > 0).float()
+        valid[: size // 4] = 0.0
+        valid[0] = valid[-1] = 1.0
+        batches.append((torch.randn(size, 6), torch.randint(3, (size,)), valid))
+    expected = train_loop(plain, plain_optimizer, batches, masked)
+    actual = train(3, strategy, model, optimizer, batches, masked)
+    assert_same(actual, expected, "losses")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+    actual = train(2, strategy, model, optimizer, batches, masked)
+    expected = train_loop(plain, plain_optimizer, batches, masked)
+    assert_same(actual, expected, "losses of way 2")
+    assert_same_training(model, optimizer, plain, plain_optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_written_by_hand_equals_one_device(way, make_strategy):
+    """No optimizer: parameters, gradients and a loop over them."""
+
+    def update(model, batch):
+        for p in model.parameters():
+            p.grad = None
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        descend(model)
+
+    def descend(model):
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+    plain, model, batches = prepared(Case())
+    strategy = make_strategy(3)
+    strategy.mirror(model)
+    for batch, parts in zip(batches, strategy.distribute_dataset(batches), strict=True):
+        update(plain, batch)
+        if way == 1:
+            update(model, batch)
+        elif way == 2:
+            model.zero_grad()
+            losses = strategy.run(cross_entropy, args=(model, parts))
+            strategy.reduce("mean", losses).backward()
+            descend(model)
+        else:
+            strategy.run(update, args=(model, parts))
+        strategy.check_replicas()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_average_of_the_weights_equals_one_device(way, make_strategy):
+    """torch.optim.swa_utils deep-copies the model and reads it after each step."""
+    plain, model, batches = prepared(Case())
+    strategy = make_strategy(3)
+    strategy.mirror(model)
+    averages = [torch.optim.swa_utils.AveragedModel(m) for m in (plain, model)]
+    optimizers = [sgd(m) for m in (plain, model)]
+    for batch in batches[:5]:
+        train_loop(plain, optimizers[0], [batch], cross_entropy)
+        train(way, strategy, model, optimizers[1], [batch], cross_entropy)
+        for average, m in zip(averages, (plain, model), strict=True):
+            average.update_parameters(m)
+    assert not mirror.is_mirrored(averages[1].module)
+    assert_same(averages[1].state_dict(), averages[0].state_dict())

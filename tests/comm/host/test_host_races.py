@@ -12,7 +12,7 @@ from tests.fixtures import made_once
 DRIVER = Path(__file__).with_name("race_driver.cpp")
 SOURCES = Path(__file__).parents[3] / "csrc" / "host"
 # A ticket that two threads may get; helpers that are not waited for; work published without the
-# mutex; a second caller that takes the helpers of the first, who waits a moment for it to come.
+# mutex; a second caller that takes the helpers of the first; the first waits a moment for it.
 BUGS = {
     "ticket": {
         "next_.fetch_add(per_ticket_, std::memory_order_relaxed)": (
@@ -77,4 +77,4 @@ def test_a_planted_bug_is_flagged(tmp_path, bug):
                 return
         except subprocess.TimeoutExpired:
             return
-    pytest.fail("nobody has noticed")
+    pytest.fail("the race was not found")

@@ -1,4 +1,4 @@
-"""binaries.py: the kernels for GPUs, as far as a compiler can tell, and where they are kept."""
+"""binaries.py: compiling kernels for GPUs, and the folder that keeps them."""
 
 import re
 import shutil
@@ -265,7 +265,7 @@ def test_what_the_compiler_says_is_told(nvrtc, tmp_path):
 
 def test_units_are_compiled_in_threads(nvrtc, monkeypatch):
     monkeypatch.setattr(binaries.os, "cpu_count", lambda: 4)
-    nvrtc.meet = threading.Barrier(4)  # nobody goes on before four are there
+    nvrtc.meet = threading.Barrier(4)  # no thread goes on before four have arrived
     units = [Unit("direct", element) for element in ("float", "Half", "long long", "")]
     compile_all(units, {90})
     assert len(nvrtc.calls) == 4

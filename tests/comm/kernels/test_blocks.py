@@ -1,4 +1,7 @@
-"""Kernels: the number of blocks changes no bit, and half types travel as two bytes."""
+"""Kernels: the number of blocks changes no bit, and half types travel as two bytes.
+
+Simulated kernels report what they read and write, and in which replica's memory.
+"""
 
 import functools
 
@@ -19,11 +22,11 @@ def blocks_of(communicator, collective, num_bytes):
     """Returns how many blocks each of a collective's kernels was started with."""
     started, run = [], communicator._machine.run
 
-    def note(kernel, dtype, arguments, blocks):
+    def record_start(kernel, dtype, arguments, blocks):
         started.append(blocks)
         run(kernel, dtype, arguments, blocks)
 
-    communicator._machine.run = note
+    communicator._machine.run = record_start
     n = len(communicator.devices)
     getattr(communicator, collective)([torch.ones(num_bytes // 4) for _ in range(n)])
     communicator._machine.run = run
@@ -92,7 +95,7 @@ def values(n, dtype, size=SIZE):
     return [torch.randn(size, generator=generator).to(dtype) for _ in range(n)]
 
 
-def moved(communicator, collective, tensors, *args):
+def bytes_moved(communicator, collective, tensors, *args):
     """Returns how many bytes an element a collective moves from each replica to each other."""
     n = len(communicator.devices)
     communicator._machine.moved = matrix = torch.zeros(n, n, dtype=torch.int64)
@@ -111,12 +114,12 @@ def reduced_bytes(dtype, terms, partial_sums, op):
 def test_a_ring_sends_first_terms_and_results_in_two_bytes(n, dtype, partial_sums, op):
     communicator = comm.create("ring", ["cpu"] * n, partial_sums=partial_sums)
     halves = [reduced_bytes(dtype, terms, partial_sums, op) for terms in range(1, n)]
-    found = moved(communicator, "all_reduce", values(n, dtype), op)
+    found = bytes_moved(communicator, "all_reduce", values(n, dtype), op)
     for i in range(n):
         for j in range(n):
             wanted = (sum(halves) + (n - 1) * dtype.itemsize) / n if j == (i + 1) % n else 0
             assert found[i, j] == pytest.approx(wanted) or i == j
-    found = moved(communicator, "reduce_scatter", values(n, dtype), op)
+    found = bytes_moved(communicator, "reduce_scatter", values(n, dtype), op)
     assert float(found[0, 1]) == pytest.approx(sum(halves) / n)
 
 
@@ -128,7 +131,7 @@ def test_islands_send_each_other_sums_and_the_rest_as_elements(n, g, dtype, part
     communicator = comm.create(
         "hierarchical", ["cpu"] * n, islands=islands, partial_sums=partial_sums
     )
-    found = moved(communicator, "all_reduce", values(n, dtype), op)
+    found = bytes_moved(communicator, "all_reduce", values(n, dtype), op)
     is_inside = torch.tensor([[i // g == j // g for j in range(n)] for i in range(n)])
     crossing = reduced_bytes(dtype, g, partial_sums, op) + dtype.itemsize
     for i in range(n):
@@ -141,7 +144,7 @@ def test_islands_send_each_other_sums_and_the_rest_as_elements(n, g, dtype, part
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_direct_moves_elements_both_ways(dtype):
     communicator = comm.create("direct", ["cpu"] * 4)
-    found = moved(communicator, "all_reduce", values(4, dtype, 2**19))
+    found = bytes_moved(communicator, "all_reduce", values(4, dtype, 2**19))
     assert bool((found.fill_diagonal_(0).sum(1) == 2 * 3 / 4 * dtype.itemsize).all())
 
 

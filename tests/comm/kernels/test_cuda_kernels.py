@@ -1,4 +1,4 @@
-"""cuda_kernels.py: what it asks of torch and CuPy, by fakes; and kernels, where there is a GPU."""
+"""cuda_kernels.py: its calls of torch and CuPy, on fakes; and the kernels, on a GPU."""
 
 import gc
 import sys
@@ -66,12 +66,12 @@ class FakeGpus:
         self.peers.append((self.here.index, index))
 
     def on_the_host(self, make):
-        def made(*shape, device=None, pin_memory=False, **options):
+        def make_on_cpu(*shape, device=None, pin_memory=False, **options):
             if pin_memory:
                 assert torch.device(device).type == "cpu"
             return make(*shape, device="cpu", **options)
 
-        return made
+        return make_on_cpu
 
     def module(self, path):
         self.loaded.append(path)

@@ -1,4 +1,4 @@
-"""mirror/comm/kernels/launcher.py: one call of C launches on all devices, on a driver of ours."""
+"""mirror/comm/kernels/launcher.py: one C call launches on all devices, on a fake driver."""
 
 import ctypes
 import shutil

@@ -1,4 +1,4 @@
-"""What the fake library is asked to do, and that what failed ends promptly and leaves nothing."""
+"""Requests to the fake library; a failure ends promptly and leaves nothing behind."""
 
 import time
 
@@ -31,7 +31,7 @@ def assert_the_next_one_works(fake):
 
 
 class Promptly:
-    """Asserts that what is in it ends after the timeout: what hangs there hangs for ever."""
+    """Asserts that its block ends after the timeout: a hanging call hangs forever."""
 
     def __init__(self, timeout=TIMEOUT):
         self.timeout = timeout

@@ -324,7 +324,7 @@ def test_a_collective_that_fails_on_any_replica_is_an_error(
     fake.assert_nothing_is_left()
     with pytest.raises(BackendError, match="make another strategy"):  # and says so again
         communicator.all_reduce(tensors())
-    communicator.close()  # whoever closes it has been told
+    communicator.close()  # its owner knows that it has failed
     assert_the_next_one_works(fake)
 
 

@@ -1,4 +1,4 @@
-"""Programs of workers that end: each worker a process of its own, started for one test."""
+"""Programs of workers that exit: each worker is a process started for one test."""
 
 import os
 import subprocess

@@ -58,7 +58,7 @@ def test_who_is_at_something_else_is_named_on_all(worker_pool, by):
     assert "here.py:1" in messages[0]
 
 
-def told():
+def gather_ints():
     workers = _workers()
     first = workers.all_gather_int("one", 10 + workers.rank)
     second = workers.all_gather_int("another", -workers.rank)
@@ -66,7 +66,7 @@ def told():
 
 
 def test_numbers_are_told_beside_what_is_exchanged(worker_pool):
-    assert worker_pool(2).run(told) == [([0, -1], [10, 11], [b"", b""])] * 2
+    assert worker_pool(2).run(gather_ints) == [([0, -1], [10, 11], [b"", b""])] * 2
 
 
 KEY = bytes(range(8))

@@ -52,7 +52,7 @@ def make(store):
         board.deregister()
 
 
-def said(store, rank=1):
+def published(store, rank=1):
     return WorkerStatus.from_json(store.get(str(rank)))
 
 
@@ -61,10 +61,10 @@ def test_an_end_is_said_at_once_and_stays_the_first(make, store):
     number = board.number()
     board.keep(number, links)
     assert board.end(number, OVER).wait(SECONDS)
-    assert said(store).ended == {number: OVER}
-    assert said(store).num_open == 0
+    assert published(store).ended == {number: OVER}
+    assert published(store).num_open == 0
     assert board.end(number, Exit(is_loss=True, words="lost")).wait(SECONDS)
-    assert said(store).ended == {number: OVER}
+    assert published(store).ended == {number: OVER}
 
 
 def test_who_leaves_ends_the_strategies_that_are_there(make, store):
@@ -75,8 +75,8 @@ def test_who_leaves_ends_the_strategies_that_are_there(make, store):
     board.deregister()
     board.deregister()
     (end,) = links.ends
-    assert said(store).end == end == Exit(is_loss=False, words="has left its program")
-    assert board.end("1", end).is_set()  # nobody says it any more, and nobody waits for that
+    assert published(store).end == end == Exit(is_loss=False, words="has left its program")
+    assert board.end("1", end).is_set()  # no worker publishes it any more, and none waits for it
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
@@ -117,7 +117,7 @@ def test_whose_process_has_the_store_waits_for_who_may_read_it(
     assert not waits or time.monotonic() - begun >= 0.3
 
 
-def _at(begun, *waits, **other):
+def _status(begun, *waits, **other):
     return WorkerStatus(begun=begun, waits=waits, **other)
 
 
@@ -137,40 +137,40 @@ def test_a_position_is_said_and_heard():
 
 
 def test_who_waits_for_one_that_goes_on_waits_with_reason():
-    assert _ranks([_at({"1/a": 3}, _wait("1/a", 3)), _at({"1/a": 2})]) == []
+    assert _ranks([_status({"1/a": 3}, _wait("1/a", 3)), _status({"1/a": 2})]) == []
 
 
 def test_all_that_wait_for_the_same_are_only_slow():
-    assert _ranks([_at({"1/a": 3}, _wait("1/a", 3))] * 3) == []
+    assert _ranks([_status({"1/a": 3}, _wait("1/a", 3))] * 3) == []
 
 
 def test_a_circle_is_found_and_who_waits_for_it():
     circle = [
-        _at({"1/a": 3, "1/b": 1}, _wait("1/a", 3)),
-        _at({"1/a": 2, "1/b": 2}, _wait("1/b", 2)),
+        _status({"1/a": 3, "1/b": 1}, _wait("1/a", 3)),
+        _status({"1/a": 2, "1/b": 2}, _wait("1/b", 2)),
     ]
     assert _ranks(circle) == [0, 1]
-    third = _at({"1/a": 3, "1/b": 1}, _wait("1/a", 3))
+    third = _status({"1/a": 3, "1/b": 1}, _wait("1/a", 3))
     assert _ranks([*circle, third]) == [0, 1, 2]
 
 
 def test_one_of_two_waits_that_may_end_is_enough():
     both = [
-        _at({"1/a": 4, "2/a": 3}, _wait("1/a", 4), _wait("2/a", 3)),
-        _at({"1/a": 3, "1/b": 1, "2/a": 3}, _wait("1/b", 1)),
+        _status({"1/a": 4, "2/a": 3}, _wait("1/a", 4), _wait("2/a", 3)),
+        _status({"1/a": 3, "1/b": 1, "2/a": 3}, _wait("1/b", 1)),
     ]
     assert _ranks(both) == []
-    assert _ranks([_at({"1/a": 4, "2/a": 3}, _wait("1/a", 4)), both[1]]) == [0, 1]
+    assert _ranks([_status({"1/a": 4, "2/a": 3}, _wait("1/a", 4)), both[1]]) == [0, 1]
 
 
 def test_who_has_ended_is_told_to_those_it_leaves_alone():
     end = Exit(is_loss=False, words="has left")
-    waits = _at({"1/a": 3}, _wait("1/a", 3))
-    left = _at({"1/a": 2}, ended={"1": end})
+    waits = _status({"1/a": 3}, _wait("1/a", 3))
+    left = _status({"1/a": 2}, ended={"1": end})
     assert ended_without(waits.waits[0], [waits, left]) == [(1, end)]
     assert _ranks([waits, left]) == []  # it will have an error, and may come elsewhere then
-    assert ended_without(waits.waits[0], [waits, _at({"1/a": 3}, end=end)]) == []
-    assert ended_without(waits.waits[0], [waits, _at({"1/a": 2}, ended={"2": end})]) == []
+    assert ended_without(waits.waits[0], [waits, _status({"1/a": 3}, end=end)]) == []
+    assert ended_without(waits.waits[0], [waits, _status({"1/a": 2}, ended={"2": end})]) == []
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -197,9 +197,9 @@ def test_whom_it_finds_never_goes_on_and_in_the_end_it_finds_all(seed):
         counts = begun(rank)
         if waits[rank]:
             link = programs[rank][done[rank]]
-            return _at(counts, _wait(link, counts[link]))
+            return _status(counts, _wait(link, counts[link]))
         over = done[rank] == len(programs[rank])
-        return _at(counts, end=Exit(is_loss=False, words="over") if over else None)
+        return _status(counts, end=Exit(is_loss=False, words="over") if over else None)
 
     found = set()
     while True:

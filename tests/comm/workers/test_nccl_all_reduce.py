@@ -1,4 +1,4 @@
-"""Sums over several workers' GPUs, on a libnccl for CPU memory: a thread stands for a worker."""
+"""Sums over the GPUs of several workers, on a libnccl for CPU memory; a thread is a worker."""
 
 import threading
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Parameters and buffers that are put in later, or replaced: alike on any number of replicas."""
+"""Parameters and buffers added or replaced later: equal on any number of replicas."""
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def test_a_parameter_replaced_between_compiled_calls_is_the_one_that_is_used(mak
 
 
 class Growing(nn.Module):
-    """Has a buffer whose shape changes."""
+    """Has a buffer that changes its shape."""
 
     def __init__(self):
         super().__init__()

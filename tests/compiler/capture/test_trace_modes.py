@@ -1,4 +1,4 @@
-"""Watching: what a trace would freeze is refused, and the line is named."""
+"""Values that a trace would freeze are refused, and the error names the line."""
 
 import pytest
 import torch

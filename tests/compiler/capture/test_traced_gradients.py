@@ -1,4 +1,4 @@
-"""Gradients in a trace: hooks, and those that a step finds."""
+"""Gradients in a trace: hooks, and gradients from before the step."""
 
 import pytest
 import torch

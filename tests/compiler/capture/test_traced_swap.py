@@ -1,4 +1,4 @@
-"""Optimizers in a trace: their state, their options, and those that want numbers."""
+"""Optimizers in a trace: their state, their options, and options that must be numbers."""
 
 import logging
 
@@ -28,7 +28,7 @@ class Counted(torch.optim.Optimizer):
 
 
 class FloatRate(torch.optim.Optimizer):
-    """Takes its learning rate as a number, and makes its state anew in every step."""
+    """Takes its learning rate as a number, and recreates its state in every step."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})

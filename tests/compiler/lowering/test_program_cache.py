@@ -1,4 +1,4 @@
-"""Kept programs: found by their key, run as those they are copies of, and made anew if damaged."""
+"""The program cache: found by key, run like the originals, rebuilt if damaged."""
 
 import logging
 import os
@@ -65,7 +65,7 @@ def test_the_second_time_nothing_is_compiled_or_taken_apart(folder, compiles, mo
             found = results()
     assert "come from the disk" in caplog.text
     assert all(map(torch.equal, found, expected))
-    # What is damaged is made anew, and is right again.
+    # A damaged program is rebuilt, and is right again.
     for damage in (cut_off, changed):
         (kept_there,) = folder.iterdir()
         damage(kept_there)
@@ -84,7 +84,7 @@ def cut_off(folder):
 
 def changed(folder):
     path = folder / "0.so"
-    # Written anew: what this process runs is the file that it has opened.
+    # Rewritten: this process runs the file that it has opened.
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.unlink()

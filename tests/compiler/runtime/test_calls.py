@@ -1,4 +1,4 @@
-"""Calls of compiled steps in other contexts, and those that fail: the strategy stays usable."""
+"""Calls of compiled steps in other contexts, and failing calls: the strategy stays usable."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compiled steps equal the plain loop, whatever the batches are and what happens between."""
+"""Compiled steps equal the plain loop, for any batches and any changes between them."""
 
 import pytest
 import torch

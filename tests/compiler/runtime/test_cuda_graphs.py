@@ -1,6 +1,6 @@
 """Captured pieces: 2 N + 1 calls of the host, the values of pieces that are called, and no trap.
 
-Pieces of a hand-made step, on simulated GPUs whose graphs do nothing but what was captured.
+Pieces of a hand-made step, on simulated GPUs with graphs that replay only what was captured.
 """
 
 import logging
@@ -234,7 +234,7 @@ MUTANTS = [
     (cuda_graphs.CapturedPieces, "_launch", "captured.launch(fed)", "captured.launch(fed);" * 2),
     # The user's batch is what the graph reads; it is let go of.
     (cuda_graphs.CapturedPieces, "_capture", "tensor.clone() for", "tensor for"),
-    # All GPUs' work in a graph of the first; the host waits; on whatever stream.
+    # All GPUs' work in a graph of the first; the host waits; on any stream.
     (cuda_graphs.CapturedPieces, "run", "self._devices[r], []", "self._devices[0], []"),
     (CudaGraph, "launch", "self._graph", "torch.cuda.synchronize(self._device); self._graph"),
     (CudaGraph, "launch", "self._graph", OTHER + "self._graph"),

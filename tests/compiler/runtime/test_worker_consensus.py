@@ -1,4 +1,4 @@
-"""Compiled steps of several workers: they are those of one device, or uncompiled on all."""
+"""Compiled steps of several workers equal one device, or run uncompiled on all workers."""
 
 import logging
 
@@ -11,7 +11,7 @@ import mirror
 from mirror.errors import DivergenceError
 from tests.compiler.training import batches, mlp, squared_step, usual_step
 from tests.multi_worker import strategy_of
-from tests.replica.multi_worker.test_replica_sums import OfCpus
+from tests.replica.multi_worker.test_bucket_order import OfCpus
 
 EVEN = [12, 12, 12, 12]
 RAGGED = [12, 12, 12, 10, 12, 7, 12]
@@ -346,5 +346,5 @@ def apart(counts):
 def test_a_worker_that_compiles_and_one_that_does_not_end_in_an_error(worker_pool):
     found = worker_pool(2).run(apart, (1, 1))
     assert all("all workers must reach the same operations" in said for said in found)
-    # Who looks first is told where both are, the other one perhaps that it has gone.
+    # The first worker to look sees both; the other one may see that the first has exited.
     assert any("worker 0 of 2: waits in a compiled step at " in said for said in found)

@@ -1,4 +1,4 @@
-"""Files of records, and the face of a worker."""
+"""Files of records, and a test that runs as one worker of several."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Small files of records, each its own number."""
+"""Small files of records; each record is its own number."""
 
 from pathlib import Path
 

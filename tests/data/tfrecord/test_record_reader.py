@@ -1,4 +1,4 @@
-"""tfrecord.py: TensorFlow's files are read, and every damage is found and passed."""
+"""tfrecord.py: TensorFlow's files are read; every damage is found, and may be skipped."""
 
 import gzip
 import os

@@ -1,12 +1,18 @@
-"""A state resumes after every record, in workers too."""
+"""Records are shared by workers, and a state resumes after every record."""
 
 import json
 
+import numpy as np
 import pytest
+from torch.utils.data import DataLoader, IterableDataset
 
 from mirror.data import (
+    FixedLenFeature,
+    RecordError,
     TFRecordDataset,
     TFRecordStream,
+    TFRecordWriter,
+    serialize_example,
 )
 from tests.data.tfrecord.records import (
     ALL,
@@ -109,3 +115,87 @@ def test_a_foreign_state_is_refused(paths, change):
         dataset.load_state_dict({**dataset.state_dict(), **change})
     with pytest.raises(ValueError, match="no state of a TFRecordDataset of 5 files: None"):
         dataset.load_state_dict(None)
+
+
+class Wrapped(IterableDataset):
+    """A user's own dataset around ours."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        return iter(self.dataset)
+
+
+def loaded(dataset, num_workers, context=None, **options):
+    options = {"batch_size": None, "multiprocessing_context": context, **options}
+    return list(DataLoader(dataset, num_workers=num_workers, **options))
+
+
+def test_a_loader_reads_by_number_in_order_and_shuffled(paths):
+    assert loaded(TFRecordDataset(paths), 0) == ALL
+    shuffled = loaded(TFRecordDataset(paths), 0, shuffle=True)
+    assert shuffled != ALL
+    assert sorted(shuffled, key=int) == ALL
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_read_by_number(paths, context):
+    dataset = TFRecordDataset(paths)
+    assert dataset[0] == b"0"  # a file is open when the workers start
+    assert loaded(dataset, 2 if context == "fork" else 1, context) == ALL
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_that_iterate_share_the_records(tmp_path, compression, num_workers):
+    dataset = TFRecordStream(write(tmp_path, compression), compression)
+    for wrap in (lambda d: d, Wrapped):
+        assert sorted(loaded(wrap(dataset), num_workers, "fork"), key=int) == ALL
+        shard = dataset.shard(2, 1)
+        assert sorted(loaded(wrap(shard), num_workers, "fork"), key=int) == ALL[1::2]
+
+
+@pytest.mark.parametrize(
+    ("compression", "num_workers", "expected"),
+    [
+        (None, 3, [ALL[0::3], ALL[1::3], ALL[2::3]]),
+        # Files 0 and 3, 1 and 4, 2: none is decompressed twice.
+        ("GZIP", 3, [[*ALL[:3], ALL[8]], ALL[9:], ALL[3:8]]),
+        ("GZIP", 6, [ALL[i::6] for i in range(6)]),
+    ],
+)
+def test_workers_take_files_if_compressed_and_enough(
+    tmp_path, as_worker, compression, num_workers, expected
+):
+    dataset = TFRecordStream(write(tmp_path, compression), compression)
+    found = []
+    for worker in range(num_workers):
+        as_worker(worker, num_workers)
+        found.append(list(iter(dataset)))
+    assert found == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_error_in_a_worker_names_the_record(paths):
+    flip(paths[2], RECORD_BYTES + 12)
+    with pytest.raises(RecordError, match=r"2.tfrecord, record 1 at byte 17"):
+        loaded(TFRecordDataset(paths), 1, "fork")
+
+
+def test_batches_of_examples_are_collated(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    with TFRecordWriter(path) as writer:
+        for i in range(4):
+            writer.write(serialize_example({"label": i, "x": np.full((2, 3), i / 2)}))
+    features = {
+        "label": FixedLenFeature((), np.int64),
+        "x": FixedLenFeature((2, 3), np.float32),
+    }
+    dataset = TFRecordDataset(path, features=features)
+    first, second = DataLoader(dataset, batch_size=3)
+    assert first["label"].tolist() == [0, 1, 2]
+    assert first["x"].shape == (3, 2, 3)
+    assert second["x"].tolist() == [[[1.5] * 3] * 2]

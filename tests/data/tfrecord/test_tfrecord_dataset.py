@@ -1,4 +1,4 @@
-"""tfrecord_dataset.py: by number, in order, in shards, and what is refused."""
+"""tfrecord_dataset.py: access by number, in order and in shards; refused arguments."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""The arithmetic of optimizers is torch's: numpy stands for jax here, which has its functions."""
+"""The arithmetic of optimizers is torch's; here numpy, which has jax's functions, runs it."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Whole steps on four simulated devices are those of one device, for any size of batch."""
+"""Whole steps on four simulated devices equal one device, for any batch size."""
 
 import copy
 
@@ -21,7 +21,7 @@ def batches(*sizes):
     ]
 
 
-UNEVEN = batches(8, 6, 8, 3, 1)  # parts of unlike sizes, and replicas that sit out
+UNEVEN = batches(8, 6, 8, 3, 1)  # parts of different sizes, and idle replicas
 
 
 def net():

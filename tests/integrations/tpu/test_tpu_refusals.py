@@ -1,4 +1,4 @@
-"""What no program can have is refused by name, before anything is traced."""
+"""Unsupported programs raise an error with a name before anything is traced."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""TPUStrategy as users hold it: with the extra, and what is said without."""
+"""TPUStrategy for users: with the extra [tpu], and the error without it."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Steps that no program can have are refused while they are traced, and leave nothing behind."""
+"""Steps that cannot be traced raise an error and leave nothing behind."""
 
 import pytest
 import torch

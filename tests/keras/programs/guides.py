@@ -35,7 +35,7 @@ def _epochs(model, x, y=None):
 
 
 def variational_autoencoder(scope):
-    """Its sampling layer without noise of its own: that is unlike on each replica."""
+    """Its sampling layer without noise: that differs on each replica."""
 
     class Sampling(layers.Layer):
         def call(self, inputs):

@@ -148,7 +148,7 @@ def all_in_the_scope(scope):
 
 
 def two_networks(scope):
-    """A GAN whose parts are not built, of the guide on train_step."""
+    """A GAN with parts that are not built, from the guide on train_step."""
 
     class Gan(keras.Model):
         def __init__(self):

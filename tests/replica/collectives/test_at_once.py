@@ -1,4 +1,4 @@
-"""Collectives inside the backward pass beside buckets: one communicator, from several threads."""
+"""Collectives in the backward pass and buckets: one communicator, several threads."""
 
 from functools import cache
 
@@ -118,4 +118,4 @@ def test_without_turns_the_training_is_wrong(backend, monkeypatch):
             return
         if not all(map(torch.equal, got, wanted)):
             return
-    pytest.fail("nobody noticed that the lock is gone")
+    pytest.fail("no check found that the lock is gone")

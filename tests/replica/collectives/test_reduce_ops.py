@@ -1,4 +1,4 @@
-"""Operations, however they are written, are understood or named."""
+"""Reduce operations are understood in every spelling, or named in the error."""
 
 import enum
 

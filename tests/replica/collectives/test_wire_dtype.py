@@ -1,4 +1,4 @@
-"""Where lists of gradients are reduced, and in which dtype they travel."""
+"""Lists of gradients: where they are reduced, and the dtype that they travel in."""
 
 import copy
 

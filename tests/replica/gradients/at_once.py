@@ -1,4 +1,4 @@
-"""Models that note which threads their backward passes ran in, and what both passes leave."""
+"""Models that record the threads of their backward passes, and comparisons of gradients."""
 
 import copy
 import threading
@@ -12,7 +12,7 @@ from tests.oracle import assert_same
 
 
 class Watched(nn.Module):
-    """A model whose hidden activation notes the thread that its gradient comes in."""
+    """A model that records the thread of its hidden activation's gradient."""
 
     def __init__(self, *body):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model of one bucket a layer, and what a backward pass over it leaves."""
+"""A model with one bucket per layer, and comparisons of its gradients."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Strategies whose gradients come in small buckets, or in passes at once."""
+"""Strategies with small buckets, or with parallel backward passes."""
 
 import pytest
 import torch

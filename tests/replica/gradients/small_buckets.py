@@ -1,4 +1,4 @@
-"""A chain of layers of more than a bucket each, changed in the middle of its training."""
+"""A chain of layers larger than a bucket, which changes during training."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Passes of another kind, and passes over what replicas share, which stay one."""
+"""Backward passes of other kinds, and passes over shared values, which stay one pass."""
 
 import copy
 import threading

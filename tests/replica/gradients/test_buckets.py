@@ -1,4 +1,4 @@
-"""Gradients are reduced in buckets beside the backward pass, in the order that was learnt."""
+"""Gradients are reduced in buckets during the backward pass, in the order learnt before."""
 
 import json
 import threading
@@ -73,7 +73,7 @@ def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path,
     communicator = strategy._group.replicas.communicator
     reduce = communicator.all_reduce_checked
 
-    def noted(*args):
+    def record(*args):
         begun.set()
         reduce(*args)
 
@@ -85,7 +85,7 @@ def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path,
             x = layer(x)
         x.square().mean().backward()
 
-    monkeypatch.setattr(communicator, "all_reduce_checked", noted)
+    monkeypatch.setattr(communicator, "all_reduce_checked", record)
     with strategy.trace(tmp_path / "trace.json"):
         in_run(strategy, step, torch.randn(10, SIZE))
     trace = json.loads((tmp_path / "trace.json").read_text())
@@ -106,7 +106,7 @@ def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path,
     assert 0 <= trace["otherData"]["hidden_share_of_communication"] <= 1
 
 
-# Passes unlike the one learnt
+# Passes that differ from the one learnt
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])

@@ -248,7 +248,7 @@ def test_gradients_have_the_bits_that_they_had_when_they_were_copied_back(
     found = []
     net = Net()
     for packs in (True, False):
-        # All in one pack, whose chunks are the same: where sums go around, chunks decide on bits.
+        # All in one pack with the same chunks: in a ring the chunks decide the bits.
         with strategy_of(backend, n, num_bytes=2**20) as strategy:
             monkeypatch.setattr(type(strategy._group.replicas.communicator), "packs", packs)
             model = strategy.mirror(copy.deepcopy(net))

@@ -1,4 +1,4 @@
-"""Hooks of parameters see, and replace, the gradient that one device would have."""
+"""Hooks of parameters see, and replace, the gradient of one device."""
 
 import copy
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Gradients read, changed and cleared outside run are every replica's; and autograd.grad."""
+"""Gradients outside run are read, changed and cleared on every replica; autograd.grad."""
 
 import copy
 import threading
@@ -10,7 +10,14 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same, in_run
-from tests.replica.params.coherence import N, Net, assert_all_see, momentum, seen, train_a_step
+from tests.replica.params.coherence import (
+    N,
+    Net,
+    assert_all_see,
+    momentum,
+    train_a_step,
+    values_seen,
+)
 from tests.toy_models import ONES, mirrored_layer, ones_layer, sgd
 
 
@@ -72,7 +79,7 @@ def test_a_changed_gradient_reaches_every_replica(change, inside, strategy):
     for m in (plain, model):
         change(m.weight)
     expected = plain.weight.grad
-    for value in seen(strategy, lambda: model.weight.grad):
+    for value in values_seen(strategy, lambda: model.weight.grad):
         assert_same(value, expected)
     optimizers[0].step()
     if inside:
@@ -89,7 +96,7 @@ def test_zero_grad_outside_run_clears_every_replica(who, set_to_none, strategy):
     _, model = with_gradients(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (model if who == "model" else optimizer).zero_grad(set_to_none=set_to_none)
-    for value in seen(strategy, lambda: model.weight.grad):
+    for value in values_seen(strategy, lambda: model.weight.grad):
         assert value is None if set_to_none else torch.equal(value, torch.zeros(2, 2))
 
 
@@ -119,7 +126,7 @@ def test_a_backward_outside_run_that_touches_a_parameter_directly_is_whole(strat
     for m in (plain, model):
         m.zero_grad()
         m.weight.square().sum().backward()
-    for value in seen(strategy, lambda: model.weight.grad):
+    for value in values_seen(strategy, lambda: model.weight.grad):
         assert_same(value, plain.weight.grad)
 
 

@@ -1,4 +1,4 @@
-"""Local gradients, wherever they are when a step wants them: in slots, in buckets, deferred."""
+"""Local gradients are used from where a step finds them: slots, buckets, deferred."""
 
 import copy
 
@@ -47,7 +47,7 @@ def remove_the_first(model):
 
 
 WHAT_IS_LEFT_OUT = {
-    "the one whose gradient comes last": freeze(0),
+    "the last gradient": freeze(0),
     "the last two": freeze(0, 1),
     "one that ends a bucket": freeze(4),
     "all but the first to come": freeze(*range(2 * NUM_LAYERS - 1)),
@@ -122,7 +122,7 @@ def test_the_last_gradient_dropped_takes_no_others_along(make_small_buckets, whe
 def test_a_model_of_one_bucket_less_than_it_had_does_not_part_the_replicas(
     make_small_buckets, schedule
 ):
-    # The replica whose pass completed the only bucket had nothing pending, and did not wait for
+    # The replica that completed the only bucket had nothing pending, and did not wait for
     # the reduction that the others waited for.
     strategy = make_small_buckets(3, schedule=schedule)
     plain, model = pair(strategy)
@@ -183,13 +183,13 @@ def test_a_look_in_the_middle_of_a_pass_sees_what_has_come(make_small_buckets, w
     plain, model = pair(strategy)
     seen = {}
 
-    def note(m, replica_id):
+    def record_grad(m, replica_id):
         seen[m is model, replica_id] = copy.deepcopy(m[3].weight.grad)
 
     def step(m, x, replica_id):
         x = m[:2](x)
         if i > 2:
-            x.register_hook(lambda grad: note(m, replica_id))
+            x.register_hook(lambda grad: record_grad(m, replica_id))
         m[2:](x).square().mean().backward()
 
     for i in range(5):

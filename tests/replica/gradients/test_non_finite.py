@@ -1,4 +1,4 @@
-"""mirror/replica/gradients/non_finite.py: NaN and infinities are named before they are used."""
+"""mirror/replica/gradients/non_finite.py: NaN and infinities are reported before use."""
 
 from contextlib import nullcontext
 
@@ -29,7 +29,7 @@ def loss_fn(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def made(strategy):
+def make_training(strategy):
     torch.manual_seed(0)
     with strategy.scope():
         model = Net()
@@ -37,7 +37,7 @@ def made(strategy):
 
 
 def spoiled(example, value):
-    """A batch whose example of that number makes the gradients not finite."""
+    """A batch; its example of that number makes the gradients not finite."""
     x, y = BATCH
     x = x.clone()
     x[example] = value
@@ -51,7 +51,7 @@ def test_it_names_parameter_and_replica_and_the_training_goes_on(
     make_strategy, way, value, options
 ):
     strategy = make_strategy(3, guards=GUARDS, communication_options=options)
-    model, optimizer = made(strategy)
+    model, optimizer = make_training(strategy)
     for _ in range(3):  # the order of the buckets is learnt
         train(way, strategy, model, optimizer, [BATCH], loss_fn)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -61,7 +61,7 @@ def test_it_names_parameter_and_replica_and_the_training_goes_on(
     train(way, strategy, model, optimizer, [BATCH], loss_fn)
 
     plain = make_strategy(1)
-    other, its_optimizer = made(plain)
+    other, its_optimizer = make_training(plain)
     train(1, plain, other, its_optimizer, [BATCH] * 4, loss_fn)
     assert_same(model.state_dict(), other.state_dict())
 
@@ -69,7 +69,7 @@ def test_it_names_parameter_and_replica_and_the_training_goes_on(
 @pytest.mark.parametrize("way", [1, 2, 3])
 def test_without_the_guard_it_is_as_in_plain_torch(make_strategy, way):
     strategy = make_strategy(3)
-    model, optimizer = made(strategy)
+    model, optimizer = make_training(strategy)
     train(way, strategy, model, optimizer, [spoiled(2, torch.nan)], loss_fn)
     assert model.last.weight.isnan().all()
 
@@ -77,7 +77,7 @@ def test_without_the_guard_it_is_as_in_plain_torch(make_strategy, way):
 @pytest.mark.parametrize("way", [1, 3])
 def test_one_replica_is_watched_too(make_strategy, way):
     strategy = make_strategy(1, guards=GUARDS)
-    model, optimizer = made(strategy)
+    model, optimizer = make_training(strategy)
     train(way, strategy, model, optimizer, [BATCH], loss_fn)
     before = model.last.weight.detach().clone()
     with pytest.raises(GradientError, match=r"of parameter 'first.weight' has 12 NaN"):
@@ -90,7 +90,7 @@ def test_one_replica_is_watched_too(make_strategy, way):
 
 def test_what_no_sync_keeps_back_is_looked_at_when_it_comes(make_strategy):
     strategy = make_strategy(3, guards=GUARDS)
-    model, optimizer = made(strategy)
+    model, optimizer = make_training(strategy)
     with pytest.raises(GradientError, match="on replica 1"), strategy.no_sync():
         loss_fn(model, spoiled(2, torch.nan)).backward()
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Backward passes outside run that come apart: at once where they may, the same bits always."""
+"""Backward passes outside run that are split: parallel where possible, always the same bits."""
 
 import copy
 import gc

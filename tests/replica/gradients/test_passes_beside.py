@@ -1,4 +1,4 @@
-"""Passes at once beside hooks, errors, and other features: as on one device."""
+"""Parallel backward passes together with hooks, errors and other features, as on one device."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""What arrives: parts that count differently, and gradients that no dense list can hold."""
+"""Gradients of replicas with different weights, and gradients that are not dense."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Sparse gradients join, are changed, and are looked at as dense ones are."""
+"""Sparse gradients are reduced, changed and read like dense ones."""
 
 from contextlib import nullcontext
 from functools import partial

@@ -10,7 +10,7 @@ WIDTH, NUM_LAYERS, NUM_WORDS = 3, 4, 5
 
 
 class Net(nn.Module):
-    """A chain whose layers can be left out, over an embedding with sparse gradients."""
+    """A chain of layers that can be left out, over an embedding with sparse gradients."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class World:
         return self.model(batch, use).square().mean()
 
     def here(self, use, times, batch):
-        """A backward pass in the current context, of whose graph there may be several."""
+        """A backward pass in the current context; its graph may have several."""
         loss = self.loss(batch, use)
         for i in range(times if loss.requires_grad else 0):
             loss.backward(retain_graph=i + 1 < times)
@@ -229,7 +229,7 @@ uses = usual | st.builds(
     words=st.booleans(),
     table=st.booleans(),
 )
-# A parameter: any, or (more often than by chance) one of those whose gradients come last.
+# A parameter: any, or (more often than by chance) one with a gradient that comes last.
 which = st.integers(0, 11) | st.integers(0, 2)
 sizes, seeds = st.sampled_from([8, 7, 5, 3, 1]), st.integers(0, 3)
 times = st.sampled_from([1, 1, 1, 2])

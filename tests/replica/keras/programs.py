@@ -107,7 +107,7 @@ def main():
                 self.optimizer.apply([v.value.grad for v in variables], variables)
             return {"loss": loss}
 
-    def of(*inner):
+    def sequential(*inner):
         return lambda: keras.Sequential([layers.Input((8,)), *(f() for f in inner)])
 
     def out():
@@ -129,8 +129,8 @@ def main():
         return layer.moving_mean.numpy().tolist()
 
     def normalization():
-        batch = of(normalized, layers.BatchNormalization, out)
-        whole = of(normalized, mirror.keras.SyncBatchNormalization, out)
+        batch = sequential(normalized, layers.BatchNormalization, out)
+        whole = sequential(normalized, mirror.keras.SyncBatchNormalization, out)
         return float(abs(trained(batch) - trained(whole, cpus())).max())
 
     def moments():
@@ -161,7 +161,7 @@ def main():
     def dropout():
         def draws():
             with cpus().scope():
-                model = of(lambda: layers.Dense(8), lambda: layers.Dropout(0.5, seed=7))()
+                model = sequential(lambda: layers.Dense(8), lambda: layers.Dropout(0.5, seed=7))()
             model.layers[0].set_weights([np.eye(8), np.zeros(8)])
             ones = np.ones((30, 8), "float32")
             return [model(ones, training=True).detach().numpy() for _ in range(2)]
@@ -197,7 +197,7 @@ def main():
         return weights, int(optimizer.iterations)
 
     def apply_in_run():
-        make = of(lambda: layers.Dense(8), State, out)
+        make = sequential(lambda: layers.Dense(8), State, out)
         one, three = in_run(make, 1), in_run(make, 3)
         return {"weights": float(abs(one[0] - three[0]).max()), "iterations": three[1]}
 
@@ -218,19 +218,19 @@ def main():
             "several": several,
         }
 
-        def hear():
+        def count_step():
             heard.append(1)
 
-        step_ends.listeners.append(hear)
+        step_ends.listeners.append(count_step)
         for name, optimizer in optimizers.items():
             with strategy.scope():
-                model = of(lambda: layers.Dense(8), out)()
+                model = sequential(lambda: layers.Dense(8), out)()
                 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
                 model.compile(optimizer(), loss=loss)
             before = len(heard), strategy.report().num_steps
             model.fit(x, y, batch_size=20, epochs=2, verbose=0)
             found[name] = [len(heard) - before[0], strategy.report().num_steps - before[1]]
-        step_ends.listeners.remove(hear)
+        step_ends.listeners.remove(count_step)
         return found
 
     def assigns_trainable():
@@ -239,7 +239,7 @@ def main():
                 self.bias.assign(ops.mean(ops.matmul(x, self.kernel), axis=0))
                 return super().call(x)
 
-        trained(of(lambda: Assigns(3)), cpus())
+        trained(sequential(lambda: Assigns(3)), cpus())
 
     def differing_integers():
         class Counts(layers.Layer):
@@ -252,22 +252,22 @@ def main():
                 self.n.assign_add(ops.cast(ops.sum(x > 0), "int32"))
                 return x
 
-        trained(of(Counts, out), cpus())
+        trained(sequential(Counts, out), cpus())
 
     def one_example_each():
         with cpus().scope():
-            model = of(Counted)()
+            model = sequential(Counted)()
         model(x[:2])
 
     def loss_in_run():
-        in_run(of(regularized, out), 3)
+        in_run(sequential(regularized, out), 3)
 
     def count_in_run():
-        in_run(of(Counted, out), 3)
+        in_run(sequential(Counted, out), 3)
 
     def saved():
         with cpus().scope():
-            model = of(normalized, mirror.keras.SyncBatchNormalization, out)()
+            model = sequential(normalized, mirror.keras.SyncBatchNormalization, out)()
         model.save("model.keras")
         loaded = keras.models.load_model("model.keras")
         copied = keras.models.clone_model(model)
@@ -276,11 +276,11 @@ def main():
         return {"kinds": kinds, "difference": float(abs(before - after).max())}
 
     programs = {
-        "dense": lambda: difference(of(lambda: layers.Dense(16, activation="relu"), out)),
+        "dense": lambda: difference(sequential(lambda: layers.Dense(16, activation="relu"), out)),
         "built by fit": lambda: difference(lambda: keras.Sequential([layers.Dense(3)])),
-        "state": lambda: difference(of(Counted, lambda: layers.Dense(3))),
-        "add_loss": lambda: difference(of(lambda: layers.Dense(8), AddLoss, out)),
-        "activity regularizer": lambda: difference(of(regularized, regularized, out)),
+        "state": lambda: difference(sequential(Counted, lambda: layers.Dense(3))),
+        "add_loss": lambda: difference(sequential(lambda: layers.Dense(8), AddLoss, out)),
+        "activity regularizer": lambda: difference(sequential(regularized, regularized, out)),
         "parts of torch and Keras": lambda: difference(Parts),
         "train_step": lambda: difference(Custom),
         "moving statistics": moving,

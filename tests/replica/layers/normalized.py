@@ -1,4 +1,4 @@
-"""Layers that normalize, in pairs, and how often they communicate."""
+"""Pairs of normalizing layers, and the number of their collectives."""
 
 import copy
 
@@ -25,7 +25,7 @@ def pair(strategy, plain):
 
 
 def batches(sizes, shape, dtype=torch.float32):
-    """Batches whose mean is far from zero, with targets."""
+    """Batches with a mean far from zero, with targets."""
     return [
         (torch.randn(n, *shape, dtype=dtype) * 2 + 3, torch.randn(n, *shape, dtype=dtype))
         for n in sizes

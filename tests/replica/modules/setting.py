@@ -1,4 +1,4 @@
-"""Models whose forward sets attributes, of every kind that people write."""
+"""Models that set attributes in forward, of every kind found in practice."""
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ class Recurrent(Base):
 
 
 class CarriesLSTMState(Base):
-    """Carries a structure whose batch is not the first dimension."""
+    """Carries a structure; its batch is not the first dimension."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class DeletesWhatItSets(Base):
 
 
 class LooksAtASize(Base):
-    """Makes something anew where all but the number of examples has changed."""
+    """Recreates something if more than the number of examples has changed."""
 
     size = None
     made = 0

@@ -1,4 +1,4 @@
-"""to(), half(), share_memory() and their kin on mirrored models: as on one device, or refused."""
+"""to(), half(), share_memory() and related calls on mirrored models: as one device does."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Modules with a copy of a mirrored module's ``__dict__``: each call is of the module called."""
+"""Modules with a copied ``__dict__`` of a mirrored module: a call runs the module called."""
 
 import copy
 import gc

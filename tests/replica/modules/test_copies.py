@@ -71,7 +71,7 @@ def test_every_module_of_torch(info, make_strategy):
     assert_copied(make_strategy(2), plain, run)
 
 
-# Every tenth entry, and those whose weights are in lists of their own; the others take longer.
+# Every tenth entry, and those with weights in lists of their own; all entries take longer.
 WITHIN_RUN = [
     pytest.param(info, id=info.name, marks=[] if i % 10 == 0 or is_rnn else pytest.mark.slow)
     for i, info in enumerate(module_db)
@@ -191,7 +191,7 @@ NORMS = {
 
 
 def make(norm, strategy=None, when=None):
-    """A network whose first layer is parametrized; mirrored in one of four orders."""
+    """A network with a parametrized first layer; mirrored in one of four orders."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     if when == "mirrored first":

@@ -1,4 +1,4 @@
-"""Lazy modules get the initial values that they get on one device, whoever calls them first."""
+"""Lazy modules get the initial values of one device, for any first caller."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Metrics in no mirrored module, which replicas update in run, have the values of one device."""
+"""Metrics outside mirrored modules that replicas update in run have the value of one device."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Metrics that a mirrored module updates in its forward have the values of one device."""
+"""Metrics that a mirrored module updates in forward have the value of one device."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Every module of PyTorch's own test database: mirrored on two replicas against plain."""
+"""Every module of PyTorch's own test database, mirrored on two replicas and plain."""
 
 import copy
 
@@ -13,7 +13,7 @@ from tests.pairs import EXHAUSTIVE
 # Numerics of single layers are PyTorch's own business; some of them warn by the way.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Entries none of whose inputs can be split into two and joined again without a guess.
+# Entries without an input that can be split into two and joined again unambiguously.
 NOT_SPLIT = {
     "nn.CTCLoss": "its first dimension is time, and the input lengths hold for all of it",
     "nn.GRUCell": "its inputs have no batch dimension",
@@ -101,7 +101,7 @@ def call(module, inputs):
 
 
 def probe(output):
-    """A scalar whose gradient differs for each element of the output; None if it has none."""
+    """A scalar with a different gradient for each element of the output; None if it has none."""
     terms = [
         (t * torch.linspace(0.5, 1.5, t.numel()).view(t.shape)).sum()
         for t in tensors(output)
@@ -141,7 +141,7 @@ class Unclear(Exception):
     """Two readings of the rule differ for this output."""
 
 
-def joined(outputs, sizes):
+def join(outputs, sizes):
     """What api.md makes of the replicas' outputs; a tuple in PerReplica where it cannot join."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
@@ -156,9 +156,9 @@ def joined(outputs, sizes):
             raise Unclear
         return mirror.PerReplica(outputs)
     if isinstance(first, dict):
-        return {key: joined([o[key] for o in outputs], sizes) for key in first}
+        return {key: join([o[key] for o in outputs], sizes) for key in first}
     if isinstance(first, list | tuple):
-        return type(first)(joined(list(entries), sizes) for entries in zip(*outputs, strict=True))
+        return type(first)(join(list(entries), sizes) for entries in zip(*outputs, strict=True))
     return first
 
 
@@ -168,7 +168,7 @@ def halves(module, inputs):
     if parts is None:
         return None
     try:
-        return joined([call(module, part) for _, part in parts], [size for size, _ in parts])
+        return join([call(module, part) for _, part in parts], [size for size, _ in parts])
     except Exception:  # the module cannot work on half of these inputs
         return None
 

@@ -1,4 +1,4 @@
-"""The structure of a mirrored module may change: what comes is mirrored, what goes is gone."""
+"""The structure of a mirrored module may change: new parts are mirrored, removed ones freed."""
 
 import copy
 
@@ -12,12 +12,11 @@ from tests.replica.params.coherence import (
     N,
     Net,
     assert_all_see,
-    here,
     momentum,
-    seen,
     train_a_step,
+    values_seen,
 )
-from tests.toy_models import ONES, ones_layer, sgd
+from tests.toy_models import ONES, ones_layer, replica_id, sgd
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_a_submodule_replaced_later_is_mirrored_and_trained(strategy):
     assert mirror.is_mirrored(model[1].weight)
     assert strategy.check_replicas() == 4
     assert_same(model.state_dict(), plain.state_dict())
-    for value in seen(strategy, lambda: model[1].weight):
+    for value in values_seen(strategy, lambda: model[1].weight):
         assert_same(value, plain[1].weight)
 
 
@@ -72,7 +71,7 @@ def test_a_change_of_the_module_needs_no_copying(strategy):
     model.eval()
     assert strategy.run(lambda: model[1].training).values == (False,) * N
     calls = []
-    handle = model[0].register_forward_hook(lambda *_: calls.append(here()))
+    handle = model[0].register_forward_hook(lambda *_: calls.append(replica_id()))
     model(torch.ones(6, 2))
     handle.remove()
     model(torch.ones(6, 2))
@@ -87,7 +86,7 @@ def test_a_buffer_registered_later_is_mirrored(persistent, strategy, model):
     model.register_buffer("later", torch.full((2,), 4.0), persistent=persistent)
     assert_all_see(strategy, lambda: model.later, torch.full((2,), 4.0))
     assert mirror.is_mirrored(model.later)
-    strategy.run(lambda: model.later.add_(here()))
+    strategy.run(lambda: model.later.add_(replica_id()))
     assert_same(model.later, torch.full((2,), 5.0))
     assert ("later" in model.state_dict()) == persistent
 
@@ -102,7 +101,7 @@ def test_to_another_dtype_keeps_the_model_mirrored(strategy):
         m(x).square().mean().backward()
     assert model.weight.dtype == torch.float64
     assert_same(model.weight.grad, plain.weight.grad)
-    assert [v.dtype for v in seen(strategy, lambda: model.weight)] == [torch.float64] * N
+    assert [v.dtype for v in values_seen(strategy, lambda: model.weight)] == [torch.float64] * N
 
 
 def test_module_first_called_in_inference_mode_can_train(make_strategy):

@@ -95,7 +95,7 @@ def test_a_replicas_copy_is_that_of_one_device(kind, route, make_strategy):
 def test_what_ddp_is_told_to_ignore_is_mirrored_and_told_once(when, replicas):
     ignored = ["0.weight", "1.running_mean", "0.bias", "nowhere.weight"]
 
-    def tell(model):
+    def report(model):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
     def train(strategy):
@@ -104,12 +104,12 @@ def test_what_ddp_is_told_to_ignore_is_mirrored_and_told_once(when, replicas):
         model[0].bias.requires_grad_(False)
         model[1].eval()  # parts have statistics of their own
         if strategy is not None and when == "before":
-            tell(model)
+            report(model)
             strategy.mirror(model)
         elif strategy is not None:
             if when == "after":
                 strategy.mirror(model)
-            tell(model)
+            report(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             loss = nn.functional.mse_loss(model(inputs), targets)

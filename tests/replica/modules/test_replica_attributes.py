@@ -298,7 +298,7 @@ def test_compiled_models_set_attributes_as_on_one_device(kind, in_run, make_stra
     torch.compiler.reset()
     data = batches((7, 7, 7))
 
-    class Fresh(kind):  # whose attributes no replica has set yet
+    class Fresh(kind):  # no replica has set its attributes yet
         pass
 
     plain = Fresh()

@@ -1,4 +1,4 @@
-"""Programs that workers run together, and one device with all their examples."""
+"""Programs that workers run together, compared with one device on all their examples."""
 
 import os
 from contextlib import nullcontext

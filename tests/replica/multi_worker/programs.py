@@ -1,4 +1,4 @@
-"""Programs that workers run in tests: models, and what is compared of them."""
+"""Models of the workers' programs, and the values that are compared."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` outside run over several workers: that of one device, or refused."""
+"""``torch.autograd.grad`` outside run over several workers: as on one device, or refused."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Calls before training settle nothing: training begins with worker 0's values, whatever came.
+"""Calls before training decide nothing: training begins with worker 0's values in any case.
 
 A catalogue: ways to call a module early, times ways in which values change afterwards.
 """
@@ -85,7 +85,7 @@ def call_early(place, model, early):
         with torch.no_grad():
             for _ in range(3):
                 model(own)
-    if early == "unlike evaluations":
+    if early == "different evaluations":
         model.eval()
         with torch.no_grad():
             for _ in range(2 + 3 * place.rank):
@@ -188,7 +188,7 @@ def test_training_begins_with_worker_0s_values(worker_pool, early, way):
     assert_as_one_device(worker_pool, 2, 1, early, way, between=between, inside=inside)
 
 
-@pytest.mark.parametrize("early", ["many evaluations", "unlike evaluations", "spectral_norm"])
+@pytest.mark.parametrize("early", ["many evaluations", "different evaluations", "spectral_norm"])
 @pytest.mark.parametrize(("num_workers", "num_local"), [(2, 2), (3, 1)])
 def test_however_many_there_are(worker_pool, early, num_workers, num_local):
     options = {"between": False, "inside": True}

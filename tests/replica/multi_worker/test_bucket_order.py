@@ -1,4 +1,7 @@
-"""The sequence serves until something is trained that it has not."""
+"""The order of buckets over workers, the weights of workers, and sums over all replicas."""
+
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,9 +9,14 @@ from torch import nn
 
 import mirror
 from mirror.comm.workers.worker_group import LocalWorkerGroup
+from mirror.errors import DivergenceError
 from mirror.replica.collectives.packed_reducer import Reducer
 from mirror.replica.multi_worker.bucket_order import BucketOrder, agree
+from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
 from mirror.replica.params.replicated_params import param_of
+from tests.multi_worker import strategy_of
+from tests.replica.multi_worker import test_multi_worker_gradients as programs
+from tests.replica.multi_worker.beside_one_device import OneDevice, assert_as_one_device
 
 
 @pytest.fixture
@@ -61,3 +69,105 @@ def test_what_is_gone_keeps_its_place(variables):
     assert sequence.sparse == [None]
     assert sequence.buckets[0].variables == [None, variables[2]]
     assert sequence.fits([variables[2]], 8)
+
+
+def test_weights_are_shares_of_the_workers_total():
+    weights = PassWeights({0: 3.0, 1: 1.0}, 4.0)
+    assert weights.shares(8.0) == {0: 0.375, 1: 0.125}
+    assert weights.shares(0.0) == {0: 0.0, 1: 0.0}
+    assert PassWeights({0: 1.0}, None).shares(8.0) == {0: 1.0}
+
+
+def test_what_was_kept_back_may_be_nothing():
+    kept = Deferred()
+    assert not kept
+    kept.has_passes = True  # of no weight: other workers wait for a reduction
+    assert kept
+    kept.release()
+    assert not kept
+
+
+PROGRAMS = ("trains", "leaves_out", "uses_by_sign", "freezes", "accumulates", "passes_twice")
+
+
+class OfCpus:
+    """Sums replicas' buffers as NCCL would on GPUs: here, and then by gloo."""
+
+    def __init__(self, workers):
+        self.workers, self.num_sums = workers, 0
+
+    def begin(self, what, buffers):
+        self.num_sums += 1
+        total = torch.stack(list(buffers)).sum(0)
+        finish = self.workers.all_reduce(what, total)
+        return SimpleNamespace(wait=partial(self.end, buffers, total, finish))
+
+    def end(self, buffers, total, finish, timeout):
+        finish()
+        for buffer in buffers:
+            buffer.copy_(total)
+
+    def close(self):
+        pass
+
+
+def by_replicas(name, place):
+    """Runs a program, where there are workers with gradients summed over all replicas at once."""
+    program = getattr(programs, name)
+    if type(place) is OneDevice:
+        program(place)
+        return
+    workers = place.strategy._group.replicas.workers
+    sums = OfCpus(workers)
+    workers.sum_replicas_by(sums)
+    program(place)
+    assert sums.num_sums > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "way"),
+    [
+        *((name, (1, 2), 3) for name in PROGRAMS[:3]),
+        *(pytest.param(name, (2, 2), 1, marks=pytest.mark.slow) for name in PROGRAMS),
+        *(pytest.param(name, (1, 2), 2, marks=pytest.mark.slow) for name in PROGRAMS),
+    ],
+)
+def test_gradients_are_those_of_one_device(worker_pool, name, counts, way):
+    assert_as_one_device(worker_pool, partial(by_replicas, name), counts, way)
+
+
+class Never:
+    """A sum that does not come to its end, as NCCL's where sizes differ."""
+
+    def begin(self, what, buffers):
+        return self
+
+    def wait(self, timeout):
+        raise RuntimeError("the sum timed out")
+
+    def close(self):
+        pass
+
+
+def sums_unlike_buffers():
+    strategy = strategy_of((1, 1))
+    workers = strategy._group.replicas.workers
+    found = []
+    for sums, sizes in ((OfCpus(workers), (4, 4)), (Never(), (4, 5))):
+        workers.sum_replicas_by(sums)
+        buffers = [torch.ones(sizes[workers.rank])]
+        try:
+            workers.all_reduce_replicas("gradients", buffers)()
+            found.append(buffers[0].tolist())
+        except DivergenceError as error:
+            found.append(str(error))
+    strategy.close()
+    return found
+
+
+@pytest.mark.slow
+def test_buffers_of_unlike_sizes_are_an_error_on_all_workers(worker_pool):
+    for summed, told in worker_pool(2).run(sums_unlike_buffers):
+        assert summed == [2.0] * 4
+        assert "torch.float32[4]" in told
+        assert "torch.float32[5]" in told

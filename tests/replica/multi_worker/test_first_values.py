@@ -1,4 +1,4 @@
-"""Workers begin with worker 0's values, whatever they were seeded with."""
+"""Workers begin with worker 0's values, with any seeds."""
 
 import pytest
 import torch

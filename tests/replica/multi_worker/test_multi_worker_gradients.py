@@ -1,4 +1,4 @@
-"""Several workers' gradients are those of one device with all their examples."""
+"""The gradients of several workers equal those of one device with all their examples."""
 
 from functools import partial
 
@@ -60,7 +60,7 @@ def leaves_out(place):
 
 
 class BySign(Heads):
-    """Which head an example goes through, its own data decide: workers use unlike ones."""
+    """The data of an example decide its head: workers use different heads."""
 
     def forward(self, x):
         h = self.body(x).tanh()
@@ -110,7 +110,7 @@ def grows(place):
 
 
 def accumulates(place):
-    """Passes with and without no_sync before a look, of unlike sizes."""
+    """Passes with and without no_sync before a read, of different sizes."""
     with place.scope():
         model = net()
     batches = iter(place.batches)
@@ -141,7 +141,7 @@ def passes_twice(place):
 
 
 def drops(place):
-    """Gradients are set, or dropped, before anybody looks."""
+    """Gradients are set, or dropped, before they are read."""
     with place.scope():
         model = net()
     for step, batch in enumerate(place.batches):

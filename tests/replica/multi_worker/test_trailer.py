@@ -1,4 +1,4 @@
-"""Tails tell what all workers have brought, and who is at another reduction."""
+"""Trailers report what each worker contributes, and which worker is at another reduction."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Workers that have drifted apart are named on all of them, with what differs."""
+"""Workers that have drifted apart are named on every worker, with the difference."""
 
 import gc
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Optimizers of every kind that people write, each in the fewest lines that make its kind."""
+"""Optimizers of every kind found in practice, each in the fewest lines."""
 
 import itertools
 

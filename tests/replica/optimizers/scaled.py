@@ -1,4 +1,4 @@
-"""A training whose losses are inf where it is planned, scaled."""
+"""A training with GradScaler and planned infinite losses."""
 
 import copy
 
@@ -7,7 +7,7 @@ from torch import nn
 
 OPTIONS = {"init_scale": 8.0, "growth_interval": 2}
 SIZES = [7, 4, 9, 1, 6, 2, 8]
-BAD = {1: 0, 4: 5}  # step: the example whose loss is inf
+BAD = {1: 0, 4: 5}  # step: the example with an infinite loss
 CONTEXTS = ["cross", "run"]
 
 

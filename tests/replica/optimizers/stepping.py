@@ -1,4 +1,4 @@
-"""Steps of a small net in run and outside, beside those of one device."""
+"""Steps of a small net in run and outside, and the same on one device."""
 
 import copy
 

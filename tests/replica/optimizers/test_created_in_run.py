@@ -1,4 +1,4 @@
-"""Optimizers made inside run, and groups added there: one for all replicas, or refused."""
+"""Optimizers and groups created inside run: one for all replicas, or refused."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Optimizers that each break one assumption are stepped as on one device, in all three ways."""
+"""Optimizers that each break one assumption step as on one device, in all three ways."""
 
 import contextlib
 import copy
@@ -81,7 +81,7 @@ def train(way, strategy, model, optimizer, with_closure=False):
     return losses
 
 
-def kept(optimizer):
+def python_state(optimizer):
     """What an optimizer holds in Python, for comparison; of optimizers that it holds, too."""
     held = {}
     for name, value in vars(optimizer).items():
@@ -90,9 +90,9 @@ def kept(optimizer):
         if name.startswith(("_warned", "_need", "_zero", "param_groups")):
             continue
         if isinstance(value, torch.optim.Optimizer):
-            value = kept(value)
+            value = python_state(value)
         elif name == "children":
-            value = [kept(inner) for inner in value]
+            value = [python_state(inner) for inner in value]
         elif isinstance(value, nn.Module):
             value = value.state_dict()
         elif isinstance(value, itertools.count):
@@ -114,7 +114,7 @@ def compared(way, strategy, make_optimizer, with_closure=False, tolerance=None):
         optimizer = make_optimizer(module.parameters())
         losses = train(run_way, strategy, module, optimizer, with_closure)
         state = [copy.deepcopy(value) for value in optimizer.state.values()]
-        results.append([losses, module.state_dict(), kept(optimizer), state, list(LOG)])
+        results.append([losses, module.state_dict(), python_state(optimizer), state, list(LOG)])
     assert_same(results[1], results[0], tolerance=tolerance)
 
 

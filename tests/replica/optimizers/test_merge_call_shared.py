@@ -1,4 +1,4 @@
-"""Replicas that share a device step once; what everybody sees is as if each had stepped."""
+"""Replicas that share a device step once; each sees what its own step would leave."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ def plain_step(model, optimizer, batch):
     optimizer.step()
 
 
-# Whose step
+# Step of
 
 
 @pytest.mark.parametrize("way", [1, 2, 3])

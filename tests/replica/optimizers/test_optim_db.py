@@ -26,7 +26,7 @@ def tanh_net(seed):
 
 
 def dyadic_net(seed):
-    """Gradients without any rounding: for Muon, whose bfloat16 steps blow up the last bit."""
+    """Gradients without any rounding: the bfloat16 steps of Muon amplify the last bit."""
     torch.manual_seed(seed)
     model = nn.Linear(6, 4, bias=False)
     batches = [
@@ -155,7 +155,7 @@ def test_every_state_dict_moves_between_mirrored_and_plain_training(info, way, m
 
 @pytest.mark.parametrize("info", NO_CLOSURE, ids=lambda info: info.name)
 def test_no_optimizer_of_torchs_draws_random_numbers(info):
-    """So those whose steps change nothing but parameters and state are not asked."""
+    """Optimizers that change only parameters and state are not asked."""
     for kwargs in hyperparameters(info):
         model, batches, loss = problem(info)
         optimizers = pair_of_optimizers(info, kwargs, model, model)

@@ -1,4 +1,4 @@
-"""Steps at home: once, whatever optimizer it is, and one set of state."""
+"""Steps on a parameter device: once, with any optimizer, and one set of state."""
 
 import copy
 
@@ -58,7 +58,7 @@ def test_steps_with_closures_equal_one_device(make, within, central):
 
 
 class Half(torch.optim.Optimizer):
-    """An optimizer of somebody's own, with a counter, and state that it makes."""
+    """A user's own optimizer, with a counter and state of its own."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.5})

@@ -1,4 +1,4 @@
-"""What is changed in an optimizer outside run holds on every replica."""
+"""Changes of an optimizer outside run reach every replica."""
 
 import copy
 import gc
@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.oracle import assert_same, in_run
 from tests.pairs import each_once
-from tests.replica.params.coherence import N, Net, momentum, seen, train_a_step
+from tests.replica.params.coherence import N, Net, momentum, train_a_step, values_seen
 from tests.toy_models import ONES, collect, mirrored_layer, ones_layer, sgd
 
 
@@ -107,14 +107,14 @@ def test_optimizer_state_can_be_looked_at_in_run(strategy):
     (expected, _) = [entry["momentum_buffer"] for entry in plain_optimizer.state.values()]
     keys = set(optimizer.state)
 
-    def look():
+    def read_momentum():
         held = optimizer.param_groups[0]["params"][0]
         return (
             optimizer.state[held]["momentum_buffer"].clone(),
             optimizer.state[model.weight]["momentum_buffer"].clone(),
         )
 
-    for result in strategy.local_results(strategy.run(look)):
+    for result in strategy.local_results(strategy.run(read_momentum)):
         assert_same(result, (expected, expected))
     assert set(optimizer.state) == keys
     assert_same(optimizer.state_dict(), plain_optimizer.state_dict())
@@ -148,7 +148,7 @@ def test_fused_optimizers_update_every_replica(name, way, strategy):
             train_a_step(strategy, model, optimizers[1], x)
         strategy.check_replicas()
     assert_same(model.state_dict(), plain.state_dict())
-    for value in seen(strategy, lambda: model.weight):
+    for value in values_seen(strategy, lambda: model.weight):
         assert_same(value, plain.weight)
 
 
@@ -189,7 +189,7 @@ def test_parameters_that_are_not_mirrored_train_along(n, make_strategy):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_state_written_in_run_is_kept_for_parameters_that_had_none(make_strategy, n):
-    # `optimizer.state[p]` inside run gave a dict of nobody, and what was written there was lost.
+    # `optimizer.state[p]` inside run gave a detached dict, and what was written there was lost.
     strategy = make_strategy(n)
     layer = strategy.mirror(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -288,7 +288,7 @@ def test_state_that_a_step_replaces_is_the_optimizers_state(make_strategy):
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_replicas_on_one_device_keep_one_state(make_strategy, where):
-    # Outside run every step copied the state to all replicas, which nobody used.
+    # Outside run every step copied the state to all replicas, without use.
     strategy = make_strategy(3)
     layer = mirrored_layer(strategy, in_features=37)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)

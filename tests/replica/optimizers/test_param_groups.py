@@ -1,4 +1,4 @@
-"""State and groups that change between steps, or in run, are used by the one step."""
+"""State and groups that change between steps, or in run, are used by the shared step."""
 
 import copy
 import sys

@@ -1,9 +1,8 @@
-"""What is changed outside run, and what each replica then sees of it."""
+"""Values that each replica sees after a change outside run."""
 
 import torch
 from torch import nn
 
-import mirror
 from tests.oracle import assert_same
 
 N = 3
@@ -22,11 +21,7 @@ class Net(nn.Module):
         return self.norm(self.linear(x) + self.shift)
 
 
-def here():
-    return mirror.get_replica_context().replica_id_in_sync_group
-
-
-def seen(strategy, read):
+def values_seen(strategy, read):
     """What ``read()`` gives on each replica; tensors are copied."""
 
     def fn():
@@ -37,7 +32,7 @@ def seen(strategy, read):
 
 
 def assert_all_see(strategy, read, expected):
-    for r, value in enumerate(seen(strategy, read)):
+    for r, value in enumerate(values_seen(strategy, read)):
         assert_same(value, expected, f"replica {r}", tolerance=0)
     assert_same(read(), expected, "cross-replica context", tolerance=0)
 

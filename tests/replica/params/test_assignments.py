@@ -1,4 +1,4 @@
-"""What replicas assign to variables inside run: alike on all, or refused; never several models."""
+"""Assignments to variables inside run: equal on all replicas, or refused."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from torch import nn
 import mirror
 from mirror.execution.runner import runner_of
 from tests.oracle import assert_same, in_run
-from tests.toy_models import ONES, mirrored_layer, ones_layer, sgd
+from tests.toy_models import ONES, mirrored_layer, ones_layer, replica_id, sgd
 
 
 @pytest.fixture(params=["lockstep", "staggered"])
@@ -25,10 +25,6 @@ def net():
 
 def context():
     return mirror.get_replica_context()
-
-
-def here():
-    return context().replica_id_in_sync_group
 
 
 X = torch.linspace(-1, 1, 12).view(6, 2)
@@ -51,7 +47,7 @@ def test_requires_grad_set_by_some_replicas_is_refused_and_by_all_is_kept(
     weight.requires_grad_(start)
 
     def step():
-        if here() in ids:
+        if replica_id() in ids:
             SETTERS[way](model[0].weight, not start)
 
     if len(ids) == 3:
@@ -70,7 +66,7 @@ def test_a_parameter_that_one_replica_freezes_for_a_while_is_no_matter(strategy)
     model = strategy.mirror(net())
 
     def step():
-        if here() == 1:
+        if replica_id() == 1:
             model.requires_grad_(False)
             model.requires_grad_(True)
 
@@ -82,7 +78,7 @@ def test_freezing_on_one_replica_is_told_where_replicas_merge(strategy):
     model = strategy.mirror(net())
 
     def step():
-        if here() == 1:
+        if replica_id() == 1:
             model.requires_grad_(False)
         context().all_reduce("sum", 1)
         model.requires_grad_(True)
@@ -95,7 +91,7 @@ def test_a_run_that_fails_leaves_requires_grad_equal(strategy):
     model = strategy.mirror(net())
 
     def step():
-        if here() == 1:
+        if replica_id() == 1:
             model.requires_grad_(False)
             raise ArithmeticError
 
@@ -135,7 +131,7 @@ def test_data_assigned_by_some_replicas_is_refused_and_by_all_is_kept(ids, kind,
     given = torch.tensor([[1.0, 2.0]] * 3)
 
     def step():
-        if here() in ids:
+        if replica_id() in ids:
             kind(model[0].weight, given)
 
     if len(ids) == 3:
@@ -176,7 +172,7 @@ def test_values_set_aside_and_back_on_one_replica_are_no_matter(strategy):
     model = strategy.mirror(net())
 
     def step():
-        if here() == 2:
+        if replica_id() == 2:
             aside = model[0].weight.data
             model[0].weight.data = torch.zeros(3, 2)
             model[0].weight.data = aside
@@ -190,7 +186,7 @@ def test_a_write_in_place_on_one_replica_is_for_check_replicas(strategy):
     model = strategy.mirror(net())
 
     def step():
-        model[0].weight.data[0, 0] += here()
+        model[0].weight.data[0, 0] += replica_id()
 
     strategy.run(step)
     with pytest.raises(mirror.ReplicaMismatchError, match=r"0\.weight"):

@@ -1,4 +1,4 @@
-"""Buffers are each replica's own in run, and combined outside it."""
+"""Buffers are separate on each replica in run, and combined outside it."""
 
 import copy
 import io
@@ -10,12 +10,13 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
-from tests.replica.params.coherence import N, assert_all_see, here, seen
+from tests.replica.params.coherence import N, assert_all_see, values_seen
+from tests.toy_models import replica_id
 
 
 def test_buffers_are_per_replica_and_read_as_the_mean(strategy, model):
-    strategy.run(lambda: model.shift.fill_(float(here())))
-    assert_same([v[0].item() for v in seen(strategy, lambda: model.shift)], [0.0, 1.0, 2.0])
+    strategy.run(lambda: model.shift.fill_(float(replica_id())))
+    assert_same([v[0].item() for v in values_seen(strategy, lambda: model.shift)], [0.0, 1.0, 2.0])
     assert_same(model.shift, torch.full((2,), 1.0))
     assert_same(model.state_dict()["shift"], torch.full((2,), 1.0))
     assert_same(dict(model.named_buffers())["shift"], torch.full((2,), 1.0))
@@ -38,12 +39,12 @@ READS = {
 def test_reading_a_buffer_does_not_change_it_on_the_replicas(read, how, strategy, model):
     """A checkpoint in the middle of training must not touch what the replicas hold."""
     mirror.set_aggregation(model, "shift", how)
-    strategy.run(lambda: model.shift.fill_(float(here())))
+    strategy.run(lambda: model.shift.fill_(float(replica_id())))
     if how == "none" and read in (READS["attribute"], READS["item"], READS["repr"]):
         pytest.skip("is not read outside run")
     for _ in range(3):
         read(model)
-    assert [v[0].item() for v in seen(strategy, lambda: model.shift)] == [0.0, 1.0, 2.0]
+    assert [v[0].item() for v in values_seen(strategy, lambda: model.shift)] == [0.0, 1.0, 2.0]
 
 
 def test_running_statistics_are_the_mean_over_the_replicas(strategy, model):
@@ -64,16 +65,16 @@ def test_integer_buffers_come_from_the_first_replica(strategy):
     module = nn.Module()
     module.register_buffer("count", torch.tensor(7))
     strategy.mirror(module)
-    strategy.run(lambda: module.count.add_(here()))
+    strategy.run(lambda: module.count.add_(replica_id()))
     assert module.count.item() == 7
-    assert [v.item() for v in seen(strategy, lambda: module.count)] == [7, 8, 9]
+    assert [v.item() for v in values_seen(strategy, lambda: module.count)] == [7, 8, 9]
 
 
 def test_replicas_that_sat_out_take_the_mean_of_the_others_over(strategy, model):
     (batch,) = strategy.distribute_dataset([torch.ones(2, 2)])
-    strategy.run(lambda x: model.shift.fill_(1.0 + 2 * here()), args=(batch,))
+    strategy.run(lambda x: model.shift.fill_(1.0 + 2 * replica_id()), args=(batch,))
     assert_same(model.shift, torch.full((2,), 2.0))
-    assert seen(strategy, lambda: model.shift)[2][0].item() == 2.0
+    assert values_seen(strategy, lambda: model.shift)[2][0].item() == 2.0
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,10 @@ def test_replicas_that_sat_out_take_the_mean_of_the_others_over(strategy, model)
     ids=range(9),
 )
 def test_a_buffer_written_outside_run_reaches_every_replica(write, strategy, model):
-    strategy.run(lambda: model.shift.fill_(float(here())))
+    strategy.run(lambda: model.shift.fill_(float(replica_id())))
     write(model)
     assert_all_see(strategy, lambda: model.shift, torch.full((2,), 6.0))
-    strategy.run(lambda: model.shift.add_(here()))
+    strategy.run(lambda: model.shift.add_(replica_id()))
     assert_same(model.shift, torch.full((2,), 7.0))
 
 
@@ -120,7 +121,7 @@ def test_raw_storage_that_another_strategys_replica_writes_to_reaches_every_repl
 
 
 def test_arithmetic_on_a_combined_buffer_starts_from_what_it_reads(strategy, model):
-    strategy.run(lambda: model.shift.fill_(float(here())))  # reads 1
+    strategy.run(lambda: model.shift.fill_(float(replica_id())))  # reads 1
     model.shift.add_(10.0)
     assert_all_see(strategy, lambda: model.shift, torch.full((2,), 11.0))
 
@@ -131,7 +132,7 @@ AGGREGATIONS = {"mean": 1.0, "sum": 3.0, "first": 0.0}
 @pytest.mark.parametrize(("how", "expected"), AGGREGATIONS.items())
 def test_set_aggregation_changes_how_a_buffer_is_read(how, expected, strategy, model):
     mirror.set_aggregation(model, "shift", how)
-    strategy.run(lambda: model.shift.fill_(float(here())))
+    strategy.run(lambda: model.shift.fill_(float(replica_id())))
     assert_same(model.shift, torch.full((2,), expected))
     assert_same(model.state_dict()["shift"], torch.full((2,), expected))
     model.shift.fill_(5.0)
@@ -146,23 +147,23 @@ def test_a_summed_buffer_counts_exactly(dtype, strategy):
     strategy.mirror(module)
     mirror.set_aggregation(module, "count", "sum")
     module.count.fill_(7)
-    assert [v.item() for v in seen(strategy, lambda: module.count)] == [7, 0, 0]
+    assert [v.item() for v in values_seen(strategy, lambda: module.count)] == [7, 0, 0]
     assert module.count.item() == 7
-    strategy.run(lambda: module.count.add_(here() + 1))
+    strategy.run(lambda: module.count.add_(replica_id() + 1))
     assert module.count.item() == 13
     module.load_state_dict(copy.deepcopy(module.state_dict()))
     assert module.count.item() == 13
-    assert sum(v.item() for v in seen(strategy, lambda: module.count)) == 13
+    assert sum(v.item() for v in values_seen(strategy, lambda: module.count)) == 13
 
 
 def test_a_buffer_without_aggregation_is_not_read_outside_run(strategy, model):
     mirror.set_aggregation(model, "shift", "none")
-    strategy.run(lambda: model.shift.fill_(4.0 + here()))
+    strategy.run(lambda: model.shift.fill_(4.0 + replica_id()))
     with pytest.raises(mirror.StrategyError, match=r"shift|aggregation"):
         model.shift.sum()
     assert_same(model.state_dict()["shift"], torch.full((2,), 4.0))
     assert_same(copy.deepcopy(model).shift, torch.full((2,), 4.0))
-    assert [v[0].item() for v in seen(strategy, lambda: model.shift)] == [4.0, 5.0, 6.0]
+    assert [v[0].item() for v in values_seen(strategy, lambda: model.shift)] == [4.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize("how", ["median", "MAX", ""])

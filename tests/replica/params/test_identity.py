@@ -1,4 +1,4 @@
-"""The objects stay what they were: identity, state_dict, copies and pickles."""
+"""Mirroring keeps the objects: identity, state_dict, copies and pickles."""
 
 import copy
 import gc
@@ -12,7 +12,8 @@ from torch import nn
 
 import mirror
 from tests.oracle import assert_same
-from tests.replica.params.coherence import Net, here, momentum, train_a_step
+from tests.replica.params.coherence import Net, momentum, train_a_step
+from tests.toy_models import replica_id
 
 
 def test_the_objects_stay_what_they_were(strategy):
@@ -58,7 +59,7 @@ def test_every_reference_stands_for_the_current_replicas_copy(strategy, model):
 
     def fn():
         with torch.no_grad():
-            model.linear.weight.fill_(float(here()))
+            model.linear.weight.fill_(float(replica_id()))
             return captured[0].sum().item(), torch.stack(captured[:1]).sum().item()
 
     direct, stacked = strategy.run(fn)
@@ -88,7 +89,7 @@ def saved(value):
 
 
 def test_state_dict_in_run_is_the_replicas_own(strategy, model):
-    strategy.run(lambda: model.shift.fill_(float(here())))
+    strategy.run(lambda: model.shift.fill_(float(replica_id())))
     states = strategy.run(lambda: model.state_dict()["shift"].clone())
     assert [v[0].item() for v in states.values] == [0.0, 1.0, 2.0]
 
@@ -143,7 +144,7 @@ def test_a_copy_made_in_run_is_the_replicas_own_and_plain(strategy, model):
         assert not mirror.is_mirrored(duplicate.linear.weight)
         return duplicate.shift.sum()
 
-    strategy.run(lambda: model.shift.fill_(float(here())))
+    strategy.run(lambda: model.shift.fill_(float(replica_id())))
     assert [v.item() for v in strategy.run(fn).values] == [0.0, 2.0, 4.0]
 
 

@@ -1,4 +1,4 @@
-"""Parameters of classes derived from nn.Parameter keep their class, methods and attributes."""
+"""Parameters of subclasses of nn.Parameter keep their class, methods and attributes."""
 
 import copy
 import io
@@ -136,11 +136,11 @@ def test_class_methods_and_attributes_stay_in_every_context():
     with mirror.MirroredStrategy(["cpu"] * 3) as strategy:
         model = strategy.mirror(Net(bounded(0.125)))
 
-        def look():
+        def read():
             assert isinstance(model.weight, Bounded)
             assert model.weight.bound == 0.125
 
-        strategy.run(look)
+        strategy.run(read)
         assert isinstance(model.weight, Bounded)
         assert mirror.is_mirrored(model.weight)
         with torch.no_grad():

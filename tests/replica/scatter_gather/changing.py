@@ -1,4 +1,4 @@
-"""Forwards that change an argument, in every way that people write."""
+"""Forward methods that change an argument, in every way found in practice."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Caches as libraries write them: dataclasses of every kind, inside whatever holds them."""
+"""Caches as libraries write them: dataclasses of every kind, in every kind of container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split calls take dataclasses of every kind, and what holds them, apart and join them."""
+"""Split calls split and join dataclasses, containers, and results of merge_call."""
 
 import contextlib
 import copy
@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import mirror
+from mirror.device.device_mesh import DeviceMesh
 from mirror.replica.scatter_gather.containers import is_shared
+from mirror.replica.scatter_gather.merge_call_joined import Join
 from tests.oracle import assert_same
 from tests.replica.scatter_gather.holders import (
     HOLDERS,
@@ -166,3 +168,11 @@ def test_a_frozen_dataclass_keeps_its_class_and_its_hash(make_strategy):
     result = strategy.run(lambda: Frozen([torch.ones(1)], None, None, 3))
     assert type(result) is Frozen
     assert strategy.local_results(result)[1].length == 3
+
+
+def test_what_replicas_give_is_joined_where_the_first_one_is():
+    first, second = torch.device("meta"), torch.device("cpu")
+    join = Join(nn.Identity(), DeviceMesh([[first], [second]]), [1.0, 2.0])
+    joined = join(torch.ones(1, 3, device=first), torch.ones(2, 3, device=second))
+    assert joined.device == first
+    assert joined.shape == (3, 3)

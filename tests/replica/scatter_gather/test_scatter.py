@@ -1,4 +1,4 @@
-"""What forward changes in an argument of a split call is what one device leaves, or an error."""
+"""Changes that forward makes to an argument of a split call equal one device, or are an error."""
 
 import copy
 

@@ -16,7 +16,7 @@ from tests.scripts.third_party.program import CASES, PAIRS
 
 _HEAD = """# Third-party code seen to work
 
-Each program trains a model from a public library that nobody here wrote, in plain PyTorch and on
+Each program trains a model from a public library, in plain PyTorch and on
 3 simulated devices, with batches of 7, 5, 8 and 2 examples, twice over: none divides by 3, and the
 last leaves a replica without an example. Way 1 is the unchanged loop, way 3 the whole step in
 `run`. Batch normalisation is converted with `mirror.nn.convert_sync_batchnorm`; where a library

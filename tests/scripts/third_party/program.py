@@ -1,4 +1,4 @@
-"""A training program over somebody else's library, and how its results are compared with plain."""
+"""A training program over a public library, and the comparison with plain PyTorch."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ import mirror
 NUM_REPLICAS = 3
 SIZES = (7, 5, 8, 2)  # none divides; the last leaves a replica without an example
 PASSES = 2
-PAIRS = 3  # of steps, mirrored and plain in turn, whose times are compared
+PAIRS = 3  # of timed steps, mirrored and plain in turn
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 CASES: dict[str, list["Case"]] = {}
 
@@ -30,7 +30,7 @@ class Program:
 
     Attributes:
         make: returns the model; anything with parameters().
-        batches: structures of tensors whose first dimension is the batch.
+        batches: structures of tensors; the first dimension is the batch.
         loss: of a model and a batch; a mean over examples.
         optimizer: of parameters.
         after: called with the model after every step, outside ``run``.
@@ -95,7 +95,7 @@ def rows_of(case: Case) -> Iterator[Row]:
         plain, model, dtype = _plain(program)
     except Exception as error:
         for way in case.ways:
-            yield Row(case.library, case.name, way, "not run", remark=_told(error))
+            yield Row(case.library, case.name, way, "not run", remark=_describe(error))
         return
     for way in case.ways:
         row = Row(case.library, case.name, way, "right")
@@ -109,9 +109,9 @@ def rows_of(case: Case) -> Iterator[Row]:
                     row.verdict, note = _cause(program, model, dtype, trained, plain)
                     notes.append(note)
         except (mirror.errors.MirrorError, NotImplementedError) as error:
-            row.verdict, notes = "refused", [*remarks, _told(error)]
+            row.verdict, notes = "refused", [*remarks, _describe(error)]
         except Exception as error:
-            row.verdict, notes = "ERROR", [*remarks, _told(error)]
+            row.verdict, notes = "ERROR", [*remarks, _describe(error)]
         if dtype is torch.float32:
             notes.append("float32")
         row.remark = "; ".join(notes)
@@ -120,7 +120,7 @@ def rows_of(case: Case) -> Iterator[Row]:
 
 
 def _cause(program: Program, model: Any, dtype: torch.dtype, mine: Any, plain: Any) -> Any:
-    """Returns whether plain training is as far from itself when only its sums are rounded anew.
+    """Returns whether plain training differs as much if its sums are rounded differently.
 
     That is so where a network magnifies its rounding: each batch backwards is the same batch.
     """
@@ -300,7 +300,7 @@ def _has_own_forward(module: nn.Module) -> bool:
     )
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
     return text[:160]
 

@@ -47,7 +47,7 @@ def lasting(engine):
 
 @pytest.fixture
 def actor(lasting):
-    """An actor in its first state; started anew only if a test has ended it."""
+    """An actor in its first state; restarted only if a test has ended it."""
     if not lasting.alive:
         lasting.restart()
     lasting.call("forget").result()

@@ -56,7 +56,7 @@ class Echo:
         self.torn += self.is_inside
         self.is_inside = True
         np.sort(buffers[0])
-        time.sleep(0)  # somebody else's turn, if it could be
+        time.sleep(0)  # lets another thread run, if one may
         self.is_inside = False
         return {}, buffers
 

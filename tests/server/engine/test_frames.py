@@ -1,4 +1,4 @@
-"""Frames over a pair of sockets: junk is told as such, whatever it is."""
+"""Frames over a pair of sockets: every malformed frame is a ProtocolError."""
 
 import contextlib
 import json

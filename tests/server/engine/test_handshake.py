@@ -1,4 +1,4 @@
-"""Handshakes: who has the key comes in, all others are told why not."""
+"""Handshakes: a client with the key is accepted, any other gets the reason."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""The engine of processes: who ends with whom, what is printed, who may listen and call."""
+"""The engine of processes: which processes end together, what is printed, who may connect."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What TensorFlow's tests of its coordinator and strategy pin, in the order of its behaviours."""
+"""The behaviour that TensorFlow's tests of its coordinator and strategy pin, in their order."""
 
 import functools
 import threading

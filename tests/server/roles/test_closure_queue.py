@@ -1,4 +1,4 @@
-"""The queue of steps, without processes: which worker gets a step, and what a failure does."""
+"""The closure queue: which worker gets which step, and what becomes of failed steps."""
 
 import threading
 
@@ -39,12 +39,12 @@ def workers():
         one.queue.close()
 
 
-def returned(value=None, **more):
+def make_outcome(value=None, **more):
     return {"outcome": "returned", **more}, value
 
 
 def test_all_steps_run_once_and_have_their_values(workers):
-    one = workers(3, lambda worker, step: returned(step.number * 2))
+    one = workers(3, lambda worker, step: make_outcome(step.number * 2))
     steps = [one.put() for _ in range(50)]
     one.queue.wait()
     assert [step.value for step in steps] == [2 * k for k in range(50)]
@@ -56,7 +56,7 @@ def test_a_full_queue_blocks_until_a_step_is_taken(workers):
 
     def act(worker, step):
         go.acquire()
-        return returned()
+        return make_outcome()
 
     one = workers(1, act, queue_size=2)
     first = one.put()
@@ -84,7 +84,7 @@ def test_an_error_is_raised_once_and_what_waits_is_not_run(workers):
 
     def act(worker, step):
         go.wait(10)
-        return ({"outcome": "raised"}, KeyError("it")) if step.data else returned()
+        return ({"outcome": "raised"}, KeyError("it")) if step.data else make_outcome()
 
     one = workers(1, act)
     failing, waiting = one.put(b"x"), one.put()
@@ -116,7 +116,7 @@ def test_errors_of_steps_beside_one_that_was_raised_are_told_by_fetch_alone(work
     def act(worker, step):
         if step.data == b"late":
             go.wait(10)
-        return ({"outcome": "raised"}, KeyError(step.number)) if step.data else returned()
+        return ({"outcome": "raised"}, KeyError(step.number)) if step.data else make_outcome()
 
     one = workers(2, act)
     late, early = one.put(b"late"), one.put(b"early")
@@ -138,7 +138,7 @@ def test_a_lost_workers_step_goes_on_elsewhere_or_again(workers):
             if step.number % 5 == 0 and step.number not in lost:
                 lost.add(step.number)
                 raise ActorDied(f"worker {worker}")
-        return returned((step.number, step.attempt))
+        return make_outcome((step.number, step.attempt))
 
     one = workers(2, act)
     steps = [one.put() for _ in range(20)]
@@ -151,7 +151,7 @@ def test_a_step_that_ends_every_worker_is_an_error(workers):
     def act(worker, step):
         if step.data:
             raise ActorDied(f"worker {worker}")
-        return returned()
+        return make_outcome()
 
     one = workers(2, act)
     one.put(b"x")
@@ -166,7 +166,7 @@ def test_a_lost_server_is_told_by_all_and_forever(workers):
 
     def act(worker, step):
         go.wait(10)
-        return returned()
+        return make_outcome()
 
     one = workers(1, act)
     running, waiting = one.put(), one.put()
@@ -190,10 +190,10 @@ def test_each_worker_gives_one_gradient_for_an_update(workers):
             by.append(worker)
             gathered.append(worker)
             if len(gathered) < 3:
-                return returned(results=["gathered"], updates=list(updates))
+                return make_outcome(results=["gathered"], updates=list(updates))
             gathered.clear()
             updates[0] += 1
-            return returned(results=["applied"], updates=list(updates))
+            return make_outcome(results=["applied"], updates=list(updates))
 
     one = workers(3, act, to_aggregate=3)
     for _ in range(60):
@@ -204,7 +204,7 @@ def test_each_worker_gives_one_gradient_for_an_update(workers):
 
 def test_who_has_pushed_goes_on_when_nobody_else_can(workers):
     one = workers(
-        2, lambda worker, step: returned(results=["gathered"], updates=[0]), to_aggregate=2
+        2, lambda worker, step: make_outcome(results=["gathered"], updates=[0]), to_aggregate=2
     )
     for _ in range(5):
         one.put()

@@ -1,4 +1,4 @@
-"""WorkerModel: what steps do to the worker's model, and what they may not."""
+"""WorkerModel: how steps may change the worker's model, and how they may not."""
 
 import pytest
 import torch
@@ -89,17 +89,17 @@ def test_steps_see_the_modes_of_now(session):
     with strategy.scope():
         model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2))
 
-    def look():
+    def read_flags():
         found = model.training, model[1].weight.requires_grad, model[0].p
         model.train()
         return found
 
-    assert run(coordinator, look) == (True, True, 0.5)
+    assert run(coordinator, read_flags) == (True, True, 0.5)
     model.eval()
     model[1].requires_grad_(False)
     model[0].p = 0.25
     for _ in range(2):
-        assert run(coordinator, look) == (False, False, 0.25)
+        assert run(coordinator, read_flags) == (False, False, 0.25)
 
 
 def test_several_steps_of_optimizers_in_one_see_each_other(session):

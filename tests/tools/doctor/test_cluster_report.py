@@ -92,7 +92,7 @@ def nobody_comes(*_):
 def test_the_doctor_of_a_worker_shows_it_and_fails_where_it_is_wrong(
     monkeypatch, capsys, rank, code
 ):
-    # torch looks for the address, and then for who is there, for longer than it is told to.
+    # torch looks up the address and its process for longer than its timeout.
     monkeypatch.setattr("mirror.comm.workers.distributed_group.join_rendezvous", nobody_comes)
     for name, text in (TORCHRUN | {"RANK": rank}).items():
         monkeypatch.setenv(name, text)

@@ -105,7 +105,7 @@ class Library:
 
 
 def four_gpus():
-    """Two bridged pairs of GPUs; 0 and 1 reach nobody else, the third replica shares GPU 1."""
+    """Two bridged pairs of GPUs; 0 and 1 reach no other GPU, the third replica shares GPU 1."""
     t, f = True, False
     return Diagnosis(
         num_gpus=3,
@@ -224,7 +224,7 @@ def nothing(patched):
     """Peers are the fake's."""
 
 
-# What is missing, on GPUs that reach each other, whose backends say what.
+# What is missing, on GPUs that reach each other, and which backends report it.
 CASES = [
     (no_cupy, True, KERNELS, "it needs CuPy on GPUs; install mirror-strategy[cu12] or [cu13]"),
     (no_sources, True, KERNELS, "the sources of its kernels (csrc/) are not installed; reinstall"),

@@ -117,7 +117,7 @@ GPU = torch.device("cuda", 0)
 
 
 def reported(devices, **changes):
-    """A strategy whose report has 8 seconds of input and reduction in a step of 21."""
+    """A strategy with 8 seconds of input and reduction in a step of 21 seconds."""
     times = {
         "num_steps": 3,
         "num_replicas": len(devices),

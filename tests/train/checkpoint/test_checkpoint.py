@@ -1,4 +1,4 @@
-"""Checkpoint: a run that is stopped and goes on ends as one that was not, on any replicas."""
+"""Checkpoint: a resumed run ends as an uninterrupted one, on any number of replicas."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Checkpoints over several workers: one is written, all restore it, and go on to the same bits."""
+"""Checkpoints over several workers: one writes, all restore and continue with the same bits."""
 
 import os
 import random
@@ -100,7 +100,7 @@ def test_another_number_of_workers_restores_it(worker_pool, tmp_path):
 
 
 def apart(folder):
-    """Saves to another directory on each worker; returns who has written, and what was said."""
+    """Saves to another directory on each worker; returns which workers wrote, and the messages."""
     training = Training((1, 1))
     own = Path(folder) / str(training.rank)
     training.checkpoint.save(own)

@@ -188,7 +188,7 @@ def test_saves_go_on_where_directories_can_be_neither_locked_nor_synced(tmp_path
     monkeypatch.setattr(fcntl, "flock", impossible)
     save(tmp_path, 1, 2)
     assert restored(tmp_path) == (2, 2)
-    assert left.exists()  # nothing tells that nobody writes there
+    assert left.exists()  # another process may still write there
 
 
 def test_a_save_beside_outlives_the_end_of_the_program(tmp_path):

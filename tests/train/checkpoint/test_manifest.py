@@ -206,7 +206,7 @@ def test_only_a_regular_file_is_opened(tmp_path, kind):
     if kind == "link":
         path.symlink_to(tmp_path / "real")
     elif kind == "pipe":
-        os.mkfifo(path)  # which open() would wait at, for ever
+        os.mkfifo(path)  # open() would wait for it forever
     else:
         path.mkdir()
     with pytest.raises(mirror.CheckpointError):

@@ -1,4 +1,4 @@
-"""Preemption: a signal is noted at any moment, and acted on where nothing is half done."""
+"""Preemption: a signal may arrive at any moment, and takes effect between steps."""
 
 import os
 import signal

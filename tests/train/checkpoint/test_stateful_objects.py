@@ -111,7 +111,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler_goes_on(name, tmp_path):
-    def made():
+    def make():
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
         schedule = SCHEDULERS[name](optimizer)
         return optimizer, schedule, mirror.Checkpoint(o=optimizer, s=schedule)
@@ -124,11 +124,11 @@ def test_every_scheduler_goes_on(name, tmp_path):
             found.append([group["lr"] for group in optimizer.param_groups])
         return found
 
-    optimizer, schedule, checkpoint = made()
+    optimizer, schedule, checkpoint = make()
     rates(optimizer, schedule, 3)
     checkpoint.save(tmp_path / "c")
     expected = rates(optimizer, schedule, 4)
-    optimizer, schedule, checkpoint = made()
+    optimizer, schedule, checkpoint = make()
     checkpoint.restore(tmp_path / "c")
     assert rates(optimizer, schedule, 4) == expected
 
@@ -158,14 +158,14 @@ def test_a_scaler_that_is_off_is_not_one_that_is_on(tmp_path):
 
 
 def test_an_average_of_the_weights_goes_on(tmp_path):
-    def made():
+    def make():
         model = nn.Linear(2, 2)
         return model, torch.optim.swa_utils.AveragedModel(model)
 
-    model, average = made()
+    model, average = make()
     average.update_parameters(model)
     mirror.Checkpoint(model=model, average=average).save(tmp_path / "c")
-    model, other = made()
+    model, other = make()
     mirror.Checkpoint(model=model, average=other).restore(tmp_path / "c")
     assert torch.equal(other.module.weight, average.module.weight)
     assert other.n_averaged == 1

@@ -1,4 +1,4 @@
-"""Nested states: what is written is what is read, of the same types, to the last bit."""
+"""Nested states are read as written: the same types, to the last bit."""
 
 import enum
 import json

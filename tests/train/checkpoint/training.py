@@ -1,4 +1,4 @@
-"""A small training whose every part is in a checkpoint, for tests that stop it and go on."""
+"""A small training with every part in a checkpoint, for tests that stop and resume it."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A program over parameter servers that counts its updates, and a hook that notes its calls."""
+"""A program over parameter servers that counts its updates, and a hook that counts its calls."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from mirror.train import Hook, Training
 
 
 class Counting:
-    """A program whose weight is the number of updates, trained over servers."""
+    """A program over servers; its weight is the number of updates."""
 
     def __init__(self, directory=None, **options):
         self.strategy = mirror.ParameterServerStrategy(**options)

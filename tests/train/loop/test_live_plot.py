@@ -1,4 +1,4 @@
-"""What is drawn while a training goes on, and what is said where nothing can be."""
+"""Live plots of a training, and the message where no plot is possible."""
 
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,4 +1,4 @@
-"""Trainings over parameter servers resume: after a restart, and after a lost server or worker."""
+"""Trainings over parameter servers resume after a restart, or a lost server or worker."""
 
 import itertools
 import os

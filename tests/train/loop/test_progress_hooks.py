@@ -1,4 +1,4 @@
-"""What hooks print and write: lines with values, bars, tables, TensorBoard's events."""
+"""The output of hooks: lines with values, bars, tables, TensorBoard's events."""
 
 import csv
 import functools

@@ -1,4 +1,4 @@
-"""Trainings over parameter servers: hooks see each step once, and checkpoints have whole steps."""
+"""Trainings over parameter servers: hooks see each step once; checkpoints hold whole steps."""
 
 import gc
 import itertools

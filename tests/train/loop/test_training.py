@@ -1,4 +1,4 @@
-"""Trainings: they resume, count, stop and save as their hooks ask, on all workers alike."""
+"""The training loop resumes, counts, stops and saves as its hooks ask, on every worker."""
 
 import math
 from typing import Any, cast

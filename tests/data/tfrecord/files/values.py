@@ -1,4 +1,4 @@
-"""What the files in this folder hold; TensorFlow wrote it, the tests expect it."""
+"""The content of the files in this folder, which TensorFlow wrote."""
 
 RECORDS = [b"", b"a", bytes(range(256)), b"\x00" * 1000, b"last\n"]
 
