@@ -20,6 +20,7 @@ from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.modules.call_interceptor import owner_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_forward_of_part = _BatchNorm.forward  # torch's own, whatever is wrapped around it later
 
 
 def watch_torchs_own() -> None:
@@ -31,6 +32,25 @@ def _synchronizing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
         owner = owner_of(self)
         if owner is None or not owner.mirrors:
+            return original(self, input)
+        return _synchronized(self, input)
+
+    return forward
+
+
+def synchronize_all() -> None:
+    """Has every batch normalisation, inside ``run``, use the whole batch; for the whole process.
+
+    The layers stay of their classes. It is ``convert_sync_batchnorm`` for models that are not made
+    yet.
+    """
+    wrap_once(_BatchNorm, "forward", _synchronizing_all)
+
+
+def _synchronizing_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: _BatchNorm, input: Tensor) -> Tensor:  # noqa: A002
+        replica = current.replica
+        if replica is None or not replica.replicas.mirrors or not _is_of_batch(self):
             return original(self, input)
         return _synchronized(self, input)
 
@@ -106,11 +126,15 @@ def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
 def _synchronized(layer: _BatchNorm, x: Tensor) -> Tensor:
     """Normalises with the whole batch inside ``run``, where statistics are of the batch."""
     replica = current.replica
-    of_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
-    if replica is None or not replica.replicas.mirrors or not of_batch:
-        return _BatchNorm.forward(layer, x)
+    if replica is None or not replica.replicas.mirrors or not _is_of_batch(layer):
+        return _forward_of_part(layer, x)
     layer._check_input_dim(x)
     return _over_batch(layer, x, replica)
+
+
+def _is_of_batch(layer: _BatchNorm) -> bool:
+    """Whether a layer normalises with the statistics of its batch."""
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
 @disable_dynamo
@@ -125,7 +149,7 @@ def _over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Tensor:
                 f"{tuple(x.shape)} and at most this on all replicas together"
             )
         if count.item() == 0:
-            return _BatchNorm.forward(layer, x)
+            return _forward_of_part(layer, x)
     if layer.training and layer.track_running_stats:
         _track(layer, mean.detach(), var.detach(), count)
     result: Tensor = _normalization(wide, x, mean, var, layer.weight, layer.bias, float(layer.eps))
