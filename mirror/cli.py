@@ -1,4 +1,4 @@
-"""The command line: ``mirror doctor``, ``demo``, ``plan``, ``bench``, ``checkpoint``.
+"""The command line: ``mirror run``, ``check``, ``doctor``, ``demo``, ``plan``, ``bench`` and more.
 
 A command is a function that adds its parser, and one that runs it and imports what it needs.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mirror import __version__
 from mirror.errors import MirrorError
@@ -78,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     except MirrorError as error:
         print(f"mirror: {_name_options(str(error))}", file=sys.stderr)
-        return 1
+        return getattr(error, "exit_code", 1)
 
 
 def _name_options(message: str) -> str:
@@ -111,7 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="mirror", description="MirroredStrategy for PyTorch: one process, all local GPUs."
     )
     parser.add_argument("--version", action="version", version=f"mirror {__version__}")
-    commands = parser.add_subparsers(metavar="command", required=True)
+    commands = parser.add_subparsers(
+        metavar="command", required=True, parser_class=_CommandParser
+    )
+    _add_run(commands)
+    _add_check(commands)
     _add_doctor(commands)
     _add_demo(commands)
     _add_plan(commands)
@@ -119,6 +124,148 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint(commands)
     _add_serve(commands)
     return parser
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of one command; what follows a script's name belongs to the script."""
+
+    takes_script = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses what comes before the script, which is ``namespace.script``."""
+        if not self.takes_script:
+            return super().parse_known_args(args, namespace)
+        from mirror.tools.run.script import split_at_script
+
+        takes_value = (action for action in self._actions if action.nargs is None)
+        names = frozenset(name for action in takes_value for name in action.option_strings)
+        options, script = split_at_script(list(args or ()), names)
+        parsed, unknown = super().parse_known_args(options, namespace)
+        if script is None and not unknown:
+            self.error("needs a SCRIPT, or -m MODULE, after its own options")
+        parsed.script = script
+        return parsed, unknown
+
+
+def _add_script_command(
+    commands: Any, name: str, *, command: Callable[[argparse.Namespace], int], **texts: str
+) -> _CommandParser:
+    parser = commands.add_parser(
+        name,
+        usage=f"mirror {name} [options] SCRIPT [arguments], or mirror {name} [options] -m MODULE "
+        "[arguments]",
+        allow_abbrev=False,
+        **texts,
+    )
+    assert isinstance(parser, _CommandParser)
+    parser.takes_script = True
+    parser.set_defaults(command=command, parser=parser)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    parser = _add_script_command(
+        commands,
+        "run",
+        command=_run_script,
+        help="run an unchanged training script on all devices",
+        description="Runs a script, or with -m a module, unchanged, with the scope of a strategy "
+        "open: its models and optimizers are mirrored. Arguments, exit code, tracebacks and "
+        "signals are as under python. Under torchrun the workers follow from the environment.",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--devices", type=_names, metavar="A,B,...", help=_DEVICES_HELP)
+    where.add_argument(
+        "--replicas",
+        type=_positive,
+        metavar="N",
+        help="this many, on the GPUs in turn or all on the CPU, which are simulated devices",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=("one-device", "mirrored", "central-storage", "multi-worker"),
+        help="default: mirrored; multi-worker where a launcher has started several processes",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=("auto", "lockstep", "staggered", "parallel"),
+        help="how replicas take turns",
+    )
+    parser.add_argument("--backend", metavar="NAME", help="of communication; see mirror doctor")
+    parser.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")
+    parser.add_argument(
+        "--report", action="store_true", help="print at the end where the time of steps went"
+    )
+    parser.add_argument(
+        "--sync-batch-norm",
+        action="store_true",
+        help="have BatchNorm use the whole batch, as one device does",
+    )
+
+
+def _run_script(args: argparse.Namespace) -> int:
+    from mirror.tools.run.run_command import RunOptions, run_command
+
+    names = "devices replicas strategy backend schedule trace report sync_batch_norm".split()
+    return run_command(args.script, RunOptions(**{name: getattr(args, name) for name in names}))
+
+
+def _add_check(commands: Any) -> None:
+    parser = _add_script_command(
+        commands,
+        "check",
+        command=_check_script,
+        help="does a script train on several devices as on one?",
+        description="Trains a script on one device and on simulated devices, compares the two "
+        "after each optimizer step, and says what differs first, where, why, and what to do. "
+        "Exits with 0 if they are equal, 1 if they differ, 2 if they cannot be compared, 3 if the "
+        "script is missing, 4 if it fails by itself, 5 if it needs arguments, 6 if it trains in "
+        "processes of its own.",
+    )
+    parser.add_argument(
+        "--replicas", type=_positive, default=2, metavar="N", help="simulated devices; default: 2"
+    )
+    parser.add_argument(
+        "--devices",
+        type=_names,
+        metavar="A,B,...",
+        help="real devices instead, such as cuda:0,cuda:0; GPUs are hidden from the script else",
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=20, metavar="N", help="of all optimizers; default: 20"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default="auto",
+        metavar="X",
+        help="the largest relative difference that counts as rounding; default: auto, measured",
+    )
+    parser.add_argument(
+        "--no-dropout", action="store_true", help="set all dropout probabilities to 0, both times"
+    )
+    parser.add_argument(
+        "--double", action="store_true", help="make float64 the default dtype, both times"
+    )
+    parser.add_argument(
+        "--sync-batch-norm",
+        action="store_true",
+        help="have BatchNorm use the whole batch, as mirror run --sync-batch-norm does",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the verdict for machines, too")
+
+
+def _check_script(args: argparse.Namespace) -> int:
+    from mirror.tools.check.check_command import CheckOptions, check_command
+
+    names = "replicas devices steps tolerance no_dropout double sync_batch_norm json".split()
+    return check_command(
+        args.script, CheckOptions(**{name: getattr(args, name) for name in names})
+    )
+
+
+def _tolerance(text: str) -> float | str:
+    return text if text == "auto" else _above_zero(text)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -111,9 +111,10 @@ class PerReplica(Generic[T]):
         raise AttributeError(f"'PerReplica' object has no attribute {name!r}{origin}")
 
     def __format__(self, spec: str) -> str:
-        if spec:
-            self._refuse(f"format {spec!r}")
-        return repr(self)
+        if not spec:
+            return repr(self)
+        parts = ", ".join(f"{i}: {_format_part(value, spec)}" for i, value in self.parts())
+        return f"PerReplica({{{parts}}})"
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, torch.Tensor) or is_number(other):
@@ -167,6 +168,13 @@ class PerReplica(Generic[T]):
 
 def _call_method(name: str, kwargs: dict[str, Any], tensor: torch.Tensor, *args: Any) -> Any:
     return getattr(tensor, name)(*args, **kwargs)
+
+
+def _format_part(value: Any, spec: str) -> str:
+    """Returns a part as an f-string shows it; ``repr`` where it cannot follow the format."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return repr(value)
+    return format(value, spec)
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

@@ -20,6 +20,7 @@ from mirror.replica.collectives.collectives import all_reduce
 from mirror.replica.modules.call_interceptor import owner_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_forward_of_part = _BatchNorm.forward  # torch's own, whatever is wrapped around it later
 
 
 def wrap_torch_sync_batch_norm() -> None:
@@ -33,6 +34,25 @@ def _synchronized_forward(original: Callable[..., Tensor]) -> Callable[..., Tens
         if owner is None or not owner.mirrors:
             return original(self, input)
         return _normalize(self, input)
+
+    return forward
+
+
+def synchronize_all() -> None:
+    """Has every batch normalisation, inside ``run``, use the whole batch; for the whole process.
+
+    The layers stay of their classes. It is ``convert_sync_batchnorm`` for models that are not made
+    yet.
+    """
+    wrap_once(_BatchNorm, "forward", _synchronizing_all)
+
+
+def _synchronizing_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(self: _BatchNorm, input: Tensor) -> Tensor:  # noqa: A002
+        replica = current.replica
+        if replica is None or not replica.replicas.mirrors or not _is_of_batch(self):
+            return original(self, input)
+        return _synchronized(self, input)
 
     return forward
 
@@ -106,11 +126,15 @@ def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
 def _normalize(layer: _BatchNorm, x: Tensor) -> Tensor:
     """Normalises with the whole batch's statistics inside ``run``, else like ``nn.BatchNorm``."""
     replica = current.replica
-    of_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
-    if replica is None or not replica.replicas.mirrors or not of_batch:
-        return _BatchNorm.forward(layer, x)
+    if replica is None or not replica.replicas.mirrors or not _is_of_batch(layer):
+        return _forward_of_part(layer, x)
     layer._check_input_dim(x)
     return _normalize_over_batch(layer, x, replica)
+
+
+def _is_of_batch(layer: _BatchNorm) -> bool:
+    """Whether a layer normalises with the statistics of its batch."""
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
 @disable_dynamo
@@ -125,7 +149,7 @@ def _normalize_over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Ten
                 f"{tuple(x.shape)} and at most this on all replicas together"
             )
         if count.item() == 0:
-            return _BatchNorm.forward(layer, x)
+            return _forward_of_part(layer, x)
     if layer.training and layer.track_running_stats:
         _update_running_stats(layer, mean.detach(), var.detach(), count)
     result: Tensor = _normalization(wide, x, mean, var, layer.weight, layer.bias, float(layer.eps))

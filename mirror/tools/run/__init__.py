@@ -1,0 +1,1 @@
+"""``mirror run``: an unchanged script under an open scope."""
