@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, RunView, WeakReplicaMap
 from mirror.execution.run_state import Run
 from mirror.execution.runner import runner_of
@@ -65,18 +65,18 @@ class UnmirroredParams:
         self.leaves: weakref.WeakKeyDictionary[RunView, UnmirroredLeaves] = (
             weakref.WeakKeyDictionary()
         )
-        self._is_noted = self._has_told = self._has_leaves = False
+        self._unused = [replicas]  # until their first use
+        self._has_told = self._has_leaves = False
         _by_replicas.put(replicas, self)
 
     def part(self) -> LifecycleHooks:
         """Returns what notes that the strategy is used, and tells of models made in a run."""
-        return LifecycleHooks(name="plain", prepare=self.note_use, finish=self._warn)
+        prepare = WhilePending(self._unused, self.note_use)
+        return LifecycleHooks(name="plain", prepare=prepare, finish=self._warn)
 
     def note_use(self) -> None:
         """Notes the first use of a strategy, if it has mirrored nothing yet."""
-        if self._is_noted:
-            return
-        self._is_noted = True
+        self._unused.clear()
         if self.replicas.mirrors and not self._registry.has_owned:
             _used.add(self)
 

@@ -30,7 +30,7 @@ from mirror.base.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_la
 from mirror.device.device_remap import without_remap
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replica_rng import same_seed
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
@@ -115,7 +115,7 @@ class ModuleRegistry:
         return LifecycleHooks(
             name="modules",
             prepare=self.mirror_recorded,
-            on_return=self._refuse_swaps,
+            on_return=WhilePending(self.overridden, self._refuse_swaps),
             recover=self._drop_swaps,
         )
 

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, RunView, SwappedOptimizer, WeakReplicaMap
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
@@ -52,14 +52,15 @@ class OptimizerRegistry:
     """The optimizers over the mirrored parameters of one strategy.
 
     Attributes:
-        lent: those that a step has; or had, and raised.
+        gradients: the gradients of the mirrored parameters.
+        lent: the optimizers that a step in progress, or one that has raised, uses.
     """
 
     def __init__(self, replicas: Replicas, runner: Runner, gradients: GradAccess) -> None:
         self.replicas = replicas
         self.runner = runner
         self.lent: set[SwappedOptimizer] = set()
-        self._gradients = gradients
+        self.gradients = gradients
         # In the order in which they were made.
         self._all: weakref.WeakKeyDictionary[OptimizerOfReplicas, None] = (
             weakref.WeakKeyDictionary()
@@ -70,7 +71,7 @@ class OptimizerRegistry:
         """Returns what keeps optimizers equal between runs."""
         return LifecycleHooks(
             name="optimizers",
-            prepare=self._prepare,
+            prepare=WhilePending(self.lent, self._prepare),
             finish=_check_options,
             sync_idle=self._bring_along,
             recover=self._recover,
@@ -100,16 +101,12 @@ class OptimizerRegistry:
     def reduce(self, run: RunView | None = None) -> None:
         """Reduces the gradients, for a step: of a run, or of the cross-replica context."""
         if run is None:
-            self._gradients.unreduced.flush()
+            self.gradients.unreduced.flush()
         else:
-            gradients = self._gradients.unreduced
+            gradients = self.gradients.unreduced
             gradients.settle(gradients.shares_in(run))
-            self._gradients.refuse_unlike(run)
+            self.gradients.refuse_unlike(run)
         self.replicas.workers.num_steps += 1
-
-    def clear(self, parameters: ParamGroupsView) -> bool:
-        """Drops the gradients of all these, if none is pending; returns whether it did."""
-        return self._gradients.clear(parameters.variables, parameters.targets)
 
     @torch.no_grad()
     def broadcast(
@@ -118,7 +115,7 @@ class OptimizerRegistry:
         """Gives one replica's values and gradients to others."""
         for variable in variables:
             variable.broadcast(source, others)
-            self._gradients.broadcast(variable, source, others)
+            self.gradients.broadcast(variable, source, others)
 
     # One step for all: see [Note: One device, one step]
 
@@ -142,7 +139,7 @@ class OptimizerRegistry:
     # What the part does
 
     def _prepare(self) -> None:
-        if self.lent and self.runner.running is None:
+        if self.runner.running is None:
             self.runner.recover()  # a step in the cross-replica context has raised
 
     def _bring_along(self, source: int, idle: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
 from mirror.replica.params.mirrored_buffer import MirroredBuffer, ReplicatedBuffer
 from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
@@ -32,8 +32,8 @@ class Buffers:
         """Returns what gives replicas the combined values, and knows when these are stale."""
         return LifecycleHooks(
             name="buffers",
-            prepare=self.give_changed,
-            on_run_end=self._note_run,
+            prepare=WhilePending(self._by_id, self.give_changed),
+            on_run_end=WhilePending(self._by_id, self._note_run),
             sync_idle=self._bring_along,
             on_run_failed=self._equalize,
         )

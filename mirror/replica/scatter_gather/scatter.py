@@ -100,7 +100,9 @@ class SplitPlan:
         self.devices = places.positions[0]
         self._places = places if places.is_model_parallel else None
         self.num_examples = num_examples
-        self.active = [r for r, size in enumerate(sizes) if size] or [0]
+        self.active = list(range(len(sizes)))
+        if not all(sizes):
+            self.active = [r for r in self.active if sizes[r]] or [0]
 
     def is_batched(self, value: Any) -> bool:
         """Whether a tensor or array is split: it has the examples as its first dimension."""
@@ -276,8 +278,8 @@ class ReplicaArgs:
     def _of_tensor(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, MirroredTensor) or tensor.is_meta:
             return tensor
-        split = self.split
-        if split.is_batched(tensor):
+        split, shape = self.split, tensor.shape
+        if len(shape) > 0 and shape[0] == split.num_examples:
             part = split.to_replica(tensor, self.replica_id)
             if part.device == tensor.device:
                 return part  # a view
