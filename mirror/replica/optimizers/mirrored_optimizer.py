@@ -18,8 +18,8 @@ are swapped: [Note: Lending an optimizer] in ``param_swap.py``.
 Replicas that share a device, such as simulated ones, need not compute the same update N times:
 replica 0 steps, and the others copy its values. That takes a fifth of the time and keeps one state
 instead of N. The steps that were called then find no parameter groups. Torch's optimizers accept
-that, others may not: [Note: Whose step] in ``step_dispatch.py``. The state of replicas 1 .. N-1 is
-copied from the first one's when their code reads it.
+that, others may not: [Note: Step dispatch] in ``step_dispatch.py``. The state of replicas
+1 .. N-1 is copied from the first one's when their code reads it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from mirror.threads.user_frames import add_note
 _BEFORE = "before a step"
 _PARTLY = (
     "this optimizer's step has begun and not ended: parameters and state may be partly updated, "
-    "as on one device, alike on all replicas; to go on from a whole step, load a checkpoint"
+    "as on one device, and the same on all replicas; to go on from a whole step, load a checkpoint"
 )
 _AS_THE_FIRST = (
     "every replica makes this optimizer's step, and all are left with what the first one has: "
@@ -77,7 +77,7 @@ class MirroredOptimizer:
     Attributes:
         loan: swaps its groups and state for one replica's.
         states: its state on every replica.
-        steps_once: whether a step has changed values that the optimizer keeps besides its state.
+        steps_once: whether a step has changed values of the optimizer outside its state.
     """
 
     def __init__(self, optimizer: Optimizer, optimizers: OptimizerRegistry) -> None:
@@ -146,7 +146,7 @@ class MirroredOptimizer:
     def step_leader_first(self, step: Callable[[], Any], context: Replica) -> Any:
         """Makes the first replica's step, then the other ones', or copies its result to them.
 
-        See [Note: Whose step].
+        See [Note: Step dispatch].
         """
         optimizer = self.loan.optimizer
         leader, others = context.run.active[0], context.run.active[1:]

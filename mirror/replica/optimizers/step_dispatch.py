@@ -1,6 +1,6 @@
 """Which replicas make a step, if every replica calls ``optimizer.step()`` inside ``run``.
 
-[Note: Whose step]
+[Note: Step dispatch]
 Problem: a step may change more than parameters and ``state``: it counts on ``self``, adds to a
 tensor in a group, keeps lists, wraps another optimizer. Only torch's own classes certainly do not.
 
@@ -139,11 +139,11 @@ def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
     return result
 
 
-# The values that an optimizer keeps besides parameters and state, in a comparable form.
+# The values that an optimizer keeps beyond parameters and state, in a comparable form.
 
 
 def kept_by(optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """Returns the values that a step may change besides parameters and state.
+    """Returns the values that a step may change in addition to parameters and state.
 
     These are attributes of the optimizer, options of its groups, attributes of its class, and the
     free variables and globals of its step: numbers, names and containers of these.

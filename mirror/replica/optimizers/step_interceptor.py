@@ -135,7 +135,7 @@ def _wrap(step: Step) -> Step:
 
 
 def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
-    """Makes a step that one replica has called. See [Note: Whose step]."""
+    """Makes a step that one replica has called. See [Note: Step dispatch]."""
     if context.tracing is not None:
         return _step(step, optimizer, context, args, kwargs)
     refuse_wrappers(optimizer)
@@ -220,8 +220,8 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
     """Returns the record of an optimizer over mirrored parameters, ``None`` for any other one.
 
     Raises:
-        StrategyError: its parameters are of two strategies, of a closed one, or of one whose run
-            this is not.
+        StrategyError: its parameters are of two strategies, of a closed one, or of another
+            strategy than this run.
     """
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and (replica is None or replica.lent):
