@@ -112,9 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="mirror", description="MirroredStrategy for PyTorch: one process, all local GPUs."
     )
     parser.add_argument("--version", action="version", version=f"mirror {__version__}")
-    commands = parser.add_subparsers(
-        metavar="command", required=True, parser_class=_CommandParser
-    )
+    commands = parser.add_subparsers(metavar="command", required=True, parser_class=_CommandParser)
     _add_run(commands)
     _add_check(commands)
     _add_doctor(commands)

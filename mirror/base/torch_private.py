@@ -30,6 +30,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from mirror.errors import StrategyError
 
@@ -362,3 +366,24 @@ put_hooks_around: Callable[[Function], Function] = _find("torch.optim.Optimizer.
 
 def step_hooks(optimizer: Any) -> tuple[int, ...]:  # the ids of their handles
     return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+
+
+@functools.cache
+def _global_step_hooks() -> tuple[Any, Any]:
+    """Returns torch's dicts of the hooks of all optimizers' steps, before and after a step."""
+    before = register_optimizer_step_pre_hook(lambda *args: None)
+    after = register_optimizer_step_post_hook(lambda *args: None)
+    before.remove()
+    after.remove()
+    return before.hooks_dict_ref(), after.hooks_dict_ref()
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether the program has hooks of this optimizer's steps, or of those of all optimizers."""
+    before, after = _global_step_hooks()
+    return bool(
+        before
+        or after
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    )

@@ -48,9 +48,9 @@ A strategy of one replica has only the modules' part. A recomputation in a backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -61,6 +61,18 @@ def nothing(*args: object) -> None:
     """Does nothing; the default hook."""
 
 
+class WhilePending(NamedTuple):
+    """A hook that is called only while its part has work for it: an idle part costs no call.
+
+    Attributes:
+        work: a container of the part, always the same object; an empty one has no work.
+        hook: the hook.
+    """
+
+    work: Collection[Any]
+    hook: Callable[..., None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LifecycleHooks:
     """The hooks of one part, which keeps one kind of state equal on all replicas.
@@ -69,11 +81,11 @@ class LifecycleHooks:
     """
 
     name: str
-    prepare: Callable[[], None] = nothing
+    prepare: Callable[[], None] | WhilePending = nothing
     on_merge: Callable[[Run], None] = nothing
-    on_return: Callable[[], None] = nothing
+    on_return: Callable[[], None] | WhilePending = nothing
     finish: Callable[[Run], None] = nothing
-    on_run_end: Callable[[tuple[int, ...]], None] = nothing
+    on_run_end: Callable[[tuple[int, ...]], None] | WhilePending = nothing
     sync_idle: Callable[[int, Sequence[int]], None] = nothing
     on_synced: Callable[[], None] = nothing
     recover: Callable[[], None] = nothing
@@ -92,7 +104,6 @@ class AllLifecycleHooks:
 
     Attributes:
         at_merging: the ``on_merge`` hooks.
-        at_returned: the ``on_return`` hooks.
     """
 
     def __init__(self, num_replicas: int, parts: Sequence[LifecycleHooks]) -> None:
@@ -102,8 +113,15 @@ class AllLifecycleHooks:
             hooks = (getattr(part, event) for part in parts)
             return tuple(hook for hook in hooks if hook is not nothing)
 
-        self._prepare_hooks, self.at_returned = hooks_for("prepare"), hooks_for("on_return")
-        self._finish_hooks, self._run_end_hooks = hooks_for("finish"), hooks_for("on_run_end")
+        def pending_for(event: str) -> tuple[WhilePending, ...]:
+            always = (True,)
+            return tuple(
+                hook if isinstance(hook, WhilePending) else WhilePending(always, hook)
+                for hook in hooks_for(event)
+            )
+
+        self._prepare_hooks, self._return_hooks = pending_for("prepare"), pending_for("on_return")
+        self._finish_hooks, self._run_end_hooks = hooks_for("finish"), pending_for("on_run_end")
         self._sync_hooks, self._synced_hooks = hooks_for("sync_idle"), hooks_for("on_synced")
         self._recover_hooks, self.at_merging = hooks_for("recover"), hooks_for("on_merge")
         self._failed_hooks = hooks_for("on_run_failed")
@@ -115,8 +133,9 @@ class AllLifecycleHooks:
             with torch.inference_mode(False), torch.no_grad():
                 self.prepare()
             return
-        for prepare in self._prepare_hooks:
-            prepare()
+        for work, prepare in self._prepare_hooks:
+            if work:
+                prepare()
 
     def recover(self) -> None:
         """Restores all replicas to the first one's state after a failure."""
@@ -130,8 +149,15 @@ class AllLifecycleHooks:
             for on_run_failed in self._failed_hooks:
                 on_run_failed(begun)
 
-    def finish(self, run: Run) -> None:
-        """Ends a run, or the part of it before merge_call: combines or rejects local changes."""
+    def finish(self, run: Run, *, has_returned: bool = True) -> None:
+        """Ends a run, or the part of it before merge_call: combines or rejects local changes.
+
+        Args:
+            has_returned: whether the replicas have returned, rather than reached a merge_call.
+        """
+        for work, on_return in self._return_hooks if has_returned else ():
+            if work:
+                on_return()
         if run.modes:
             run.check_modes()
         for finish in self._finish_hooks:
@@ -139,13 +165,14 @@ class AllLifecycleHooks:
 
     def on_run_end(self, run: Run) -> None:
         """Reports the replicas that may have changed something."""
-        for on_run_end in self._run_end_hooks:
-            on_run_end(run.active)
+        for work, on_run_end in self._run_end_hooks:
+            if work:
+                on_run_end(run.active)
 
     def sync_idle(self, run: Run) -> None:
         """Copies the state of an active replica to the idle ones; then all count as equal."""
-        idle = [r for r in range(self._num_replicas) if r not in run.active]
-        if idle:
+        if len(run.active) < self._num_replicas:
+            idle = [r for r in range(self._num_replicas) if r not in run.active]
             with torch.inference_mode(False), torch.no_grad():
                 for sync_idle in self._sync_hooks:
                     sync_idle(run.active[0], idle)

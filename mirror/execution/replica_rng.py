@@ -63,7 +63,7 @@ class RngPool:
 
     def begin(self, first: int) -> ReplicaRng:
         """Returns the streams for a new run of several replicas."""
-        base = _state()
+        base = state_of(_generator).numpy().tobytes()
         if self._seeded.base != base:
             self._seeded = SeededStates(base)
         return ReplicaRng(self._seeded, first)
@@ -100,9 +100,11 @@ class ReplicaRng:
 
     def end(self) -> None:
         """Restores the first replica's stream to the generator."""
-        self.enter_first()
-        if self._others_have_drawn() and _state() == self._seeded.base:
-            torch.empty((), device="cpu").random_()
+        if self.inside != self._first:
+            self.enter(self._first)
+        if self._others_have_drawn():
+            if state_of(_generator).numpy().tobytes() == self._seeded.base:
+                torch.empty((), device="cpu").random_()
 
     def _others_have_drawn(self) -> bool:
         for replica_id, begun in self._seeded.known.items():
@@ -137,7 +139,3 @@ def same_seed(workers: LocalWorkerGroup) -> Iterator[None]:
         yield
     finally:
         _generator.set_state(before)
-
-
-def _state() -> bytes:
-    return state_of(_generator).numpy().tobytes()

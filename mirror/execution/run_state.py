@@ -11,7 +11,7 @@ from mirror.data.split_batch import ExampleCounts, GivenWeights
 from mirror.device.current_streams import ReplicaStreams
 from mirror.device.events import Stopwatch
 from mirror.errors import StrategyError
-from mirror.execution.current_replica import check_current, current, push_context, save_context
+from mirror.execution.current_replica import check_current, current
 from mirror.execution.replica_rng import ReplicaRng
 from mirror.execution.replicas import Replica, Replicas, SteppedOptimizer
 from mirror.threads.lockstep import Lockstep, NullLockstep
@@ -108,10 +108,10 @@ class Run:
         self._on_streams = (
             None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
         )
-        self.members = {
-            r: Replica(replicas, self, r, 1.0 if weights is None else float(weights[r]))
-            for r in active
-        }
+        self.members: dict[int, Replica] = {}
+        for r in active:
+            weight = 1.0 if weights is None else float(weights[r])
+            self.members[r] = Replica(replicas, self, r, weight)
 
     def shares(self) -> dict[int, float]:
         """Returns the share of each replica's gradient. See [Note: Shares]."""
@@ -191,9 +191,10 @@ class Run:
         """Runs the action of a merge point, in the cross-replica context."""
         if self.modes or self.assigned:
             self._check()
-        before = save_context()
+        before = current.replica, current.strategy, current.below
         try:
-            push_context(self.replicas.strategy, None)
+            current.below = before
+            current.replica, current.strategy = None, self.replicas.strategy
             if self._on_streams is None:
                 return action(payloads)
             with self._on_streams.make_caller_wait():

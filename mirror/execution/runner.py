@@ -113,7 +113,7 @@ class Runner:
 
     def call_cross_replica(self, run: Run, fn: Callable[[], Any]) -> Any:
         """Calls ``fn`` in a merge, as if the run ended before it and a new run began after it."""
-        self._parts.finish(run)
+        self._parts.finish(run, has_returned=False)
         self._parts.on_run_end(run)
         self._parts.sync_idle(run)
         self.on_outermost_end()
@@ -226,8 +226,6 @@ class Runner:
                 may_be = state is not None and state.saved_tensors_hooks is None
                 at_once = None if may_be and may_move_at_once else False
                 run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
-                for returned in self._parts.at_returned:
-                    returned()
                 self._parts.finish(run)
             finally:
                 if outer is None:

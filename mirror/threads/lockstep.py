@@ -179,11 +179,12 @@ class Lockstep:
         """Blocks the calling replica at ``point`` until all arrive; returns its own result."""
         if len(self._queue.order) < 2:
             return self._act(point.action, {replica_id: point.payload})[replica_id]
-        if self._is_over():
+        failure, threads = self._failure, self._threads
+        if failure.error is not None or threads.dismissed:
             raise self._over()
         try:
             if not self._stop(replica_id, point):
-                self._threads.wait(replica_id)
+                threads.wait(replica_id)
             if self._meeting and not self._is_over():  # it was woken to run the action
                 meeting, self._meeting = self._meeting, ()
                 self._meet(replica_id, meeting)
@@ -191,7 +192,7 @@ class Lockstep:
             self._is_struck, self.usable = True, False
             self._failure.record(error, replica_id)
             raise
-        if self._is_over():
+        if failure.error is not None or threads.dismissed:
             raise RunCancelled
         outcome = self._results.pop(replica_id)
         if isinstance(outcome, MergeError):

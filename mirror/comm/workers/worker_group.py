@@ -34,6 +34,7 @@ class LocalWorkerGroup:
     Attributes:
         rank: this worker's, from 0; worker 0 is the chief, who writes files.
         size: the number of workers.
+        is_multi_process: whether there are several workers.
         counts: how many replicas each worker has.
         first: the index of this worker's first replica among all.
         num_replicas: the number of replicas of all workers.
@@ -54,17 +55,13 @@ class LocalWorkerGroup:
 
     def _have(self, rank: int, counts: Sequence[int]) -> None:
         self.rank, self.size, self.counts = rank, len(counts), tuple(counts)
+        self.is_multi_process = len(counts) > 1
         self.replica_offset, self.num_replicas = sum(counts[:rank]), sum(counts)
         self.weight = float(counts[rank])
         self.num_runs = self.num_steps = 0
         self.run_weights: list[float] = []
         self.agreed = (-1, 0.0)
         self.reference: float | None = None
-
-    @property
-    def is_multi_process(self) -> bool:
-        """Whether there are others."""
-        return self.size > 1
 
     def note_run(self, weight: float) -> None:
         """Notes that an outermost run has ended, and what this worker's counted for."""

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, RunView, WeakReplicaMap
 from mirror.execution.run_state import Run
 from mirror.execution.runner import runner_of
@@ -66,18 +66,18 @@ class UnmirroredParams:
         self.leaves: weakref.WeakKeyDictionary[RunView, UnmirroredLeaves] = (
             weakref.WeakKeyDictionary()
         )
-        self._is_recorded = self._has_warned = self._has_leaves = False
+        self._unused = [replicas]  # until their first use
+        self._has_warned = self._has_leaves = False
         _by_replicas.put(replicas, self)
 
     def part(self) -> LifecycleHooks:
         """Returns the hooks that record the strategy's use and warn of models made in a run."""
-        return LifecycleHooks(name="plain", prepare=self.record_use, finish=self._warn)
+        prepare = WhilePending(self._unused, self.record_use)
+        return LifecycleHooks(name="plain", prepare=prepare, finish=self._warn)
 
     def record_use(self) -> None:
         """Records the first use of a strategy, if it has mirrored nothing yet."""
-        if self._is_recorded:
-            return
-        self._is_recorded = True
+        self._unused.clear()
         if self.replicas.mirrors and not self._registry.has_owned:
             _used.add(self)
 

@@ -52,7 +52,7 @@ def _synchronizing_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]
         replica = current.replica
         if replica is None or not replica.replicas.mirrors or not _is_of_batch(self):
             return original(self, input)
-        return _synchronized(self, input)
+        return _normalize(self, input)
 
     return forward
 

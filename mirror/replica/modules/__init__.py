@@ -1,1 +1,1 @@
-"""Mirrored modules: whose calls are split, and what is set on them."""
+"""Mirrored modules: their calls, dicts, attributes and copies."""

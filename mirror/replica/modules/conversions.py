@@ -1,7 +1,7 @@
-"""Conversions of a mirrored module: ``to``, ``cuda``, ``half``, ``share_memory`` and their kin.
+"""Conversions of a mirrored module: ``to``, ``cuda``, ``half``, ``share_memory`` and others.
 
-Outside ``run`` they convert all copies, inside each replica its own. The copies stay on their
-replicas' devices: what would move them elsewhere is refused.
+Outside ``run`` they convert all copies; inside, each replica converts its own. The copies stay on
+their replicas' devices: a conversion that would move them raises StrategyError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Conversion = Callable[[Tensor], Tensor]
 
 
 def watch_conversions() -> None:
-    """Has ``Module._apply``, which all conversions come to, look at mirrored modules; for good."""
+    """Wraps ``Module._apply``, which all conversions call; once, permanently."""
     wrap_once(nn.Module, CONVERT, _looking)
 
 
@@ -59,7 +59,7 @@ class _Staying:
         return converted
 
     def _check_place(self, tensor: Tensor, converted: Tensor) -> None:
-        """Raises StrategyError for a move away from where a variable is."""
+        """Raises StrategyError for a move of a variable to another device."""
         places, is_mirrored = self.replicas.places, isinstance(tensor, MirroredTensor)
         devices = () if is_mirrored else places.replicas[0]
         stays = converted.device == tensor.device or converted.is_meta

@@ -1,29 +1,27 @@
-"""Metrics of torchmetrics that replicas update: updated once, with the whole batch.
+"""Metrics of torchmetrics that replicas update are updated once, with the whole batch.
 
-So is what ``forward`` of a LightningModule gives to ``self.log``: logged once.
+In the same way, ``self.log`` in ``forward`` of a LightningModule logs once for all replicas.
 
 [Note: Metrics]
-A metric that ``forward`` updates has one state, not one per replica: a call of it in a replica, or
-of its ``update``, ``compute`` and ``reset``, is a merge. There what the replicas give it is joined
-and given to it once, as one device would have done, so that every metric is exact: also one
-whose states cannot be joined afterwards (a mean of means), the value of the batch that a call
-returns, and the compute groups of a collection, which are found by comparing states.
+Problem: a metric that ``forward`` updates must have one state, not one per replica. The states of
+some metrics cannot be joined afterwards: a mean of means, a collection's compute groups.
+Rule: in a replica, a call of a metric, or of its ``update``, ``compute`` and ``reset``, is a
+merge. The replicas' arguments are joined, and the metric is called once, as on one device.
 
-    the replicas give                       the metric gets
+    arguments of the replicas               argument of the metric
     tensors of one dimension or more        their concatenation, however many rows each has
     lists (of strings, of detections)       their entries, one replica after the other
     0-d floating tensors, floats            their mean, weighted by examples
     0-d tensors and numbers that are equal  that
-    numbers that are those of examples      their sum
-    to an aggregator such as MaxMetric      what its state's own reduction makes of 0-d tensors
+    numbers of examples                     their sum
+    0-d tensors to MaxMetric and the like   the reduction that its state declares
     anything else                           StrategyError
 
-A lone metric, which is in no mirrored module, is one object for all replicas, too. Inside ``run``
-replicas need not all call it, ``if replica_id == 0``, and each may have one of its own: those who
-call the same object at the same time are joined, and nobody waits for the others. (In a call that
-is split they must all call it: there the program is written for the whole batch.) Methods of
-metrics are attributes that every metric has for itself, so lone ones are found when they are made;
-those that were made before there was a run, by the garbage collector.
+A lone metric, which is in no mirrored module, is also one object for all replicas. Inside ``run``
+not all replicas need to call it (``if replica_id == 0``), and each may have its own: replicas that
+call the same object at the same time are joined, without waiting for other replicas. In a split
+call all must call it. Metrics have their methods as instance attributes, so lone metrics are
+wrapped when they are created; the garbage collector finds those created before the first run.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _are_watched = False
 
 
 def is_metric(module: object) -> bool:
-    """Whether a module is a metric, or a collection of them; asks only if there are any."""
+    """Whether a module is a metric, or a collection of metrics."""
     return "torchmetrics" in sys.modules and isinstance(module, _kinds())
 
 
@@ -66,7 +64,7 @@ def _kinds() -> tuple[type, ...]:
 
 
 def watch_log(module: nn.Module) -> None:
-    """Has what replicas of a LightningModule log, if it is one, logged once."""
+    """Makes ``self.log`` of a LightningModule log once for all replicas."""
     for name in _LIGHTNING:
         kind = getattr(sys.modules.get(name), "LightningModule", None)
         if kind is not None and isinstance(module, kind):
@@ -76,7 +74,7 @@ def watch_log(module: nn.Module) -> None:
 
 
 def watch_lone_metrics() -> None:
-    """Has what replicas do with metrics that are in no mirrored module done once; for good."""
+    """Makes replicas' calls of metrics outside mirrored modules merge calls; permanently."""
     global _are_watched
     if _are_watched or "torchmetrics" not in sys.modules:
         return
@@ -103,11 +101,11 @@ def _watching(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def watch_metric(module: nn.Module) -> None:
-    """Has what replicas do with a metric done once."""
+    """Makes replicas' calls of a metric merge calls."""
     attributes = module.__dict__
     with _wrapping:
         for name in ("update", "compute"):
-            # On a metric they are attributes, which its copies and pickles leave out.
+            # Metrics have them as instance attributes, which copies and pickles do not contain.
             method = attributes.get(name)
             if method is not None and not hasattr(method, _WRAPPED):
                 attributes[name] = _merged(method, module)
@@ -146,7 +144,7 @@ def _merged(method: Callable[..., Any], module: nn.Module | None = None) -> Call
 
 
 class _Logged(Join):
-    """Joins what the replicas give to ``self.log``."""
+    """Joins the replicas' arguments of ``self.log``."""
 
     def refuse(self, parts: Sequence[Any]) -> Any:
         raise StrategyError(

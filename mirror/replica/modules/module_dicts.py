@@ -1,6 +1,6 @@
-"""The dicts of a mirrored module: they hand out the current replica's copies.
+"""The dicts of a mirrored module: reading an entry returns the current replica's copy.
 
-The compiler follows reading an entry: it reads plain attributes there, and calls nothing.
+Dynamo traces the reading of an entry, so it reads plain attributes and calls nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mirror.replica.params.replicated_param import ReplicaParameter
 
 
 class WatchedDict(dict[str, Any]):
-    """A module's dict that tells when an entry is set."""
+    """A module's dict that records the module when an entry is set."""
 
     def __init__(
         self, entries: Mapping[str, Any], module: nn.Module, recorder: MirroredModules
@@ -53,13 +53,13 @@ class WatchedDict(dict[str, Any]):
 class ReplicaDict(WatchedDict):
     """The parameters or buffers of a mirrored module.
 
-    Reading one entry gives the current replica's copy while a replica runs; ``items()`` and
-    ``values()`` give the mirrored objects in every context, so ``parameters()`` is one list.
+    Reading one entry returns the current replica's copy while a replica runs; ``items()`` and
+    ``values()`` return the mirrored objects in every context, so ``parameters()`` is one list.
 
     Attributes:
-        aggregations: by name, what ``set_aggregation`` chose; holds for a buffer put in later.
-        swapped: by replica and name, what took a parameter's place inside ``run``, as
-            ``torch.func.functional_call`` does until its call ends.
+        aggregations: by name, the choice of ``set_aggregation``; also for a buffer added later.
+        overrides: by replica and name, the value that replaces a parameter inside ``run``;
+            ``torch.func.functional_call`` does that until its call ends.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ReplicaDict(WatchedDict):
             self._overridden.append(self)
 
     def refuse_swaps(self) -> None:
-        """Raises for a parameter that was replaced inside ``run`` and not put back."""
+        """Raises StrategyError for a parameter that is still replaced when ``run`` ends."""
         if self.overrides:
             (_, name), *_ = self.overrides
             self.overrides.clear()
@@ -116,9 +116,9 @@ class ReplicaDict(WatchedDict):
 
 
 class OpaqueDict(ReplicaDict):
-    """The parameters of a module whose calls the compiler must not follow.
+    """The parameters of a module that Dynamo must not trace.
 
-    It goes past the CallInterceptor, to ``forward``, and ends where that reads one of these.
+    Dynamo skips the CallInterceptor and traces ``forward``; the graph breaks at the first read.
     """
 
     @disable_dynamo

@@ -1,4 +1,4 @@
-"""Modules: what makes a strategy's modules mirrored ones, and keeps them so.
+"""ModuleRegistry: mirrors the modules of a strategy in place, and keeps them mirrored.
 
 A module stays the object it is; ``type``, ``state_dict`` and ``parameters()`` do not change.
 Plain tensors among its attributes become mirrored like buffers. Three of its dicts and one
@@ -6,12 +6,12 @@ instance attribute are replaced:
 
     _parameters, _buffers   ReplicaDict: reads the current replica's copy while one runs; with one
                             replica a WatchedDict
-    _modules                WatchedDict: notes a submodule put in later
+    _modules                WatchedDict: records a submodule that is added later
     _compiled_call_impl     CallInterceptor: splits the call in the cross-replica context.
-                            ``Module.__call__`` looks at it first; copies and pickles have None.
+                            ``Module.__call__`` calls it if set; copies and pickles have None.
 
-Of torch itself these are wrapped when the first module is mirrored: the module's ``compile``,
-``__setattr__``, ``__delattr__`` and ``_apply``, and what custom functions are called through. See
+When the first module is mirrored, these functions of torch are wrapped: ``compile``,
+``__setattr__``, ``__delattr__`` and ``_apply`` of modules, and ``apply`` of custom functions. See
 [Note: Compiled calls], [Note: Own attributes] and ``replica/autograd_functions.py``.
 """
 
@@ -30,7 +30,7 @@ from mirror.base.torch_private import INFER, INITIALIZING, SPLIT_CALL, refuse_la
 from mirror.device.device_remap import without_remap
 from mirror.devices import is_simulated
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replica_rng import same_seed
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.runner import Runner
@@ -69,13 +69,13 @@ class ModuleRegistry:
     """The modules of one strategy; the part "modules".
 
     Args:
-        registry: knows which tensors are mirrored.
-        recorded: what is to be mirrored.
-        variables, buffers: make mirrored ones of parameters and buffers.
-        attributes: what replicas set on modules.
+        registry: the mirrored tensors.
+        pending: the modules that are mirrored at the next use.
+        variables, buffers: turn parameters and buffers into mirrored ones.
+        attributes: the attributes that replicas set on modules.
 
     Attributes:
-        overridden: the dicts where a parameter was replaced inside ``run``.
+        overridden: the dicts in which a parameter was replaced inside ``run``.
         routes_calls: whether calls are split, or their arguments moved.
     """
 
@@ -102,7 +102,7 @@ class ModuleRegistry:
         self._mirrored: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
 
     def mirrored(self) -> Iterator[tuple[nn.Module, str]]:
-        """Yields the mirrored modules in the order in which they came, and their first paths."""
+        """Yields the mirrored modules, in the order of their mirroring, with their first paths."""
         for key, (reference, path) in list(self._mirrored.items()):
             module = reference()
             if module is None:
@@ -111,22 +111,22 @@ class ModuleRegistry:
                 yield module, path
 
     def part(self) -> LifecycleHooks:
-        """Returns what is told of runs. See [Note: Parts]."""
+        """Returns the hooks of the modules. See [Note: Parts]."""
         return LifecycleHooks(
             name="modules",
             prepare=self.mirror_recorded,
-            on_return=self._refuse_swaps,
+            on_return=WhilePending(self.overridden, self._refuse_swaps),
             recover=self._drop_swaps,
         )
 
     def record(self, module: nn.Module) -> None:
-        """Notes a module to be mirrored at the next use."""
+        """Records a module to be mirrored at the next use."""
         if self.pending.add(module):
             self.route(module)
 
     def mirror_recorded(self) -> None:
         """Mirrors the modules created in the scope, or changed, since the last use."""
-        # Asked for here: a call for nothing is one in every step.
+        # Checked here, because a call would cost every step.
         if "torchmetrics" in sys.modules and self.replicas.mirrors:
             watch_lone_metrics()
         if self.pending.modules or self.pending.unmade:
@@ -134,9 +134,9 @@ class ModuleRegistry:
                 self.mirror(module)
 
     def mirror(self, module: nn.Module) -> None:
-        """Mirrors a module and all below it, in place. What is mirrored already is left alone.
+        """Mirrors a module and its submodules in place, except those that are mirrored already.
 
-        With one replica only moves it to the device.
+        With one replica, only moves it to the device.
         """
         self.replicas.timeline.use()  # one replica may never have a run
         if not self.replicas.mirrors:
@@ -144,7 +144,7 @@ class ModuleRegistry:
             return
         watch_functions()
         watch_conversions()
-        # What is made here outlives the caller's inference mode.
+        # The mirrored tensors outlive the caller's inference mode.
         with torch.inference_mode(False):
             for name, submodule in module.named_modules():
                 if isinstance(submodule, torch.jit.ScriptModule):
@@ -156,12 +156,12 @@ class ModuleRegistry:
                 self.mirror_own(submodule, name)
 
     def mirror_own(self, module: nn.Module, path: str) -> None:
-        """Mirrors the variables that a module holds itself."""
+        """Mirrors the tensors of a module, without those of its submodules."""
         path = self._first_path(module, path)
         attributes = module.__dict__
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
         for name, parameter in parameters.items():
-            # What is no Parameter is put there for one call, by torch.func.functional_call.
+            # torch.func.functional_call puts plain tensors there, for one call.
             if isinstance(parameter, nn.Parameter) and self._is_new(parameter, name):
                 self._variables.mirror(parameter, f"{path}.{name}".lstrip("."))
         for name, buffer in buffers.items():
@@ -181,23 +181,23 @@ class ModuleRegistry:
         self.route(module)
 
     def _first_path(self, module: nn.Module, path: str) -> str:
-        """Returns where a module was found first: one replaces a parameter, others may not."""
+        """Returns the path where a module was found first."""
         known = self._mirrored.get(id(module))
         if known is not None and known[0]() is module:
             return known[1]
-        self._mirrored.pop(id(module), None)  # another one's, that is gone
+        self._mirrored.pop(id(module), None)  # the id of a module that has been freed
         self._mirrored[id(module)] = weakref.ref(module), path
         return path
 
     def initialize(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> None:
-        """Gives a lazy module its parameters, once all replicas have come by, and mirrors it.
+        """Initializes a lazy module when all replicas have called it, and mirrors it.
 
-        It gets them of what the first replica gives it, and from its random stream.
+        The first replica's arguments and random stream determine the parameters.
 
         Raises:
-            DivergenceError: not all replicas that run call it first.
+            DivergenceError: not all active replicas call it first.
         """
-        if INITIALIZING not in module.__dict__:  # it has them, and its class is no other one
+        if INITIALIZING not in module.__dict__:  # it has parameters, but kept its class
             return
         name = type(module).__name__
 
@@ -217,7 +217,7 @@ class ModuleRegistry:
         replica.run.merge(replica.replica_id, point)
 
     def route(self, module: nn.Module) -> None:
-        """Has calls of a module split."""
+        """Makes calls of a module split calls."""
         if not self.routes_calls or interceptor_of(module) is not None:
             return
         if isinstance(module, torch.jit.ScriptModule):  # its forward is not Python
@@ -225,7 +225,7 @@ class ModuleRegistry:
         refuse_lacking(SPLIT_CALL)
         call = module.__dict__.get(SPLIT_CALL)
         if isinstance(call, CallInterceptor):
-            call = None  # it came with a copied dict
+            call = None  # of a copied __dict__
         if call is not None or is_compiled(module):
             refuse_unknown_compiler()
         kind = KerasCall if is_layer(module) else CallInterceptor
@@ -253,11 +253,11 @@ class ModuleRegistry:
                 self._registry.own(tensor)
 
     def _refuse_script(self, module: torch.jit.ScriptModule, name: str) -> None:
-        # One that was traced from a mirrored module, inside the scope, has its variables.
+        # A module that was traced from a mirrored one, inside the scope, shares its tensors.
         if not all(map(self._registry.owns, (*module.parameters(), *module.buffers()))):
             raise StrategyError(
-                f"{name} is a ScriptModule, whose variables live in C++; mirror the Python "
-                "module it was made from"
+                f"{name} is a ScriptModule: its variables live in C++; mirror the Python module "
+                "it was made from"
             )
 
     def _watch_dicts(self, module: nn.Module) -> None:

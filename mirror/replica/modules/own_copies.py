@@ -1,4 +1,4 @@
-"""Copies and pickles that a replica makes of a module have the attributes that it has set."""
+"""Copies and pickles of a module that a replica makes contain the replica's own attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirror.replica.modules.split_call import CallInterceptor
 
 
 def watch_copies() -> None:
-    """Has modules reduced, by ``copy`` and ``pickle``, to what the replica sees; for good."""
+    """Makes ``copy`` and ``pickle`` see the replica's values of attributes; once, permanently."""
     wrap_once(nn.Module, "__reduce_ex__", _reducing)
 
 
@@ -38,9 +38,9 @@ def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_state(module: nn.Module, state: dict[str, Any], route: CallInterceptor) -> dict[str, Any]:
-    """Returns what a module is reduced to, with the replica's own values in it."""
+    """Returns the state of a reduced module, with the replica's own values."""
     own_state = dict(state)
-    # What has been set in this run for the first time; unless the class chooses what to give.
+    # With attributes first set in this run, unless the class selects its state itself.
     for name in {*state, *route.own} if _gives_all(type(module)) else state:
         found = own_values(module, name) if is_own(module, name) else None
         if found is None:

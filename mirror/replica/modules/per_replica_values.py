@@ -1,27 +1,27 @@
-"""Own values: what each replica has set of a module's attribute, and how they are joined.
+"""Per-replica values: what each replica has set as a module's attribute, and how they are joined.
 
 [Note: States of an attribute]
 An attribute that replicas have set goes through these states:
 
     between runs
         the module's    it is the ordinary attribute; every replica begins with its part, or a copy
-        left            every replica goes on with what it had; the ordinary attribute is joined
-                        of these, and nobody has changed it since
+        left            every replica continues with its own value; the ordinary attribute is
+                        joined from these, and has not been changed since
     in a run, for each replica
         untouched       as the run began
-        read            has got what it begins with, which it may change in place
+        read            has its first value, which it may change in place
         set             has a value of its own, or (``MISSING``) has deleted it
         flagged         has set a bool, which is the ordinary attribute for all at once
 
     what happens                         from              to
-    the run looks at it first            left              the module's, if that has been changed
+    first use in a run                   left              the module's, if that has been changed
     a replica reads                      untouched         read
     a replica sets or deletes            any               set, or flagged
     the run ends, or all merge:
-        a replica has flagged it         set by another    StrategyError, or unlike bools
+        a replica has flagged it         set by another    StrategyError; also if bools differ
                                          else              the module's
-        no replica has looked at it                        the module's
-        all that did have only read it   read, unchanged   left, and the attribute stays
+        no replica has used it                             the module's
+        replicas have only read it       read, unchanged   left, and the attribute stays
         else                                               left, joined into the attribute
     the run fails                        any               as before the run
 """
@@ -52,22 +52,22 @@ MISSING: Any = object()
 
 
 class ModuleAttributes:
-    """The attributes that replicas look at, to be joined when they have run; a part."""
+    """The attributes that replicas use in a run, to be joined after it; a part."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        # Weakly: what a backward pass recomputes is a run that nobody ends.
+        # Weak keys: the run of a recomputation in a backward pass has no end.
         self._of_runs: weakref.WeakKeyDictionary[RunView, list[PerReplicaAttribute]] = (
             weakref.WeakKeyDictionary()
         )
-        self._has_noted = False  # else every run would look there
+        self._has_noted = False  # spares most runs a lookup
 
     def part(self) -> LifecycleHooks:
-        """Returns what is told of runs. See [Note: Parts]."""
+        """Returns the hooks of the attributes. See [Note: Parts]."""
         return LifecycleHooks(name="attributes", finish=self._join, recover=self._of_runs.clear)
 
     def record(self, run: RunView, own: PerReplicaAttribute) -> None:
-        """Has an attribute joined when the replicas of a run have returned, or merge."""
+        """Records an attribute, to be joined when the replicas of a run return or merge."""
         self._of_runs.setdefault(run, []).append(own)
         self._has_noted = True
 
@@ -81,12 +81,12 @@ class ModuleAttributes:
 
 @dataclass(slots=True)
 class _InRun:
-    """What the replicas of one run have of an attribute.
+    """The replicas' values of an attribute in one run.
 
     Attributes:
-        values: those of replicas that have read or set it.
-        read: how those were that were only read: their leaves, and the versions of these.
-        flags: the bools that were set.
+        values: by replica, the value that it has read or set.
+        read: by replica, the leaves of a value that was only read, and their versions.
+        flags: by replica, the bool that it has set.
     """
 
     run: RunView | None = None
@@ -96,7 +96,7 @@ class _InRun:
 
 
 class PerReplicaAttribute:
-    """What the replicas have of one attribute of one module. See [Note: States of an attribute].
+    """The replicas' values of one attribute of one module. See [Note: States of an attribute].
 
     ``_now`` is its state in a run; ``_left`` and ``_joined`` are that between runs.
     """
@@ -108,9 +108,9 @@ class PerReplicaAttribute:
         self._module = weakref.ref(module)
         self._name = name
         self._now = _InRun()
-        self._left: dict[int, Any] = {}  # by the last run
-        self._joined: tuple[Any, tuple[int, ...]] = (MISSING, ())  # of that; and its versions
-        self._is_batched = False  # whether what was joined holds the examples
+        self._left: dict[int, Any] = {}  # the replicas' values after the last run
+        self._joined: tuple[Any, tuple[int, ...]] = (MISSING, ())  # their join, and its versions
+        self._is_batched = False  # whether the joined value has one row per example
 
     def read(self, replica: Replica) -> Any:
         """Returns the replica's value, ``MISSING`` if it has none."""
@@ -135,7 +135,7 @@ class PerReplicaAttribute:
             now.values[r] = value
 
     def join(self, run: Run) -> None:
-        """Makes what the replicas have set the module's attribute."""
+        """Makes the replicas' values, joined, the module's attribute."""
         now = self._now
         if now.run is not run:
             return
@@ -150,14 +150,14 @@ class PerReplicaAttribute:
         if not values:
             self._left = {}
         elif all(r in now.read and _equals(value, *now.read[r]) for r, value in values.items()):
-            # Only read: the attribute is what it was, whatever the sizes of the parts are now.
+            # Only read: the attribute stays, also if the parts now have other sizes.
             self._left |= values
         else:
             self._left = values
             self._set_joined({r: v for r, v in values.items() if v is not MISSING}, run)
 
     def _ordinary(self) -> dict[str, Any]:
-        """Returns where the module has its attributes."""
+        """Returns the module's ``__dict__``."""
         module = self._module()
         return {} if module is None else module.__dict__
 
@@ -172,7 +172,7 @@ class PerReplicaAttribute:
         return self._now
 
     def _first(self, replica: Replica) -> Any:
-        """Returns what the replica begins a run with."""
+        """Returns the value with which the replica begins a run."""
         if replica.replica_id in self._left:
             return self._left[replica.replica_id]
         value = self._ordinary().get(self._name, MISSING)
@@ -219,7 +219,7 @@ class PerReplicaAttribute:
         weights = run.all_weights() or [1.0] * run.replicas.num_replicas
         if len(parts) > 1 and all(part is parts[0] for part in parts):
             return parts[0]
-        # What was batched is so again, also when the parts are now as large as all of it was.
+        # A batched value stays batched, also if the parts now have the size of the whole value.
         tensors = all(isinstance(part, Tensor) for part in (before, *parts))
         if tensors and not self._is_batched and all(p.shape == before.shape for p in parts):
             home = run.replicas.places.replica_at(parts[0].device)[0]
@@ -250,7 +250,7 @@ def _apart(joined: Any, parts: dict[int, Any]) -> Any:
 
 
 def _versions(value: Any) -> tuple[int, ...]:
-    """Returns what changes when tensors in ``value`` are written."""
+    """Returns the versions of the tensors in ``value``, which change with every write."""
     if value is MISSING:
         return ()
     tensors = (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
@@ -258,14 +258,14 @@ def _versions(value: Any) -> tuple[int, ...]:
 
 
 def _equals(value: Any, leaves: list[Any], versions: tuple[int, ...]) -> bool:
-    """Whether a value holds what it did, unwritten."""
+    """Whether a value has the same leaves, and none has been written to."""
     now = leaves_of(value)
     same = len(now) == len(leaves) and all(map(operator.is_, now, leaves))
     return same and _versions(value) == versions
 
 
 def _mean(parts: list[Tensor], weights: list[float]) -> Tensor:
-    """Returns the weighted mean, of equal tensors their value; of integers the first."""
+    """Returns the weighted mean; the value of equal tensors; the first of integer tensors."""
     first, *others = parts
     total = sum(weights)
     averaged = first.is_floating_point() or first.is_complex()

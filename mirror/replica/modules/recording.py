@@ -1,6 +1,7 @@
-"""Recording: what is created inside a scope is mirrored at its first use.
+"""Recording: modules that are created inside a scope are mirrored at their first use.
 
-Not at once, because registration hooks fire before initial values are written.
+They are not mirrored immediately, because torch's registration hooks run before initial values are
+written.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from mirror.replica.modules.call_interceptor import MirroredModules
 
 
 class _Recording(threading.local):
-    """Who records what this thread creates.
+    """The open scopes of a thread.
 
     Attributes:
-        recorders: of the scopes that are open, innermost last. Set back to leave one.
+        recorders: the modules of the strategies with open scopes, innermost last.
     """
 
     recorders: tuple[MirroredModules, ...] = ()
@@ -39,7 +40,7 @@ def _record(module: nn.Module, name: str, value: object) -> None:
 
 
 def begin_recording(recorder: MirroredModules) -> None:
-    """Has the modules recorded that this thread creates, until ``end_recording``."""
+    """Records the modules that this thread creates, until ``end_recording``."""
     global _open_scopes
     with _hooks_lock:
         _open_scopes += 1
@@ -66,7 +67,7 @@ def suspend_recording() -> Iterator[None]:
 
 
 def end_recording() -> None:
-    """Does without torch's hooks, once no scope is open in any thread."""
+    """Removes torch's hooks when no scope is open in any thread."""
     global _open_scopes
     with _hooks_lock:
         _open_scopes -= 1

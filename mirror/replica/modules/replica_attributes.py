@@ -1,14 +1,15 @@
-"""Attributes that a forward pass sets on a module: every replica its own, joined like outputs.
+"""Attributes that a forward pass sets on a module: one value per replica, joined like outputs.
 
 [Note: Own attributes]
-``self.hidden = h`` in a forward pass is an ordinary attribute of a module that all replicas share.
-The first time that a replica sets or deletes one, the module's class gets a descriptor of that
-name, which gives every replica of a mirrored module the value it set itself; on other modules it
-does what instances do without. When the run ends the values are joined into the module's ordinary
-attribute, which is what the cross-replica context and copies made there see (a replica's copies
-have its own value, see ``own_copies.py``):
+Problem: ``self.hidden = h`` in a forward pass sets an attribute of a module that all replicas
+share.
+Rule: when a replica first sets or deletes an attribute, the module's class gets a descriptor of
+that name. It returns to every replica of a mirrored module its own value; on other modules it acts
+as if there were none. After the run the values are joined into the module's ordinary attribute,
+which the cross-replica context and copies made there see. (Copies that a replica makes have its
+own value: ``own_copies.py``.)
 
-    the replicas leave                            the module has
+    values of the replicas                        value of the module
     tensors of the shape it had before            their mean, weighted by examples; the first
                                                   one, of integers
     tensors of their parts of the batch           their concatenation
@@ -16,12 +17,12 @@ have its own value, see ``own_copies.py``):
     numbers or strings, all equal; one object     that; equal sizes too, but for those of examples
     anything else                                 PerReplica
 
-A bool is not each replica's own but says that something has been done, to what the replicas share
-(hooks registered, submodules made); if they leave it different, the run fails.
+A bool is shared: it usually says that something was done to shared objects (hooks registered,
+submodules created). If replicas leave it different, the run fails.
 
-What the replicas have only read stays as it was. In the next run every replica goes on with its
-own value, unless the cross-replica context has set another: of that each gets its part, if it is
-batched as the run's batch is, or a copy. See [Note: States of an attribute].
+A value that replicas only read stays as it was. In the next run every replica continues with its
+own value, unless the cross-replica context has set another. Of that, each gets its part if it is
+batched as the run's batch is, else a copy. See [Note: States of an attribute].
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from mirror.replica.modules.split_call import CallInterceptor
 from mirror.replica.modules.wrappers import IGNORED, tell_of_ignored
 from mirror.replica.params.replicated_param import ReplicaParameter
 
-# What torch itself keeps on a module, ``training`` among it, says the same on every replica.
+# The attributes that torch sets on a module, such as ``training``, are equal on all replicas.
 _SHARED = frozenset(nn.Module().__dict__)
-# Lists of their weights, or references to them, that RNNs make anew in every call.
+# A module's dicts, which are watched.
 _DICTS = frozenset(("_parameters", "_buffers", "_modules"))
 _installing = threading.Lock()
 
@@ -115,7 +116,7 @@ def own_values(module: nn.Module, name: str) -> tuple[PerReplicaAttribute, Repli
 
 
 def watch_attributes() -> None:
-    """Has attributes noticed that replicas set on mirrored modules; once, for good."""
+    """Makes attributes that replicas set on mirrored modules theirs; once, permanently."""
     wrap_once(nn.Module, "__setattr__", _noticing_set)
     wrap_once(nn.Module, "__delattr__", _noticing_delete)
 
@@ -128,13 +129,13 @@ def _noticing_set(original: Callable[..., None]) -> Callable[..., None]:
             elif current.replica is not None:
                 _notice(self, name, value)
             elif type(value) is Tensor and not torch.compiler.is_compiling():
-                _record(self)  # the replicas must not share it
+                _record(self)  # so that it becomes mirrored
             elif name == IGNORED:
                 tell_of_ignored(self, value)
         elif name == "training" and current.replica is not None:
             _note_mode(self, value)
         elif name in _DICTS:
-            _record(self)  # the new one is to be watched as well
+            _record(self)  # so that the new dict is watched
         original(self, name, value)
 
     return setattr_noticed
@@ -156,7 +157,7 @@ def _record(module: nn.Module) -> None:
 
 
 def _note_mode(module: nn.Module, mode: bool) -> None:
-    """Notes that a replica calls ``train()`` or ``eval()``: all must, for it is one module."""
+    """Records ``train()`` or ``eval()`` of a replica: all replicas must call it."""
     replica = current.replica
     if replica is None or owner_of(module) is not replica.replicas:
         return
@@ -166,7 +167,7 @@ def _note_mode(module: nn.Module, mode: bool) -> None:
 
 
 def _for_all(weight: Any) -> Any:
-    """Returns what stands for all replicas' copies: between write and read another may write."""
+    """Returns the mirrored parameter of a replica's copy: RNNs share lists of their weights."""
     is_reference = isinstance(weight, weakref.ref)
     copy = weight() if is_reference else weight
     owner = copy.variable.owner() if isinstance(copy, ReplicaParameter) else None
@@ -195,4 +196,4 @@ def _notice(module: nn.Module, name: str, value: Any) -> None:
         return
     with _installing:
         setattr(type(module), name, ReplicaAttribute(name, existing))
-    forget_compiled()  # that code reads the instance
+    forget_compiled()  # compiled code reads the instance's __dict__

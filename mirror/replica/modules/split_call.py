@@ -4,8 +4,8 @@
     outside ``run``                             ``_split``: the arguments are scattered, every
                                                 replica calls the module, the outputs are gathered
     of a submodule, or on a replica             the module's own call, on the replica's copies
-    in a backward pass outside ``run``          the module's own call, on the copies of the replica
-                                                whose graph the pass is in: [Note: Recomputation]
+    in a backward pass outside ``run``          the module's own call, on the copies of one
+                                                replica: [Note: Recomputation]
 
 [Note: Copied routes]
 Problem: torch calls the entry ``_compiled_call_impl`` of ``module.__dict__`` without the module as
@@ -19,7 +19,7 @@ Problem: activation checkpointing calls part of a forward again, in the backward
 ``run`` that pass goes through the graphs of all replicas in one thread, where no replica is
 current, and a submodule called there must not split what is one replica's part already.
 Rule: the ancestors of the node that the engine executes include a copy, which shows the replica.
-A module whose whole call was under checkpointing, outside ``run``, is split again.
+If the whole call of a module was under checkpointing, outside ``run``, it is split again.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class CallInterceptor(Interceptor):
 
 
 def replica_of_backward(replicas: Replicas) -> int | None:
-    """Returns the replica whose graph the backward pass of this thread is in, if any."""
+    """Returns the replica of the graph that this thread's backward pass is in, if any."""
     nodes: deque[Any] = deque([current_autograd_node()])
     seen = set(nodes)
     while nodes:

@@ -1,8 +1,8 @@
-"""What other ways to use many devices put around a module, or into a loader: refused, or told.
+"""Wrappers and samplers of other libraries for many devices: an error, or a warning.
 
-``nn.DataParallel`` and ``DistributedDataParallel`` would copy or reduce what is mirrored already;
-a ``DistributedSampler`` leaves out what the other processes would read, and there are none. What
-DDP would ignore of a model, by ``_set_params_and_buffers_to_ignore_for_model``, is not ignored.
+``nn.DataParallel`` and ``DistributedDataParallel`` would copy or reduce mirrored tensors again. A
+``DistributedSampler`` skips the examples of other processes, of which there are none. Parameters
+that ``_set_params_and_buffers_to_ignore_for_model`` excludes from DDP are mirrored nevertheless.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mirror.replica.modules.call_interceptor import owner_of
 from mirror.threads.user_frames import warn_user
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a module that names what DDP is to leave out."""
+"""The attribute of a module with the names that DDP ignores."""
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -37,7 +37,7 @@ _IN_TRAINER = (
 
 
 def refuse_wrapper(module: nn.Module, path: str) -> None:
-    """Raises StrategyError for a module that shares work out itself."""
+    """Raises StrategyError for a module that distributes work itself."""
     if isinstance(module, _WRAPPERS):
         kind = type(module).__name__
         raise StrategyError(
@@ -47,12 +47,12 @@ def refuse_wrapper(module: nn.Module, path: str) -> None:
 
 
 def tell_of_ignored(module: nn.Module, names: object) -> None:
-    """Warns, once for each module, that what DDP is to ignore of it is mirrored as all else.
+    """Warns, once for each module, that the tensors that DDP would ignore are mirrored.
 
-    A frozen parameter is told of by nothing: ignored or not, it stays as it is.
+    There is no warning for a frozen parameter: ignored or not, it does not change.
 
     Args:
-        names: paths of parameters and buffers, as DDP's users give them.
+        names: paths of parameters and buffers, as DDP expects them.
     """
     listed = set(names) if isinstance(names, Iterable) else set()
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
@@ -72,7 +72,7 @@ def tell_of_ignored(module: nn.Module, names: object) -> None:
 
 
 def watch_wrappers() -> None:
-    """Has wrappers around mirrored modules refused, and sharded samplers told; once, for good."""
+    """Makes wrappers of mirrored modules raise, and sharded samplers warn; once, permanently."""
     for wrapper in _WRAPPERS:
         wrap_once(wrapper, "__init__", _refusing_init)
     wrap_once(DistributedSampler, "__iter__", _telling_iter)

@@ -1,9 +1,8 @@
-"""Optimizers that are made inside ``run``, or given parameters there.
+"""Optimizers that are created inside ``run``, and parameter groups that are added there.
 
-[Note: Made in run]
-An optimizer that every replica makes is N optimizers over the parameters that all share. It is
-found when they step, because one replica may have made it for all. A parameter group that every
-replica adds is added once, see [Note: Once].
+If every replica creates an optimizer, there are N optimizers over parameters that all replicas
+share. That raises an error when they step, because one replica may create it for all. A parameter
+group that every replica adds is added once, see [Note: Once].
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from mirror.values import map_structure
 
 Action = Callable[[dict[int, Any]], dict[int, Any]]
 
-_MADE = "_made_in_run"  # in an optimizer's __dict__; whether the making is done
+_MADE = "_made_in_run"  # in an optimizer's __dict__: whether its constructor has returned
 
 
 def watch_making() -> None:
-    """Has optimizers made inside ``run`` noted, and groups added there once; call it once."""
+    """Marks optimizers that are created inside ``run``; makes groups added there be added once."""
     original = Optimizer.__init__
 
     @functools.wraps(original)
@@ -53,9 +52,10 @@ def watch_making() -> None:
 def step_point(
     optimizer: Optimizer | None, serial: int, what: str, payload: Any, action: Action
 ) -> MergePoint:
-    """Returns where the replicas meet to step an optimizer, which must be one for all.
+    """Returns the merge point of an optimizer's step; all replicas must step the same optimizer.
 
-    Of optimizers made inside ``run`` that is no question of which one comes first.
+    Optimizers that are created inside ``run`` may have any order, so their serial number does not
+    count.
     """
     kind = type(optimizer).__name__
     if optimizer is None or _MADE not in vars(optimizer):
@@ -89,7 +89,7 @@ def _add_in_run(
 
 
 def _of_all(group: Any) -> Any:
-    """Returns a parameter group with the parameters that stand for the replica's copies."""
+    """Returns a parameter group with the mirrored parameters in place of a replica's copies."""
     if not isinstance(group, dict) or "params" not in group:
         return group
     params = group["params"]

@@ -25,14 +25,8 @@ class GradScaler(torch.amp.GradScaler):
 
     All its methods work in the cross-replica context and inside ``run``, where every replica
     calls them: ``scale``, ``unscale_`` and ``step`` for its own loss and copies, ``update`` once
-    for all. The gradients are reduced before they are looked at, so an inf on one replica skips
+    for all. The gradients are reduced before the check for infs, so an inf on one replica skips
     the step on all.
-
-    [Note: Stages per replica]
-    torch notes for each optimizer whether its gradients are unscaled, and which infs were found.
-    Inside ``run`` every replica unscales its own gradients, so each has notes of its own, which
-    begin as those of the cross-replica context. When the run is over, or the replicas merge, those
-    of its first replica are the common ones again: they are all alike, as the gradients are.
     """
 
     def scale(self, outputs: Any) -> Any:
@@ -58,14 +52,14 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        # The host waits there until the device has looked at all gradients.
+        # The host waits there until the device has checked all gradients.
         replica.run.lockstep.let_next_begin(replica.replica_id)
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale factor; inside ``run`` the replicas meet, and it happens once."""
+        """Updates the scale factor; inside ``run``, once in a merge."""
         replica = current.replica
         if replica is None or not self._enabled:
             super().update(new_scale)
@@ -80,11 +74,14 @@ class GradScaler(torch.amp.GradScaler):
         point = MergePoint("GradScaler.update", (), (self, new_scale), action)
         replica.run.merge(replica.replica_id, point)
 
-    # See [Note: Stages per replica].
+    # torch records for each optimizer whether its gradients are unscaled, and where it found infs.
+    # Inside run, every replica unscales its own gradients, so each has its own records, which
+    # begin as those of the cross-replica context. After the run, and in a merge, the first
+    # replica's are the common ones: all are equal, because the gradients are.
 
     _common_states: dict[int, dict[str, Any]]
     _replica_states: dict[int, dict[int, dict[str, Any]]]
-    _of_run: Any  # the run that the replicas' stages are of
+    _of_run: Any  # the run to which the replicas' records belong
 
     @property
     def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:
@@ -107,14 +104,14 @@ class GradScaler(torch.amp.GradScaler):
         self._of_run = None
 
     def _end_stages(self) -> None:
-        """Makes the first replica's stages the common ones."""
+        """Makes the first replica's records the common ones."""
         if self._replica_states:
             self._common_states = self._replica_states[min(self._replica_states)]
             self._replica_states = {}
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled:
-            _ = self._per_optimizer_states  # those of a run that is over become the common ones
+            _ = self._per_optimizer_states  # the records of a finished run become the common ones
         state = super().__getstate__()
         state.pop("_of_run", None)
         return state
@@ -125,7 +122,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def watch_torchs_scaler() -> None:
-    """Has torch's own scaler say inside ``run`` that it is not for replicas; call it once."""
+    """Makes torch's own scaler raise StrategyError inside ``run``; call it once."""
     for name in ("unscale_", "step", "update"):
         setattr(torch.amp.GradScaler, name, _refusing(getattr(torch.amp.GradScaler, name)))
 

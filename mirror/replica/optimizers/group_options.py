@@ -1,4 +1,4 @@
-"""What the replicas see in ``param_groups``, which they share: it must be the same for all."""
+"""The options in ``param_groups``, which replicas share: they must be equal on all replicas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Options = list[dict[str, Any]]
 
 
 class WithTensors(dict[str, Any]):
-    """The options of a group, some of them tensors, which can be changed in place.
+    """The options of a group with tensors among them, which can be changed in place.
 
     Attributes:
-        held: what these held then.
+        held: the values of the tensors when the options were read.
     """
 
     held: Mapping[str, Any]
@@ -28,14 +28,14 @@ def options_of(optimizer: Optimizer) -> Options:
     """Returns the options of each group as they are now."""
     groups: Options = [*map(dict, getattr(optimizer, "param_groups", ()))]
     for i, options in enumerate(groups):
-        if Tensor in map(type, options.values()):  # a hundred nanoseconds where none is
+        if Tensor in map(type, options.values()):  # 100 ns if there is none
             groups[i] = known = WithTensors(options)
             known.held = {n: _held(v) for n, v in options.items() if type(v) is Tensor}
     return groups
 
 
 def _held(tensor: Tensor) -> Any:
-    """Returns what a tensor holds; how often it was written to, if a device had to be awaited."""
+    """Returns the value of a CPU tensor; of other tensors, which need a wait, the version."""
     if tensor.device.type == "cpu":
         return _numbers(tensor)
     return "no count" if tensor.is_inference() else f"written to {tensor._version} times"
@@ -49,7 +49,7 @@ def _numbers(value: Any) -> Any:
 
 
 def keep_options(groups: Sequence[dict[str, Any]], written: Options) -> None:
-    """Puts into groups the options that one replica has written to its copies of them."""
+    """Copies the options that one replica has written to its copies of groups into the groups."""
     for options, copied in zip(groups, written, strict=True):
         for name, value in copied.items():
             if name != "params" and (name not in options or options[name] is not value):
@@ -57,7 +57,7 @@ def keep_options(groups: Sequence[dict[str, Any]], written: Options) -> None:
 
 
 def refuse_different(optimizer: Optimizer, seen: Mapping[int, Options], when: str) -> None:
-    """Raises for options that a replica has found, or set, otherwise than the first one.
+    """Raises if a replica has read, or set, other options than the first replica.
 
     Raises:
         StrategyError: naming the option and the two values.

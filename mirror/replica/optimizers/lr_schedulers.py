@@ -17,7 +17,7 @@ from mirror.replica.optimizers.param_groups import replicas_reached
 
 
 def watch_schedulers() -> None:
-    """Has a scheduler that all replicas step do it once. See [Note: Once]; call it once."""
+    """Makes a scheduler step once if all replicas step it. See [Note: Once]; call it once."""
     wrap_in_subclasses(LRScheduler, "step", lambda step: watched(step, _step_in_run))
 
 

@@ -1,13 +1,13 @@
-"""What all replicas call on an object they share, done once for all of them.
+"""A call that all replicas make on an object they share is made once, in a merge.
 
 [Note: Once]
-A scheduler, or an optimizer with counters and lists of its own, is one Python object, whatever the
-number of replicas. Were each of them to call its ``step``, it would count N steps. So inside
-``run`` such a call is a merge: the call is made once, in the cross-replica context, over the
-mirrored parameters, after which all replicas have what it left. It happens there as it would
-outside ``run``, whatever the object keeps and wherever, a wrapped optimizer included.
+Problem: a scheduler, or an optimizer with counters and lists of its own, is one Python object. If
+each of N replicas called its ``step``, it would count N steps.
+Rule: inside ``run`` such a call is a merge. The call is made once, in the cross-replica context,
+over the mirrored parameters; all replicas get the result. It works as outside ``run``, also for an
+object that wraps an optimizer or keeps values anywhere.
 
-    argument                  what the one call gets
+    argument                  value in the one call
     functions (closures)      a closure that calls each replica's, in a run, and returns their loss
     0-d floating tensors      the loss of the whole batch: their mean, weighted as gradients are,
                               over all workers
@@ -39,7 +39,7 @@ Method = Callable[..., Any]
 
 
 def wrap_in_subclasses(base: type, name: str, wrap: Callable[[Method], Method]) -> None:
-    """Wraps a method of ``base`` and all its subclasses, also of those to come, for good."""
+    """Wraps a method of ``base`` and of all its subclasses, future ones included; permanently."""
 
     def wrap_own(cls: type) -> None:
         method = cls.__dict__.get(name)
@@ -109,8 +109,8 @@ def merge_call_shared(
     """Merges the replicas and calls ``method(target, ...)`` once. See [Note: Once].
 
     Args:
-        seen: what the replica has found in the target.
-        check: is called before with what all have found.
+        seen: the options that this replica sees in the target.
+        check: called before the method with the options of all replicas, by replica id.
 
     Returns:
         This replica's result, and whether a closure was called.
@@ -152,12 +152,12 @@ def merge_call_shared(
 
 
 class _Closure:
-    """One closure made of the replicas': runs them as replicas, and returns their common loss."""
+    """One closure for those of all replicas: a run calls them, and it returns their mean loss."""
 
     def __init__(self, run: RunView, closures: dict[int, Callable[[], Any]]) -> None:
         self._run, self._closures = run, closures
-        self.loss: Any = None  # what the last call returned
-        self.losses: dict[int, Any] | None = None  # and what it was on each replica
+        self.loss: Any = None  # the result of the last call
+        self.losses: dict[int, Any] | None = None  # the result of each replica
 
     def __call__(self) -> Any:
         run = self._run
@@ -170,7 +170,7 @@ class _Closure:
 
 
 def _join(run: RunView, what: str, closures: list[_Closure], *leaves: Any) -> Any:
-    """Returns the one argument that the replicas' make. See [Note: Once]."""
+    """Returns the argument of the one call, from the replicas' arguments. See [Note: Once]."""
     first = leaves[0]
     if callable(first) and not isinstance(first, (type, Tensor, nn.Module)):
         closures.append(_Closure(run, dict(zip(run.active, leaves, strict=True))))
@@ -193,7 +193,7 @@ def _join(run: RunView, what: str, closures: list[_Closure], *leaves: Any) -> An
 
 
 def _mean(run: RunView, *leaves: Any) -> Any:
-    """Returns the loss of the whole batch, of the replicas' losses."""
+    """Returns the loss of the whole batch, from the replicas' losses."""
     first = leaves[0]
     if not _is_loss(first):
         return first
@@ -211,12 +211,12 @@ def _mean(run: RunView, *leaves: Any) -> Any:
 
 
 def whole_loss(replicas: Replicas, loss: Any, weight: float) -> Any:
-    """Returns the loss of all workers' examples, by which all decide alike.
+    """Returns the loss of all workers' examples: all workers take the same decisions by it.
 
-    Its gradient is that of this worker's own.
+    Its gradient is the gradient of this worker's own loss.
 
     Args:
-        weight: what this worker's loss counts for, if gradients are means.
+        weight: the weight of this worker's loss, if gradients are means.
     """
     if not _is_loss(loss):
         return loss

@@ -18,8 +18,8 @@ are swapped: [Note: Lending an optimizer] in ``param_swap.py``.
 Replicas that share a device, such as simulated ones, need not compute the same update N times:
 replica 0 steps, and the others copy its values. That takes a fifth of the time and keeps one state
 instead of N. The steps that were called then find no parameter groups. Torch's optimizers accept
-that, others may not: [Note: Whose step] in ``step_dispatch.py``. The state of replicas 1 .. N-1 is
-copied from the first one's when their code reads it.
+that, others may not: [Note: Step dispatch] in ``step_dispatch.py``. The state of replicas
+1 .. N-1 is copied from the first one's when their code reads it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from mirror.base.torch_private import has_step_hooks
 from mirror.devices import using
 from mirror.execution.current_replica import replica_of
 from mirror.execution.replicas import Replica
@@ -48,7 +49,6 @@ from mirror.replica.optimizers.optimizer_state import ReplicaStates
 from mirror.replica.optimizers.param_groups import StepOnce, refuse_what_is_not_mirrored
 from mirror.replica.optimizers.param_swap import NO_REPLICA, ParamGroupSwap
 from mirror.replica.optimizers.step_dispatch import (
-    has_hooks,
     is_torchs_own,
     kept_by,
     raw_step,
@@ -61,7 +61,7 @@ from mirror.threads.user_frames import add_note
 _BEFORE = "before a step"
 _PARTLY = (
     "this optimizer's step has begun and not ended: parameters and state may be partly updated, "
-    "as on one device, alike on all replicas; to go on from a whole step, load a checkpoint"
+    "as on one device, and the same on all replicas; to go on from a whole step, load a checkpoint"
 )
 _AS_THE_FIRST = (
     "every replica makes this optimizer's step, and all are left with what the first one has: "
@@ -77,13 +77,13 @@ class MirroredOptimizer:
     Attributes:
         loan: swaps its groups and state for one replica's.
         states: its state on every replica.
-        steps_once: whether a step has changed values that the optimizer keeps besides its state.
+        steps_once: whether a step has changed values of the optimizer outside its state.
     """
 
     def __init__(self, optimizer: Optimizer, optimizers: OptimizerRegistry) -> None:
         self.replicas = optimizers.replicas
         self.runner = optimizers.runner
-        self._optimizers = optimizers
+        self._optimizers, self._gradients = optimizers, optimizers.gradients
         self._optimizer = weakref.ref(optimizer)
         self._serial = next(_serials)
         self.states = ReplicaStates(self.replicas)
@@ -109,7 +109,8 @@ class MirroredOptimizer:
         """
         loan = self.loan
         optimizer = loan.optimizer
-        is_in_turn, closure = context.replica_id in self._met, _closure_in(args, kwargs)
+        is_in_turn, has_hooks = context.replica_id in self._met, has_step_hooks(optimizer)
+        closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
                 args, kwargs = _with_closure(args, kwargs, StepOnce(closure()))
@@ -119,7 +120,7 @@ class MirroredOptimizer:
             if not loan.parameters.are_mirrored:
                 refuse_what_is_not_mirrored(optimizer)
             by_itself = closure is not None and not self.replicas.has_parameter_device
-            steps_once = not by_itself and self._steps_once(optimizer)
+            steps_once = not (by_itself or has_hooks) and self._steps_once(optimizer)
 
             def action(payloads: dict[int, Any]) -> dict[int, Any]:
                 self._meet(context, payloads)
@@ -138,14 +139,14 @@ class MirroredOptimizer:
         left = options_of(optimizer)
         loan.swap_out()
         # 3. All replicas meet again, if one could see what another one's step leaves.
-        if not is_in_turn:
+        if not is_in_turn and (has_hooks or not context.run.lockstep.takes_turns):
             self._end_together(context, left)
         return result
 
     def step_leader_first(self, step: Callable[[], Any], context: Replica) -> Any:
         """Makes the first replica's step, then the other ones', or copies its result to them.
 
-        See [Note: Whose step].
+        See [Note: Step dispatch].
         """
         optimizer = self.loan.optimizer
         leader, others = context.run.active[0], context.run.active[1:]
@@ -178,7 +179,8 @@ class MirroredOptimizer:
         if context.replica_id != leader:
             result = refusing_draws(step, context.device)
         self._met.discard(context.replica_id)
-        self._end_together(context, options_of(optimizer))
+        if has_step_hooks(optimizer) or not context.run.lockstep.takes_turns:
+            self._end_together(context, options_of(optimizer))
         return result
 
     def _meet(self, context: Replica, seen: dict[int, Options]) -> None:
@@ -191,7 +193,7 @@ class MirroredOptimizer:
         return context.run.merge(context.replica_id, point)
 
     def _end_together(self, context: Replica, left: Options) -> None:
-        """Merges the replicas after their steps, if one could read another one's groups.
+        """Merges the replicas after their steps, where one could read another one's groups.
 
         Without turns, another replica's groups may be swapped in. And the values that hooks write
         to the first replica's groups exist only after its step.
@@ -204,18 +206,13 @@ class MirroredOptimizer:
                 keep_options(self.loan.groups, payloads[min(payloads)])
             return payloads
 
-        if has_hooks(optimizer) or not context.run.lockstep.takes_turns:
-            self._merge(context, "the end of optimizer.step", keep, left)
+        self._merge(context, "the end of optimizer.step", keep, left)
 
     # One step for all
 
     def _steps_once(self, optimizer: Optimizer) -> bool:
-        """Whether one replica steps for all. See [Note: One device, one step]."""
-        return (
-            self.replicas.steps_once
-            and not has_hooks(optimizer)
-            and is_torchs_own(type(optimizer))
-        )
+        """Whether one replica steps for all, without hooks. See [Note: One device, one step]."""
+        return self.replicas.steps_once and is_torchs_own(type(optimizer))
 
     def _step_first(self, optimizer: Optimizer, leader: int) -> None:
         """Steps the first replica and copies the result to all. See [Note: One device...]."""
@@ -240,9 +237,9 @@ class MirroredOptimizer:
         """
         self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
-        loan, closure = self.loan, _closure_in(args, kwargs)
+        loan, closure = self.loan, args[0] if args else kwargs.get("closure")
         optimizer = loan.optimizer
-        if closure is not None or has_hooks(optimizer) or not is_torchs_own(type(optimizer)):
+        if closure is not None or has_step_hooks(optimizer) or not is_torchs_own(type(optimizer)):
             return self._step_mirrored_params(step, args, kwargs, closure)
         steps_once = self._steps_once(optimizer)
         loan.refresh(only_first=steps_once)
@@ -325,7 +322,7 @@ class MirroredOptimizer:
         optimizer, parameters = self._optimizer(), self.loan.parameters
         if optimizer is None or not parameters.are_in(optimizer.param_groups):
             return False
-        return self._optimizers.clear(parameters)
+        return self._gradients.clear(parameters.variables, parameters.targets)
 
     def sync_idle(self, source: int, others: Sequence[int]) -> None:
         """Copies one replica's state to others."""
@@ -345,11 +342,6 @@ class MirroredOptimizer:
         """Shows the first replica's state to ``see``."""
         self.loan.refresh(only_first=True)
         self.states.show_first(self.loan.parameters.variables, see)
-
-
-def _closure_in(args: Any, kwargs: Any) -> Any:
-    """Returns the closure among the arguments of a step, ``None`` if there is none."""
-    return args[0] if args else kwargs.get("closure")
 
 
 def _with_closure(args: Any, kwargs: Any, closure: Any) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
-"""Optimizers: all those over one strategy's parameters, and what is told to them together.
+"""OptimizerRegistry: the optimizers over one strategy's parameters, and the values they exchange.
 
-CentralOptimizers: the same with a parameter device, see ``params/central_param.py``.
+``CentralOptimizers`` replaces it if parameters have a device of their own: see
+``params/central_param.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas, RunView, SwappedOptimizer, WeakReplicaMap
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
@@ -29,108 +30,105 @@ optimizers_of = _known.get
 
 
 class OptimizerOfReplicas(Protocol):
-    """What is asked of one optimizer over mirrored parameters."""
+    """One optimizer over mirrored parameters, as the registry calls it."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer, while it lives."""
 
     def sync_idle(self, source: int, others: Sequence[int]) -> None:
-        """Gives one replica's state to others."""
+        """Copies one replica's state to others."""
 
     def follow_first(self) -> None:
-        """Takes the optimizer back, and makes the first replica's state that of all."""
+        """Swaps out, and makes the first replica's state that of all."""
 
     def check(self, look: ComparePair) -> None:
-        """Shows the state of every replica to ``look``, beside that of the first."""
+        """Calls ``look`` with the state of every replica and that of the first one."""
 
     def show_first(self, see: VisitValue) -> None:
-        """Shows the first replica's state to ``see``."""
+        """Calls ``see`` with the first replica's state."""
 
 
 class OptimizerRegistry:
     """The optimizers over the mirrored parameters of one strategy.
 
     Attributes:
-        lent: those that a step has; or had, and raised.
+        gradients: the gradients of the mirrored parameters.
+        lent: the optimizers that a step in progress, or one that has raised, uses.
     """
 
     def __init__(self, replicas: Replicas, runner: Runner, gradients: GradAccess) -> None:
         self.replicas = replicas
         self.runner = runner
         self.lent: set[SwappedOptimizer] = set()
-        self._gradients = gradients
-        # In the order in which they were made.
+        self.gradients = gradients
+        # In the order of their creation.
         self._all: weakref.WeakKeyDictionary[OptimizerOfReplicas, None] = (
             weakref.WeakKeyDictionary()
         )
         _known.put(replicas, self)
 
     def part(self) -> LifecycleHooks:
-        """Returns what keeps optimizers equal between runs."""
+        """Returns the hooks that keep optimizers equal between runs."""
         return LifecycleHooks(
             name="optimizers",
-            prepare=self._prepare,
+            prepare=WhilePending(self.lent, self._prepare),
             finish=_check_options,
             sync_idle=self._bring_along,
             recover=self._recover,
         )
 
     def add(self, optimizer: OptimizerOfReplicas) -> None:
-        """Notes an optimizer, for as long as it lives."""
+        """Registers an optimizer, for as long as it lives."""
         self._all[optimizer] = None
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Returns all there are."""
+        """Returns all optimizers."""
         found = [mirrored.optimizer for mirrored in tuple(self._all)]
         return [optimizer for optimizer in found if optimizer is not None]
 
     def check(self, look: ComparePair) -> None:
-        """Shows the state of every replica to ``look``, beside that of the first."""
+        """Calls ``look`` with the state of every replica and that of the first one."""
         for optimizer in tuple(self._all):
             optimizer.check(look)
 
     def show_first(self, see: VisitValue) -> None:
-        """Shows the first replica's state of all optimizers to ``see``."""
+        """Calls ``see`` with the first replica's state of all optimizers."""
         for optimizer in tuple(self._all):
             optimizer.show_first(see)
 
-    # Gradients, and the values with them
+    # Gradients and values
 
     def reduce(self, run: RunView | None = None) -> None:
-        """Reduces the gradients, for a step: of a run, or of the cross-replica context."""
+        """Reduces the gradients for a step, in a run or in the cross-replica context."""
         if run is None:
-            self._gradients.unreduced.flush()
+            self.gradients.unreduced.flush()
         else:
-            gradients = self._gradients.unreduced
+            gradients = self.gradients.unreduced
             gradients.reduce_pending(gradients.shares_in(run))
-            self._gradients.refuse_unequal(run)
+            self.gradients.refuse_unequal(run)
         self.replicas.workers.num_steps += 1
-
-    def clear(self, parameters: ParamGroupsView) -> bool:
-        """Drops the gradients of all these, if none is pending; returns whether it did."""
-        return self._gradients.clear(parameters.variables, parameters.targets)
 
     @torch.no_grad()
     def broadcast(
         self, variables: Iterable[ReplicatedParam], source: int, others: Sequence[int]
     ) -> None:
-        """Gives one replica's values and gradients to others."""
+        """Copies one replica's values and gradients to others."""
         for variable in variables:
             variable.broadcast(source, others)
-            self._gradients.broadcast(variable, source, others)
+            self.gradients.broadcast(variable, source, others)
 
     # One step for all: see [Note: One device, one step]
 
     def gather(self, parameters: ParamGroupsView, leader: int) -> None:
-        """Gives the first replica what its step for all needs, if it sits the run out."""
+        """Copies the gradients that a step for all needs to an idle first replica."""
         if leader:
-            # Its gradients would be those of an earlier step: nobody has cleared them.
+            # Its gradients are those of an earlier step: an idle replica does not clear them.
             self.broadcast(parameters.variables, leader, (0,))
 
     @torch.no_grad()
     def spread(self, parameters: ParamGroupsView) -> None:
-        """Gives the other replicas, on the same device, what a step of the first one wrote."""
+        """Copies the values after the first replica's step to the others, on the same device."""
         moved, targets = parameters.variables, parameters.targets
         if [target for target in targets[0] if target.grad is None]:
             moved = [v for v in moved if v.targets[0].grad is not None or v.changed()]
@@ -139,10 +137,10 @@ class OptimizerRegistry:
             torch._foreach_copy_(others, targets[0])
         mark_synced(moved)
 
-    # What the part does
+    # Hooks
 
     def _prepare(self) -> None:
-        if self.lent and self.runner.running is None:
+        if self.runner.running is None:
             self.runner.recover()  # a step in the cross-replica context has raised
 
     def _bring_along(self, source: int, idle: Sequence[int]) -> None:
@@ -150,7 +148,7 @@ class OptimizerRegistry:
             optimizer.sync_idle(source, idle)
 
     def _recover(self) -> None:
-        for loan in tuple(self.lent):  # also of an optimizer that is gone since its step raised
+        for loan in tuple(self.lent):  # the optimizer may have been freed since its step raised
             loan.force_out()
         for optimizer in list(self._all):
             optimizer.follow_first()
@@ -163,7 +161,7 @@ def _check_options(run: Run) -> None:
 
 
 class CentralOptimizers(OptimizerRegistry):
-    """The optimizers over parameters that live at home, where they step once for all replicas."""
+    """The optimizers over parameters with a parameter device; they step once, there."""
 
     def __init__(self, replicas: Replicas, runner: Runner, gradients: CentralAccess) -> None:
         super().__init__(replicas, runner, gradients)
@@ -171,7 +169,7 @@ class CentralOptimizers(OptimizerRegistry):
 
     @torch.no_grad()
     def gather(self, parameters: ParamGroupsView, leader: int) -> None:
-        """Gives home what a step needs: gradients, and values that replicas have changed."""
+        """Copies gradients, and values that replicas have changed, to the parameter device."""
         for variable in cast("list[CentralParam]", parameters.variables):
             if variable.has_changed_in_run(leader):
                 variable.take(leader)
@@ -179,7 +177,7 @@ class CentralOptimizers(OptimizerRegistry):
 
     @torch.no_grad()
     def spread(self, parameters: ParamGroupsView) -> None:
-        """Gives all replicas the values that a step has left at home."""
+        """Copies the values after a step from the parameter device to all replicas."""
         moved = [
             variable
             for variable in cast("list[CentralParam]", parameters.variables)

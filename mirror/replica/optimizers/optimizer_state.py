@@ -1,4 +1,4 @@
-"""An optimizer's state: every replica's, and what ``optimizer.state`` is while none steps."""
+"""An optimizer's state: on every replica, and as ``optimizer.state`` between steps."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Here = tuple[dict[Any, Any], Any, Any]
 class SharedState(defaultdict[Any, Any]):
     """``optimizer.state`` between steps.
 
-    Inside ``run`` one entry is the current replica's; outside it is the first replica's, and notes
-    when it is looked into, which may be a change.
+    Inside ``run``, reading an entry returns the current replica's; outside, the first replica's.
+    Any access outside may be a change, so ``seen`` is set.
 
     Args:
-        keeper: says where a replica finds an entry.
+        keeper: finds the entries of a replica.
     """
 
     def __init__(self, keeper: ReplicaStates, entries: dict[Any, Any]) -> None:
         super().__init__(dict, entries)
         self.seen = True
-        # Weak: the optimizer holds its state for longer than we should hold it.
+        # Weak: the optimizer keeps its state for longer than it needs the keeper.
         self._keeper = weakref.ref(keeper)
 
     def _find_here(self, key: Any) -> Here | None:
@@ -50,7 +50,7 @@ class SharedState(defaultdict[Any, Any]):
         return None if keeper is None else keeper.find_here(key)
 
     def is_kept(self) -> bool:
-        """Whether it is the state of an optimizer alive."""
+        """Whether it is the state of an optimizer that is alive."""
         keeper = self._keeper()
         return keeper is not None and keeper.shared is self
 
@@ -120,8 +120,8 @@ for _name in "items values pop popitem update clear __delitem__".split():
 class ReplicaStates:
     """The state of one optimizer on every replica, under the replica's own parameters.
 
-    The first replica's entries are the very objects that ``optimizer.state`` has. The others' may
-    be behind: they are copied when somebody uses them, see [Note: One device, one step].
+    The first replica's entries are the objects in ``optimizer.state``. The others' may be stale:
+    they are copied when they are used, see [Note: One device, one step].
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -131,10 +131,10 @@ class ReplicaStates:
         self._are_behind = False
         self.after_fork()
         reinit_after_fork(self)
-        self._published: list[Any] = []  # entries of the first one's that the shared state has
+        self._published: list[Any] = []  # the first replica's entries in the shared state
 
     def after_fork(self) -> None:
-        """Makes the lock, which in a forked process nobody has."""
+        """Creates the lock, also in a forked process: the threads that held it are gone."""
         self._copying = threading.Lock()
 
     def state_of(self, replica_id: int) -> dict[Any, Any]:
@@ -144,7 +144,7 @@ class ReplicaStates:
         return self._by_replica[replica_id]
 
     def catch_up(self) -> None:
-        """Copies the first replica's state to those that are behind."""
+        """Copies the first replica's state to stale ones."""
         if self._are_behind:
             with self._copying:
                 if self._are_behind:
@@ -152,10 +152,11 @@ class ReplicaStates:
                     self._are_behind = False
 
     def read(self, optimizer: Optimizer, *, is_whole: bool = False) -> None:
-        """Takes in what the cross-replica context may have changed.
+        """Reads the state that the cross-replica context may have changed.
 
         Args:
-            is_whole: whether the optimizer is not lent: then it may show another's state.
+            is_whole: whether the step runs on the mirrored parameters. Then the optimizer may use
+                the state of another optimizer.
         """
         if "state" not in vars(optimizer):
             return
@@ -178,8 +179,8 @@ class ReplicaStates:
         self._are_behind = True
 
     def sync_idle(self, source: int, others: Iterable[int]) -> None:
-        """Gives one replica's state to others."""
-        if not self._are_behind:  # else those who look get the first one's
+        """Copies one replica's state to others."""
+        if not self._are_behind:  # else every reader gets the first one's
             self._copy(source, others)
 
     def publish_first(self) -> None:
@@ -193,7 +194,7 @@ class ReplicaStates:
         self._published = entries
 
     def check(self, variables: Sequence[ReplicatedParam], look: ComparePair) -> None:
-        """Shows what every replica has to ``look``, beside what the first one has."""
+        """Calls ``look`` with the state of every replica and that of the first one."""
         if self._are_behind:
             return
         names = self._replicas.names
@@ -211,13 +212,13 @@ class ReplicaStates:
                     look(first.get(key), other.get(key), what)
 
     def show_first(self, variables: Sequence[ReplicatedParam], see: VisitValue) -> None:
-        """Shows what the first replica has to ``see``."""
+        """Calls ``see`` with the first replica's state."""
         for variable in variables:
             for key, value in self._by_replica[0].get(variable.home, {}).items():
                 see(value, partial(_named, key, variable))
 
     def find_here(self, key: Any) -> Here | None:
-        """Returns where code inside ``run`` finds a state entry; ``None`` outside."""
+        """Returns the place of a state entry inside ``run``; ``None`` outside."""
         replica = replica_of(self._replicas)
         if replica is None:
             return None
@@ -226,7 +227,7 @@ class ReplicaStates:
             mine, owner = key, key
         else:
             mine, owner = stepped_by(variable, replica.replica_id), variable.owner()
-        self.catch_up()  # the first one's, too, may be about to change
+        self.catch_up()  # before the caller may change the first replica's
         state = self._by_replica[replica.replica_id]
         return state, mine, owner if replica.replica_id == 0 else None
 
@@ -258,10 +259,10 @@ class ReplicaStates:
 
 
 def _replace_in_wrappers(found: Any, shared: SharedState) -> None:
-    """Replaces a state in the wrappers that show it (``self.state = base.state``).
+    """Replaces a state in the wrappers that refer to it (``self.state = base.state``).
 
-    Which objects refer to it is asked of the garbage collector: a reference count depends on the
-    interpreter. That takes milliseconds, once for each state that an optimizer is given.
+    The garbage collector finds these: a reference count depends on the interpreter. That takes
+    milliseconds, once for each state that an optimizer gets.
     """
     for holder in gc.get_referrers(found):
         # An instance refers to its attributes itself, or by its dict.

@@ -1,4 +1,4 @@
-"""What an optimizer holds and takes: parameter groups, one replica's, a closure."""
+"""Parameter groups: of mirrored parameters, of one replica; and the closure of a step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedP
 
 
 class ParamGroupsView:
-    """What an optimizer's groups held when last looked at: one step is like the other.
+    """The contents of an optimizer's groups at its last step; they seldom change.
 
     Attributes:
-        variables: of all groups' mirrored parameters, in order.
-        targets: per replica, its own ordinary parameters of these.
+        variables: the records of the mirrored parameters of all groups, in order.
+        targets: per replica, the ordinary parameters that its optimizer step updates.
         are_mirrored: whether there are no other parameters.
     """
 
@@ -36,7 +36,7 @@ class ParamGroupsView:
         self.are_mirrored = len(mirrored) == len(held)
 
     def are_in(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the groups hold the same mirrored parameters, and no others, in 20 ns each."""
+        """Whether the groups hold the same mirrored parameters and no others; 20 ns each."""
         if not self.are_mirrored or len(groups) != len(self._lists):
             return False
         for options, known in zip(groups, self._lists, strict=True):
@@ -46,9 +46,9 @@ class ParamGroupsView:
         return True
 
     def groups_of(self, replica_id: int, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns one replica's copies of these groups: what it writes there is its own.
+        """Returns one replica's copies of these groups, with options of its own.
 
-        What is not mirrored goes with the first replica.
+        Parameters that are not mirrored belong to the first replica.
         """
         lists = self._of_replicas.get(replica_id)
         if lists is None:
@@ -68,7 +68,7 @@ def _of_replica(parameters: Iterable[Tensor], replica_id: int) -> list[Tensor]:
 
 
 def stepped_by(variable: ReplicatedParam, replica_id: int) -> nn.Parameter:
-    """Returns the parameter under which a replica has optimizer state: the first one, home."""
+    """Returns the parameter under which a replica has optimizer state."""
     return variable.targets[replica_id] if replica_id else variable.home
 
 
@@ -77,7 +77,7 @@ def _own_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def replicas_in(optimizer: Optimizer) -> Replicas | None:
-    """Returns whose parameters an optimizer holds; ``None`` if none is mirrored.
+    """Returns the replicas of an optimizer's parameters; ``None`` if none is mirrored.
 
     Raises:
         StrategyError: its parameters are of two strategies, or one replica's own.
@@ -101,9 +101,9 @@ def replicas_in(optimizer: Optimizer) -> Replicas | None:
 
 
 def replicas_reached(optimizer: Optimizer) -> Replicas | None:
-    """Returns whose first parameters an optimizer holds, or one that it wraps; ``None``: plain.
+    """Returns the replicas of the first mirrored parameter of an optimizer, or of one it wraps.
 
-    Every call of a scheduler or a step inside ``run`` asks: it looks no further than needed.
+    Every step of a scheduler or an optimizer inside ``run`` calls it, so it stops there.
     """
     for options in getattr(optimizer, "param_groups", ()):
         for parameter in options["params"]:
@@ -119,7 +119,7 @@ def replicas_reached(optimizer: Optimizer) -> Replicas | None:
 
 
 def refuse_what_is_not_mirrored(optimizer: Optimizer) -> None:
-    """Raises for a parameter whose gradient nobody would reduce."""
+    """Raises StrategyError for a parameter that is not mirrored: no gradient of it is reduced."""
     for i, options in enumerate(getattr(optimizer, "param_groups", ())):
         for parameter in options["params"]:
             if not isinstance(parameter, MirroredParameter) and parameter.requires_grad:

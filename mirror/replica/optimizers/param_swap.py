@@ -93,8 +93,8 @@ class ParamGroupSwap:
         """Swaps in a replica's groups and state; waits until no other replica has the optimizer.
 
         Args:
-            replica_id: ``NO_REPLICA`` swaps in no groups, for the step of a replica whose
-                parameters have been updated already.
+            replica_id: ``NO_REPLICA`` swaps in no groups, for the step of a replica with
+                parameters that have been updated already.
         """
         groups, state = list[dict[str, Any]](), dict[Any, Any]()
         if replica_id != NO_REPLICA:

@@ -1,6 +1,6 @@
 """Which replicas make a step, if every replica calls ``optimizer.step()`` inside ``run``.
 
-[Note: Whose step]
+[Note: Step dispatch]
 Problem: a step may change more than parameters and ``state``: it counts on ``self``, adds to a
 tensor in a group, keeps lists, wraps another optimizer. Only torch's own classes certainly do not.
 
@@ -31,15 +31,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from mirror.base.torch_private import put_hooks_around, step_hooks
+from mirror.base.torch_private import put_hooks_around
 from mirror.devices import random_state
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import nothing
 from mirror.replica.optimizers.merge_call_shared import is_watched
 
 _TORCHS = "torch.optim."
@@ -65,21 +60,6 @@ def hooked_code() -> Any:
     return put_hooks_around(lambda self: None).__code__
 
 
-@cache
-def _global_hooks() -> tuple[Any, Any]:
-    """Returns torch's dicts of the hooks of all optimizers' steps, before and after a step."""
-    before = register_optimizer_step_pre_hook(nothing)
-    after = register_optimizer_step_post_hook(nothing)
-    before.remove()
-    after.remove()
-    return before.hooks_dict_ref(), after.hooks_dict_ref()
-
-
-def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether the user has hooks, which must see the step of all replicas, not of one."""
-    return any(_global_hooks()) or bool(step_hooks(optimizer))
-
-
 def is_torchs_own(kind: type) -> bool:
     """Whether steps of a class change nothing but parameters and state."""
     step = getattr(kind, "step", None)  # a class mixed in has none
@@ -98,7 +78,11 @@ def _is_torchs_own(kind: type, step: Callable[..., Any]) -> bool:
 
 def raw_step(kind: type) -> Callable[..., Any]:
     """Returns the class's step without the wrappers of mirror and of torch's hooks."""
-    step: Any = kind.step  # type: ignore[attr-defined]
+    return _unwrap(kind.step)  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=256)
+def _unwrap(step: Any) -> Callable[..., Any]:
     # Either may have come first, and ``hooked``, torch's mark, is then on the other.
     while is_watched(step) or getattr(step, "__code__", None) is hooked_code():
         step = step.__wrapped__
@@ -155,11 +139,11 @@ def refusing_draws(step: Callable[[], Any], device: torch.device) -> Any:
     return result
 
 
-# The values that an optimizer keeps besides parameters and state, in a comparable form.
+# The values that an optimizer keeps beyond parameters and state, in a comparable form.
 
 
 def kept_by(optimizer: Optimizer) -> tuple[Any, ...] | None:
-    """Returns the values that a step may change besides parameters and state.
+    """Returns the values that a step may change in addition to parameters and state.
 
     These are attributes of the optimizer, options of its groups, attributes of its class, and the
     free variables and globals of its step: numbers, names and containers of these.

@@ -33,7 +33,7 @@ from mirror.base.dynamo import (
     suspend_dynamo,
 )
 from mirror.base.timeline import OPTIMIZER
-from mirror.base.torch_private import put_hooks_around, wrap_once
+from mirror.base.torch_private import has_step_hooks, put_hooks_around, wrap_once
 from mirror.execution.current_replica import current, refuse_within_another
 from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.step_ends import step_ends
@@ -59,7 +59,6 @@ from mirror.replica.optimizers.param_groups import (
     replicas_reached,
 )
 from mirror.replica.optimizers.step_dispatch import (
-    has_hooks,
     hooked_code,
     is_torchs_own,
     may_step_by_turns,
@@ -136,12 +135,12 @@ def _wrap(step: Step) -> Step:
 
 
 def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs: Any) -> Any:
-    """Makes a step that one replica has called. See [Note: Whose step]."""
+    """Makes a step that one replica has called. See [Note: Step dispatch]."""
     if context.tracing is not None:
         return _step(step, optimizer, context, args, kwargs)
     refuse_wrappers(optimizer)
     is_apart = context.replicas.has_parameter_device
-    is_own = is_torchs_own(type(optimizer)) and not (is_apart and has_hooks(optimizer))
+    is_own = is_torchs_own(type(optimizer)) and not (is_apart and has_step_hooks(optimizer))
     if is_own or replicas_reached(optimizer) is not context.replicas:
         return _step(step, optimizer, context, args, kwargs)
     if context.lent and len(current.stepping) > 1:  # a step of one replica has called this one
@@ -221,8 +220,8 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
     """Returns the record of an optimizer over mirrored parameters, ``None`` for any other one.
 
     Raises:
-        StrategyError: its parameters are of two strategies, of a closed one, or of one whose run
-            this is not.
+        StrategyError: its parameters are of two strategies, of a closed one, or of another
+            strategy than this run.
     """
     mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
     if mirror is not None and (replica is None or replica.lent):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mirror.errors import StrategyError
-from mirror.execution.lifecycle import LifecycleHooks
+from mirror.execution.lifecycle import LifecycleHooks, WhilePending
 from mirror.execution.replicas import Replicas
 from mirror.replica.params.mirrored_buffer import MirroredBuffer, ReplicatedBuffer
 from mirror.replica.params.replicated_params import MirroredTensors, put_in_order
@@ -39,8 +39,8 @@ class Buffers:
         """Returns the hooks that distribute combined values, and record the replicas' changes."""
         return LifecycleHooks(
             name="buffers",
-            prepare=self.distribute_changed,
-            on_run_end=self._on_run_end,
+            prepare=WhilePending(self._by_id, self.distribute_changed),
+            on_run_end=WhilePending(self._by_id, self._on_run_end),
             sync_idle=self._sync_idle,
             on_run_failed=self._equalize,
         )

@@ -97,7 +97,9 @@ class SplitPlan:
         self.devices = mesh.positions[0]
         self._mesh = mesh if mesh.is_model_parallel else None
         self.num_examples = num_examples
-        self.active = [r for r, size in enumerate(sizes) if size] or [0]
+        self.active = list(range(len(sizes)))
+        if not all(sizes):
+            self.active = [r for r in self.active if sizes[r]] or [0]
 
     def is_batched(self, value: Any) -> bool:
         """Returns whether a tensor or array is split: its first dimension is the examples."""
@@ -291,8 +293,8 @@ class ReplicaArgs:
     def _part_of_tensor(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, MirroredTensor) or tensor.is_meta:
             return tensor
-        split = self.split
-        if split.is_batched(tensor):
+        split, shape = self.split, tensor.shape
+        if len(shape) > 0 and shape[0] == split.num_examples:
             part = split.to_replica(tensor, self.replica_id)
             if part.device == tensor.device:
                 return part  # a view

@@ -1,14 +1,14 @@
 """Causes: what makes replicas differ from one device, by the first event that differs.
 
-    first difference                                cause                    remedy
-    output of a BatchNorm                           statistics per replica   SyncBatchNorm
-    output of Dropout, of a function that draws     random numbers           --no-dropout
-    a number that differs between replicas          state outside the model  buffers, run
-    a number that is another on all replicas        depends on batch size    whole batch
-    any other function of tensors in a forward      mixes examples           outside, all_gather
-    the same, which leaves one number               loss is no mean          per-example losses
-    the loss in run                                 loss is no mean          reduce first
-    the input                                       different data           one loader
+first difference                                cause                    remedy
+output of a BatchNorm                           statistics per replica   SyncBatchNorm
+output of Dropout, of a function that draws     random numbers           --no-dropout
+a number that differs between replicas          state outside the model  buffers, run
+a number that is another on all replicas        depends on batch size    whole batch
+any other function of tensors in a forward      mixes examples           outside, all_gather
+the same, which leaves one number               loss is no mean          per-example losses
+the loss in run                                 loss is no mean          reduce first
+the input                                       different data           one loader
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mirror.tools.check.compare import Difference, nearest_of
-from mirror.tools.check.record import ENTER, EXIT, GRADIENT, LOSS, OP, PARAMETER, PART, Event, Record
+from mirror.tools.check.record import (
+    ENTER,
+    EXIT,
+    GRADIENT,
+    LOSS,
+    OP,
+    PARAMETER,
+    PART,
+    Event,
+    Record,
+)
 
 _GENERATORS = ("torch", "Python's random", "NumPy's random")
 _CONTRACTING = frozenset("matmul mm bmm einsum cdist __matmul__ tensordot pdist linear".split())
@@ -434,9 +444,7 @@ def _of_data(first: Difference, one: Record, many: Record) -> Finding:
     return finding
 
 
-def _first_draw(
-    first: Difference, one: Record, many: Record
-) -> tuple[str, Event, str] | None:
+def _first_draw(first: Difference, one: Record, many: Record) -> tuple[str, Event, str] | None:
     """Returns the generator that differs at the input, since when, and a line that drew."""
     ones = [e for e in one.events if e.depth == 0 and e.info.get("rng")]
     manys = [e for e in many.events if e.depth == 0 and e.info.get("rng")]

@@ -109,9 +109,7 @@ class _Check:
                 "on one device, with rounding errors",
                 replace(self._plain, steps=steps, perturb=True),
             ),
-            lambda steps: self._record(
-                "on one device again", replace(self._plain, steps=steps)
-            ),
+            lambda steps: self._record("on one device again", replace(self._plain, steps=steps)),
         )
         tolerance = self._options.tolerance
         judge = Judge(
@@ -176,9 +174,7 @@ class _Check:
         """Returns the verdict on a script that does not train on one device by itself."""
         message = self._messages["on one device"]
         error = one.error
-        trained_elsewhere = (
-            one.processes.get("forked_steps", 0) or one.processes.get("started", 0)
-        )
+        trained_elsewhere = one.processes.get("forked_steps", 0) or one.processes.get("started", 0)
         if one.ending == "error" and error is not None:
             if error["type"] == "SystemExit" and error["code"] == 2 and not one.num_steps:
                 usage = _last_lines(message, 3)
@@ -190,8 +186,10 @@ class _Check:
                     f"mirror check {self._script} ...",
                 )
             where = f" at {error['line']}" if error.get("line") else ""
-            what = error["message"] if error["type"] != "SystemExit" else (
-                f"sys.exit({error['message']})"
+            what = (
+                error["message"]
+                if error["type"] != "SystemExit"
+                else (f"sys.exit({error['message']})")
             )
             return Verdict(
                 FAILS,

@@ -97,9 +97,7 @@ class Record:
         for row in whole.pop("events"):
             prints = []
             for shape, dtype, num, bad, bits in row.pop("prints"):
-                prints.append(
-                    Fingerprint(tuple(shape), dtype, values[at : at + num], bad, bits)
-                )
+                prints.append(Fingerprint(tuple(shape), dtype, values[at : at + num], bad, bits))
                 at += num
             events.append(Event(prints=prints, **row))
         return cls(events=events, **whole)

@@ -77,7 +77,7 @@ def run_script(script: Script) -> None:
     """
     script.check()
     _set_path(script)
-    if not script.is_module and os.path.isdir(script.name) or script.name.endswith(".zip"):
+    if (not script.is_module and os.path.isdir(script.name)) or script.name.endswith(".zip"):
         sys.argv[:] = [script.name, *script.arguments]
         runpy.run_path(script.name, run_name="__main__")
         return
@@ -183,8 +183,9 @@ def _find_module(name: str) -> Any:
         raise ScriptError(f"No module named {name} can be imported: {error}") from error
     finally:
         sys.path[0] = before
-    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader) and (
-        not hasattr(spec.loader, "get_code")
+    if spec is None or (
+        not isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        and (not hasattr(spec.loader, "get_code"))
     ):
         raise ScriptError(f"No module named {name}; a file goes without -m")
     return spec

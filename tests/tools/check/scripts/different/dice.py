@@ -1,8 +1,8 @@
 """Cause: a loss that is no mean over examples; module: model."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
 
 class Net(nn.Module):
     def __init__(self):

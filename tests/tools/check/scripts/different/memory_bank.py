@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 bank = [torch.zeros(16)]
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

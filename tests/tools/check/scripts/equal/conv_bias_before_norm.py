@@ -6,7 +6,11 @@ from torch import nn
 
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Conv2d(1, 8, 3), nn.InstanceNorm2d(8, affine=True), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)
+    nn.Conv2d(1, 8, 3),
+    nn.InstanceNorm2d(8, affine=True),
+    nn.ReLU(),
+    nn.Flatten(),
+    nn.Linear(288, 3),
 )
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 for _ in range(15):

@@ -1,7 +1,6 @@
 """A penalty on the gradient by the input: backward of a backward pass."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)

@@ -1,11 +1,10 @@
 """A DataLoader with workers, shuffled, and with draws in its dataset."""
 
+import argparse
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import argparse
-
 from torch.utils.data import DataLoader, Dataset
 
 

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+
 class Residual(nn.Module):
     def __init__(self, before, after, stride):
         super().__init__()

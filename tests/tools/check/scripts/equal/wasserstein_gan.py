@@ -1,7 +1,6 @@
 """The gradient of the critic's last bias is nothing but rounding."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
@@ -10,7 +9,9 @@ critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 of_generator = torch.optim.RMSprop(generator.parameters(), lr=5e-3)
 of_critic = torch.optim.Adam(critic.parameters(), lr=5e-3)
 for step in range(12):
-    loss = critic(generator(torch.randn(21, 4)).detach()).mean() - critic(torch.randn(21, 8)).mean()
+    loss = (
+        critic(generator(torch.randn(21, 4)).detach()).mean() - critic(torch.randn(21, 8)).mean()
+    )
     of_critic.zero_grad()
     loss.backward()
     of_critic.step()
