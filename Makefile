@@ -1,8 +1,7 @@
 # make demo   trains on 4 simulated devices (or all GPUs) and compares with one: about a minute
 # make test   the linters, the type checker and all tests but those marked slow: eight minutes
 # make quick  the contract on two simulated devices, the layers, the public API: half a minute
-# make affected   the tests that run what differs from main, as tests/scripts/affected/chart.txt has it
-# make chart   draws that chart anew: of each test two cases, over a copy that notes what runs
+# make affected   the tests of what differs from main: by file names and folders
 # make mutants IN=mirror/execution   how many of 50 small faults the tests find
 # make slow-test   the tests that take longer: races, compilers of the kernels, soaks
 # make exhaustive-test   whole products, long soaks, every fault at every point: hours
@@ -13,6 +12,7 @@
 # make smoke TORCH=2.7.0 PYTHON=python3.13   trains with that torch, in an environment of its own
 # make tpu    the tests of mirror.TPUStrategy on simulated devices of jax, in .venv-tpu
 # make core TORCH=2.7.0   the three ways, optimizers and the compiler with that torch, likewise
+# make free-threaded   finds or builds Python 3.14 without the GIL, and tests parallel replicas there
 #
 # Needs Python >= 3.10 with venv, g++ and make. Everything goes into .venv; a second call installs
 # nothing. torch is pinned in every install command, so that no extra can pull another one.
@@ -20,11 +20,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
+SAFETENSORS ?= safetensors
 PLATFORM ?= manylinux_2_28_$(shell uname -m)
 
-# What `make affected` compares with, and the seconds of processor time that it may take.
+# What `make affected` compares with, and where `make mutants` makes faults.
 BASE ?= main
-WITHIN ?= 120
 IN ?= mirror
 
 # Some environments keep Python from writing .pyc files; the tests start it many times, and import.
@@ -33,11 +33,14 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 QUICK := $(wildcard tests/strategy/test_*.py) tests/training tests/test_layers.py \
     tests/project/test_public_api.py
+THREADED := tests/threads tests/execution tests/interrupts tests/training tests/transparency \
+    tests/replica/modules tests/replica/optimizers tests/replica/collectives tests/replica/gradients \
+    tests/train/checkpoint
 # A process for each core, with one intra-op thread: small tensors gain nothing from more.
 PARALLEL := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo docs test quick affected chart mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here clean
+.PHONY: demo docs test quick affected mutants slow-test exhaustive-test lint bench third-party wheel installed wheel-aarch64 smoke smoke-here core core-here tpu tpu-here free-threaded free-threaded-here clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.stamp
@@ -51,10 +54,7 @@ quick: $(VENV)/test.stamp
 	    $(PARALLEL) $(QUICK)
 
 affected: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.affected --base $(BASE) --seconds $(WITHIN)
-
-chart: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.affected record --cases 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.affected --base $(BASE)
 
 mutants: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scripts.mutants $(IN)
@@ -107,7 +107,7 @@ core:
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH)-$(notdir $(PYTHON)) core-here
 
 core-here: $(VENV)/core.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizer \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/training tests/replica/optimizers \
 	    tests/compiler tests/base/test_torch_private.py
 
 # Not part of make test: jax and a pre-release of torchax, whose import changes torch.
@@ -116,10 +116,20 @@ tpu:
 
 tpu-here: $(VENV)/tpu.stamp
 	$(PIP) pytest
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/tpu tests/integrations/tpu/test_torchax_library.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/integrations/tpu
+
+# Not part of make test: gigabytes of torch for that interpreter. Its safetensors is a pre-release,
+# and libraries that do not declare themselves would turn the GIL on: triton, which optimizers import.
+free-threaded:
+	python=$$($(PYTHON) tests/scripts/free_threaded.py $(abspath .venv-python3.14t)) && \
+	$(MAKE) --no-print-directory VENV=.venv-free-threaded PYTHON="$$python" \
+	    SAFETENSORS='safetensors>=0.9.0rc1' free-threaded-here
+
+free-threaded-here: $(VENV)/core.stamp
+	PYTHON_GIL=0 OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --schedule parallel $(THREADED)
 
 clean:
-	rm -rf $(VENV) .venv-tpu .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-tpu .venv-free-threaded .venv-python3.14t .venv-torch-* .venv-third-party build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is an installed extra; installing builds the libraries of csrc/host.
@@ -135,7 +145,7 @@ $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard csrc/* c
 
 # Without what pyproject.toml says of torch, so that other versions can be tried.
 $(VENV)/smoke.stamp: $(VENV)/torch.stamp setup.py $(wildcard csrc/* csrc/host/*)
-	$(PIP) numpy safetensors
+	$(PIP) numpy '$(SAFETENSORS)'
 	$(PIP) --no-deps --editable .
 	touch $@
 

@@ -18,17 +18,22 @@ from mirror.threads import lockstep, run_queue
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.register_assert_rewrite("tests.oracle")
 
-# A shell starts what it leaves in the background with Ctrl-C ignored, and so would be what tests
-# start.
+# A shell starts background jobs with SIGINT ignored, and the processes of tests inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# At its first use torch notes which functions make tensors, for good; some tests put others in
-# their place.
+# At its first use torch records for good which functions create tensors. Some tests replace those
+# functions, so the first use must come earlier.
 with torch.device("cpu"):
     torch.empty(0)
 
 TORCHS_LAYERS = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--schedule", default="auto", help="of the strategies that fixtures make: parallel, say"
+    )
 
 
 def _device_lists():
@@ -40,12 +45,12 @@ def _device_lists():
 
 
 def pytest_collection_finish():
-    """Makes cheap what happens in every test, or in many.
+    """Makes garbage collection and logging cheap.
 
-    Collections of garbage pass by what is there for good: modules, and all the tests. They would
-    look at hundreds of thousands of objects each time: most are of the compiler, which torch
-    imports with the first optimizer. And pytest gives each logger that does not propagate two
-    handlers in each phase of a test: torch has dozens of those.
+    Permanent objects (modules, collected tests) are frozen: each collection would scan hundreds
+    of thousands of them, most from the compiler, which torch imports with the first optimizer.
+    In each phase of a test pytest adds two handlers to every logger that does not propagate;
+    torch has dozens of those.
     """
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     freeze()
@@ -62,7 +67,7 @@ def freeze():
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_imports():
-    """The same for what tests import: the rest of the compiler takes 0.2 s of each collection."""
+    """Freezes what tests import later: the rest of the compiler adds 0.2 s to a collection."""
     if len(sys.modules) > freeze.num_modules + 50:
         freeze()
 
@@ -71,13 +76,13 @@ def frozen_imports():
 def seed():
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # where torch.manual_seed formats the stack, for each kind of device that may yet come
+    else:  # torch.manual_seed formats the stack for each kind of device that is not initialized
         torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def no_modes_left():
-    """What a test leaves on torch's stacks of modes, others in its process would meet."""
+    """A mode that a test leaves on torch's stacks would change the tests after it."""
     before = num_function_modes(), num_dispatch_modes()
     yield
     assert (num_function_modes(), num_dispatch_modes()) == before
@@ -85,9 +90,9 @@ def no_modes_left():
 
 @pytest.fixture(autouse=True)
 def plain_layers():
-    """Takes from torch's classes the descriptors of attributes that replicas have set.
+    """Removes from torch's classes the descriptors of attributes that replicas have set.
 
-    They stay for good, and the compiler breaks its graph there: a test must not see another's.
+    They are permanent, and the compiler breaks its graph there, so later tests would change.
     """
     yield
     for layer in TORCHS_LAYERS:
@@ -98,16 +103,16 @@ def plain_layers():
 
 
 @pytest.fixture
-def begun():
-    """Gives ``begun.threads("mirror side")``: those that this test began. See tests/begun.py."""
-    from tests.begun import Begun
+def leaks():
+    """Gives ``leaks.threads("mirror side")``: the threads that this test has started."""
+    from tests.leaks import Leaks
 
-    return Begun()
+    return Leaks()
 
 
 @pytest.fixture
 def threads_switch_often():
-    """Has the interpreter switch threads 5,000 times as often as usual."""
+    """Makes the interpreter switch threads 5,000 times as often as usual."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -116,7 +121,7 @@ def threads_switch_often():
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Has every turn count as a long one."""
+    """Makes every turn count as a long one."""
     monkeypatch.setattr(run_queue, "LONG_SECONDS", -1.0)
     monkeypatch.setattr(run_queue, "LOOKS", 1)
 
@@ -127,14 +132,15 @@ def devices(request):
 
 
 @pytest.fixture
-def strategy(devices):
-    with mirror.MirroredStrategy(devices) as strategy:
+def strategy(devices, request):
+    schedule = request.config.getoption("--schedule")
+    with mirror.MirroredStrategy(devices, schedule=schedule) as strategy:
         yield strategy
 
 
 @pytest.fixture
 def central():
-    """Gives ``central(n)``: a strategy of n simulated devices with a home beside them."""
+    """Gives ``central(n)``: a strategy of n simulated devices and a parameter device."""
     made = []
 
     def make(n=2, **options):
@@ -147,11 +153,12 @@ def central():
 
 
 @pytest.fixture
-def make_strategy():
+def make_strategy(request):
     """Gives ``make(n, **options)``: a strategy of n simulated devices, closed after the test."""
     made = []
 
     def make(n=2, **options):
+        options.setdefault("schedule", request.config.getoption("--schedule"))
         made.append(mirror.MirroredStrategy(["cpu"] * n, **options))
         return made[-1]
 
@@ -161,17 +168,17 @@ def make_strategy():
 
 
 @pytest.fixture
-def nobody_drains(monkeypatch):
-    """Has a run that waits for the others after an error wait for longer than a test may take.
+def long_drain(monkeypatch):
+    """Makes a run that waits for other replicas after an error wait longer than a test may take.
 
-    So that it does not wait shows without a clock, which a busy machine would make wrong.
+    A test that passes shows without a clock that nothing waits; a busy machine would mislead it.
     """
     monkeypatch.setattr(lockstep, "DRAIN_SECONDS", 600.0)
 
 
 @pytest.fixture
 def port():
-    """A port for a process of the test to listen at, as text. See tests/ports.py."""
+    """A port, as text, that is reserved for a process of this test."""
     from tests.ports import HeldPort
 
     with HeldPort() as held:
@@ -179,15 +186,15 @@ def port():
 
 
 @pytest.fixture(scope="session")
-def crew():
-    """Gives ``crew(2)``: processes that run a test's function as workers. See tests/crew.py."""
-    from tests.crew import Crew
+def worker_pool():
+    """Gives ``worker_pool(2)``: processes that run a function of a test file as workers."""
+    from tests.worker_pool import WorkerPool
 
     known = {}
 
     def of_size(size):
         if size not in known:
-            known[size] = Crew(size)
+            known[size] = WorkerPool(size)
         return known[size]
 
     yield of_size
@@ -196,18 +203,18 @@ def crew():
 
 
 @pytest.fixture(scope="session")
-def forks():
-    """Gives ``forks.run(program)``: in a process with torch imported. See tests/forks.py."""
-    from tests.forks import Forks
+def script_pool():
+    """Gives ``script_pool.run(program)``: runs it in a process that has torch imported."""
+    from tests.script_pool import ScriptPool
 
-    forks = Forks()
-    yield forks
-    forks.close()
+    script_pool = ScriptPool()
+    yield script_pool
+    script_pool.close()
 
 
 @pytest.fixture(scope="module")
 def objects():
-    """One of each place that has attributes."""
+    """One object of each kind whose attributes are looked up."""
     contexts = []
     with mirror.MirroredStrategy(["cpu"] * 2) as strategy:
         strategy.run(lambda: contexts.append(mirror.get_replica_context()))

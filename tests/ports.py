@@ -1,13 +1,13 @@
-"""A port that is nobody else's until a test's own process listens there."""
+"""A port that no other process gets until a process of the test listens there."""
 
 import socket
 
 
 class HeldPort:
-    """A free port of loopback, which goes to nobody who asks for any port while it is held.
+    """A free loopback port, reserved as long as this object is open.
 
-    A port that is only looked up may be another process's a moment later. Who asks for this one
-    gets it with SO_REUSEADDR, as servers have it: the socket that holds it does not listen.
+    A port that is only looked up may belong to another process a moment later. A server of the
+    test can bind to this one with SO_REUSEADDR, because the socket that holds it does not listen.
     """
 
     def __init__(self):
@@ -23,5 +23,5 @@ class HeldPort:
         self.close()
 
     def close(self):
-        """Gives it back."""
+        """Releases the port."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""A look at every call: sys.setprofile, with what was there before put back, cProfile's, too."""
+"""A callback for every call, by sys.setprofile; the previous profiler is restored afterwards."""
 
 import sys
 import threading
@@ -6,19 +6,19 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def profiled(note, *, threads=False):
-    """Has ``note(frame, event, argument)`` called inside, on threads that start there if asked."""
+def profiled(callback, *, threads=False):
+    """Calls ``callback(frame, event, argument)`` inside; on threads that start there if asked."""
     before, before_of_threads = sys.getprofile(), threading.getprofile()
     if threads:
-        threading.setprofile(note)
-    sys.setprofile(note)
+        threading.setprofile(callback)
+    sys.setprofile(callback)
     try:
         yield
     finally:
         sys.setprofile(None)
         if threads:
             threading.setprofile(before_of_threads)
-        if hasattr(before, "enable"):  # cProfile's, which is no function that could be set
+        if hasattr(before, "enable"):  # cProfile's profiler is no function
             before.enable()
         else:
             sys.setprofile(before)

@@ -295,7 +295,7 @@ assert not gc.isenabled()
 """
 
 
-def test_threads_read_the_state_of_a_generator_while_garbage_is_collected(forks):
+def test_threads_read_the_state_of_a_generator_while_garbage_is_collected(script_pool):
     """torch's own reading stops the whole process there: see ``state_of``."""
-    done = forks.run(STATES_IN_THREADS)
+    done = script_pool.run(STATES_IN_THREADS)
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import mirror
+from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
-from tests.several import both, strategy_of
 
 torchmetrics = pytest.importorskip("torchmetrics")
 classification = torchmetrics.classification
@@ -158,7 +158,7 @@ def of_workers(counts):
 
 
 @pytest.mark.slow
-def test_a_merged_metric_computes_over_all_workers(crew):
-    found, expected = both(crew, of_workers, (1, 2))
+def test_a_merged_metric_computes_over_all_workers(worker_pool):
+    found, expected = both(worker_pool, of_workers, (1, 2))
     for mine in found:
         assert_same(mine, expected[0])

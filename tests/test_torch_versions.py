@@ -67,13 +67,13 @@ print(mirror.has_strategy())
 """
 
 
-def test_mirror_can_be_imported_outside_the_range(forks):
-    done = forks.run(IN_2_99)
+def test_mirror_can_be_imported_outside_the_range(script_pool):
+    done = script_pool.run(IN_2_99)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
-def test_the_smoke_passes_here(forks):
-    done = forks.run_file(ROOT / "tests" / "scripts" / "smoke.py", timeout=600)
+def test_the_smoke_passes_here(script_pool):
+    done = script_pool.run_file(ROOT / "tests" / "scripts" / "smoke.py", timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"seen: torch {torch.__version__}")
 

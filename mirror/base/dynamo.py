@@ -121,6 +121,12 @@ def _raised_limits(num_replicas: int) -> Iterator[None]:
             setattr(config, name, limit)
 
 
+def num_compiled_frames() -> int:
+    """Returns how many frames Dynamo has traced, or has tried to, in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])
+
+
 def forget_compiled() -> None:
     """Drops all compiled code; functions are compiled again at their next call."""
     if _is_used():

@@ -290,7 +290,6 @@ top_saved_tensors_hooks = _find_top()
 PASS = "_engine_run_backward"  # of torch.autograd; every backward pass goes through it
 ACCUMULATES = "AccumulateGrad"
 HIDES_ANOTHER = frozenset(("CopySlices", "CppFunction"))  # kinds of nodes
-forward_class: Callable[[Any], type] = operator.attrgetter("_forward_cls")
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 # Of nodes written in Python.
 set_sequence_number: Callable[[Any, int], None] = _find("torch._C._FunctionBase._set_sequence_nr")

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from mirror.data.distributed_steps import DistributedStep, DistributedSteps
-from mirror.data.rng_state import GlobalDraws, capture_streams, same_streams
+from mirror.data.rng_state import TorchDraws, capture_streams, same_streams
 
 # How long a consumer that leaves waits for a loader that is in the middle of a batch.
 DRAIN_SECONDS = 5.0
@@ -176,7 +176,7 @@ class Prefetcher:
 
     def _work(self, caller: _CallersState) -> None:
         try:
-            with caller.applied(), GlobalDraws(self._await_demand):
+            with caller.applied(), TorchDraws(self._await_demand):
                 while self._await_turn():
                     if not self._hand_over(self._read()):
                         return

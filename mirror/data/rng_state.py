@@ -8,8 +8,13 @@ it is asked for, while the consumer waits, and gets the very numbers it gets in 
 what does not draw is read ahead:
 
 - the first batch of a pass is always read on demand, and the streams are compared;
-- a later one is read ahead if the one before it drew nothing; should it draw from torch's
-  generator after all, it waits in the middle, before it draws, until it is asked for.
+- a later one is read ahead if the one before it drew nothing; should it draw by torch after all,
+  it waits in the middle, before it draws, until it is asked for.
+
+A ``torch.Generator`` of the dataset's own counts as well, also one that nothing but the dataset
+holds. A loop that is left early would else leave it behind the draws of batches that the loop has
+not taken, and the next epoch would have another order. Own generators of numpy and Python are not
+seen: a dataset that holds one, and is left early, needs ``prefetch=0``.
 
 Workers of a ``DataLoader`` draw in their own processes and hold nothing up.
 """
@@ -87,11 +92,11 @@ def streams_at(streams: Mapping[str, Any]) -> Iterator[None]:
         restore_streams(now)
 
 
-class GlobalDraws(TorchFunctionMode):
-    """Sees, in the thread that enters it, draws from torch's global generators before they happen.
+class TorchDraws(TorchFunctionMode):
+    """Sees, in the thread that enters it, draws of torch's functions before they happen.
 
     Args:
-        before_draw: called each time.
+        before_draw: called each time, whichever generator the function draws from.
     """
 
     def __init__(self, before_draw: Callable[[], None]) -> None:
@@ -101,9 +106,6 @@ class GlobalDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if getattr(func, "__name__", "") in _DRAWING:
-            generator = kwargs.get("generator")
-            if generator is None or generator is torch.default_generator:
-                self._before_draw()
-        return func(*args, **kwargs)
+            self._before_draw()
+        return func(*args, **(kwargs or {}))

@@ -56,14 +56,9 @@ class SeededStates:
 
 
 class RngPool:
-    """The random streams of a group's runs.
+    """The random streams of a group's runs, for replicas that take turns on the CPU."""
 
-    Args:
-        are_apart: whether its replicas take turns on the CPU.
-    """
-
-    def __init__(self, are_apart: bool) -> None:
-        self.are_apart = are_apart
+    def __init__(self) -> None:
         self._seeded = SeededStates(b"")  # the states of the last run
 
     def begin(self, first: int) -> ReplicaRng:

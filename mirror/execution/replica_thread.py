@@ -43,6 +43,7 @@ class ThreadState:
     Attributes:
         num_threads: intra-op threads of the caller.
         num_threads_each: the part of these that each of the replicas at work gets.
+        is_shared: whether several replicas compute at once.
         places: the device mesh, if replicas have several devices.
         streams: the current streams of the GPUs, if any. See [Note: Whose stream is current].
         is_plain: whether grad mode and number of threads are all that a new thread lacks.
@@ -56,6 +57,7 @@ class ThreadState:
     saved_tensors_hooks: Any
     num_threads: int
     num_threads_each: int
+    is_shared: bool
     streams: CallerStreams | None
     places: DeviceMesh | None = None
     is_plain: bool = False
@@ -77,12 +79,13 @@ class ThreadState:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(autocast),
-            autocast_cache=torch.is_autocast_cache_enabled(),
+            autocast_cache=torch.is_autocast_cache_enabled() and sharers == 1,
             # A default device is a function mode; torch.get_default_device() takes 10 us.
             default_device=torch.get_default_device() if num_function_modes() else _CPU,
             saved_tensors_hooks=top_saved_tensors_hooks(),
             num_threads=num_threads,
             num_threads_each=max(1, num_threads // sharers),
+            is_shared=sharers > 1,
             streams=None if replicas.are_simulated else CallerStreams(replicas.places.devices),
             places=replicas.places if replicas.places.is_model_parallel else None,
         )
@@ -101,6 +104,11 @@ class ThreadState:
             self._has_set_threads = True
         before = torch.is_grad_enabled()
         set_grad_enabled(self.grad)
+        # All threads share autocast's cache of casts, and each clears it when it leaves autocast.
+        # Whether a replica finds its cast of a weight there would depend on the clock.
+        cached = self.is_shared and torch.is_autocast_cache_enabled()
+        if cached:
+            torch.set_autocast_cache_enabled(False)
         try:
             if self.is_plain:
                 return fn(*args)
@@ -108,6 +116,8 @@ class ThreadState:
                 return fn(*args)
         finally:
             set_grad_enabled(before)
+            if cached:
+                torch.set_autocast_cache_enabled(True)
 
     @contextmanager
     def _entered(self, device: torch.device) -> Iterator[None]:

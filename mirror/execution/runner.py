@@ -24,14 +24,15 @@ from mirror.execution.current_replica import (
     replica_of,
 )
 from mirror.execution.lifecycle import AllLifecycleHooks, GoesAlone, LifecycleHooks, nothing
-from mirror.execution.replica_rng import RngPool, with_rng_of
+from mirror.execution.parallel_runs import ParallelRuns
+from mirror.execution.replica_rng import ReplicaRng, RngPool, with_rng_of
 from mirror.execution.replica_thread import ThreadState, replica_tasks
 from mirror.execution.replicas import Replica, Replicas, WeakReplicaMap
 from mirror.execution.run_state import Run
 from mirror.execution.step_ends import step_ends
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import Tasks
-from mirror.threads.policies import Schedule
+from mirror.threads.policies import PARALLEL, Schedule
 from mirror.threads.user_frames import calls
 
 T = TypeVar("T")
@@ -78,7 +79,10 @@ class Runner:
         self.set_hooks(())
         self._claim, positions = ExclusiveRun(), replicas.places.positions
         self._generators = [own for p in positions if len(own := generators_of(p)) > 1]
-        self._streams = RngPool(self.schedule.keeps_order and replicas.are_simulated)
+        self._streams = RngPool()
+        self._parallel: ParallelRuns | None = None
+        if schedule == PARALLEL:
+            self._parallel = ParallelRuns(are_simulated=replicas.are_simulated)
         self.copies = None if replicas.are_simulated else CopyStreams(replicas.places.devices)
         self.is_closed = self._is_forked = False
         self.is_usable = True
@@ -190,7 +194,9 @@ class Runner:
         # A parallel pass has the threads of the first depth.
         depth = (self.parallel_pass is not None) + (0 if outer is None else outer.depth + 1)
         lockstep = self.locksteps.at_depth(depth)
-        has_streams = len(active) > 1 and self._streams.are_apart
+        may_move_at_once = self.schedule.may_move_at_once
+        if self._parallel is not None and active[1:]:
+            may_move_at_once = self._parallel.begin() if outer is None else outer.lockstep.is_eager
         run = Run(
             self.replicas,
             lockstep,
@@ -198,7 +204,7 @@ class Runner:
             weights,
             outer,
             stopwatches=self.stopwatches,
-            streams=self._streams.begin(active[0]) if has_streams else None,
+            streams=self._begin_streams(active, may_move_at_once),
             checks=self._parts.at_merging,
         )
         for generators in self._generators:
@@ -209,7 +215,7 @@ class Runner:
             self.schedule.sizes = weights
         state = None  # a single simulated replica runs in the caller's thread, with its state
         if active[1:] or self.copies is not None or self.replicas.places.is_model_parallel:
-            sharers = len(active) if policy.shares_threads else 1
+            sharers = len(active) if policy.shares_threads and may_move_at_once else 1
             state = ThreadState.capture(self.replicas, sharers)
         tasks = replica_tasks(run, fn, state)
         try:
@@ -218,7 +224,7 @@ class Runner:
                 last_used.reference = self.replicas.timeline.reference
                 # Activation checkpointing needs tensors to be saved in one order.
                 may_be = state is not None and state.saved_tensors_hooks is None
-                at_once = None if may_be and self.schedule.may_move_at_once else False
+                at_once = None if may_be and may_move_at_once else False
                 run.results = lockstep.run(tasks, at_once=at_once, act=run.act)
                 self._parts.finish(run)
             finally:
@@ -255,6 +261,8 @@ class Runner:
             state.restore()
         if run.streams is not None:
             run.streams.end()
+        if self._parallel is not None and run.outer is None:
+            self._parallel.end()
         self._parts.on_run_end(run)
 
     def _fail(self, run: Run, state: ThreadState | None) -> None:
@@ -302,6 +310,14 @@ class Runner:
         """Returns the only replica, for code without any strategy."""
         run = Run(self.replicas, self.locksteps.at_depth(0), (0,), is_default=True)
         return run.members[0]
+
+    def _begin_streams(self, active: tuple[int, ...], may_move_at_once: bool) -> ReplicaRng | None:
+        if len(active) < 2 or not self.replicas.are_simulated:
+            return None
+        takes_turns = self.schedule.keeps_order or (
+            self._parallel is not None and not may_move_at_once
+        )
+        return self._streams.begin(active[0]) if takes_turns else None
 
     # Measuring how long each replica computes, to split batches over devices of unequal speed.
 

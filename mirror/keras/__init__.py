@@ -1,4 +1,4 @@
-"""Layers of Keras for mirrored models: the names of ``mirror.keras``. Imports Keras."""
+"""The public names of ``mirror.keras``: Keras layers for mirrored models. Imports Keras."""
 
 try:
     from mirror.replica.keras.keras_normalization import SyncBatchNormalization

@@ -1,13 +1,13 @@
 """A strategy of Lightning's Trainer and of Fabric: one process, one loop, N devices.
 
 [Note: One device to Lightning]
-To Lightning this is a single device, the first one: the world's size is 1, no sampler is put into
-loaders, ``self.log`` has nothing to synchronize, checkpoints are those of one device. A module
-is mirrored where Lightning would move it to its device; its calls are split from then on.
+Lightning sees a single device, the first one: the world size is 1, loaders get no sampler,
+``self.log`` synchronizes nothing, checkpoints are those of one device. Where Lightning would move
+a module to its device, the module is mirrored; from then on its calls are split.
 
-The Trainer and Fabric each have a base class of their own for strategies, and some methods of the
-same name with other arguments. One class is both. Fabric alone sets ``precision``, when it
-takes a strategy, so that tells whose it is.
+The Trainer and Fabric have different base classes for strategies, with methods of the same name
+and other arguments. One class serves both. Only Fabric sets ``precision`` to a plugin when it
+takes a strategy, so ``precision`` shows which of the two uses this object.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 try:
-    from lightning.fabric.strategies import SingleDeviceStrategy as OfFabric
-    from lightning.pytorch.strategies import SingleDeviceStrategy as OfTrainer
+    from lightning.fabric.strategies import SingleDeviceStrategy as FabricStrategy
+    from lightning.pytorch.strategies import SingleDeviceStrategy as TrainerStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "mirror.lightning needs Lightning: pip install 'mirror-strategy[lightning]'",
@@ -32,7 +32,7 @@ from mirror.strategy.mirrored import MirroredStrategy as _MirroredStrategy
 from mirror.strategy.strategy_base import Strategy
 
 
-class MirroredStrategy(OfTrainer, OfFabric):  # type: ignore[misc]
+class MirroredStrategy(TrainerStrategy, FabricStrategy):  # type: ignore[misc]
     """Mirrors the module of a Trainer, or of Fabric, on all devices of one process.
 
     ::
@@ -40,19 +40,19 @@ class MirroredStrategy(OfTrainer, OfFabric):  # type: ignore[misc]
         trainer = L.Trainer(strategy=mirror.lightning.MirroredStrategy(["cuda:0", "cuda:1"]))
         fabric = L.Fabric(strategy=mirror.lightning.MirroredStrategy(["cuda:0", "cuda:1"]))
 
-    The batches of the loaders are those of one device: each is split over the replicas. One object
-    is for one Trainer or one Fabric. Leave ``devices`` of these out, or 1.
+    Loaders yield the batches of one device; each is split over the replicas. One object serves one
+    Trainer or one Fabric. Leave their argument ``devices`` out, or pass 1.
 
     Args:
-        devices: those of ``mirror.MirroredStrategy``, or a mirror strategy, whose scope the
-            module may have been made in.
+        devices: the devices for ``mirror.MirroredStrategy``, or an existing mirror strategy, in
+            whose scope the module may have been created.
         **options: the other arguments of ``mirror.MirroredStrategy``.
 
     Attributes:
         mirror: the strategy of mirror.
 
     Raises:
-        StrategyError: options for a strategy that is there already.
+        StrategyError: both an existing strategy and options are given.
     """
 
     strategy_name = "mirror"
@@ -64,22 +64,22 @@ class MirroredStrategy(OfTrainer, OfFabric):  # type: ignore[misc]
             self.mirror: Strategy = _MirroredStrategy(devices, **options)
         elif options:
             raise StrategyError(
-                f"a strategy was given, and {', '.join(options)}, which it has already; leave "
-                "them out"
+                f"an existing strategy was given together with {', '.join(options)}, which it "
+                "already has; leave them out"
             )
         else:
             self.mirror = devices
-        OfFabric.__init__(self, device=self.mirror.devices[0])
-        OfTrainer.__init__(self, device=self.mirror.devices[0])
+        FabricStrategy.__init__(self, device=self.mirror.devices[0])
+        TrainerStrategy.__init__(self, device=self.mirror.devices[0])
 
     @property
     def precision(self) -> Any:
-        return OfFabric.precision.fget(self)
+        return FabricStrategy.precision.fget(self)
 
     @precision.setter
     def precision(self, precision: Any) -> None:
-        self._kind: Any = OfTrainer if precision is None else OfFabric
-        OfFabric.precision.fset(self, precision)
+        self._kind: Any = TrainerStrategy if precision is None else FabricStrategy
+        FabricStrategy.precision.fset(self, precision)
 
     def model_to_device(self) -> None:
         self.mirror.mirror(self.model)
@@ -87,7 +87,7 @@ class MirroredStrategy(OfTrainer, OfFabric):  # type: ignore[misc]
     def module_to_device(self, module: nn.Module) -> None:
         self.mirror.mirror(module)
 
-    # What the Trainer and Fabric call by one name, with other arguments.
+    # The Trainer and Fabric call these by one name, with different arguments.
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         return self._kind.backward(self, *args, **kwargs)
@@ -106,7 +106,7 @@ class MirroredStrategy(OfTrainer, OfFabric):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Ends what Lightning began; module and optimizer state stay on the replicas' devices."""
-        precision = self.precision_plugin if self._kind is OfTrainer else self.precision
+        precision = self.precision_plugin if self._kind is TrainerStrategy else self.precision
         for part in (precision, self.accelerator, self.checkpoint_io):
             if part is not None:
                 part.teardown()

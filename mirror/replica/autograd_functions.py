@@ -1,15 +1,14 @@
-"""Custom autograd functions: given the replicas' copies, and each replica's own in backward.
+"""Custom autograd functions: forward gets the replica's copies, backward runs as its replica.
 
-[Note: Custom functions]
-``Function.apply`` is C and asks no ``__torch_function__``: given a mirrored parameter, it would
-connect the graph to the object and not to the copy that the replica computes with. So it is
-wrapped, once, when the first module is mirrored, to resolve its arguments.
+``Function.apply`` is C and ignores ``__torch_function__``: it would connect the graph to the
+mirrored object and not to the copy with which the replica computes. So ``apply`` is wrapped once,
+when the first module is mirrored, to resolve its arguments.
 
-What a function's ``backward`` does belongs to the replica whose forward made the node: it may call
-modules, or read their parameters, as reversible layers and checkpointing written by hand do. A
-backward pass inside ``run`` has that replica already. One outside ``run`` goes through all
-replicas' graphs in one thread: there the node, which noted its replica when it was made, makes it
-current. Merging is refused then, see [Note: Recomputation].
+A function's ``backward`` belongs to the replica whose forward has created the node: it may call
+modules or read their parameters, as reversible layers and hand-written checkpointing do. A
+backward pass inside ``run`` has that replica already. A pass outside ``run`` goes through all
+replicas' graphs in one thread. There each node makes its replica current, which it has recorded at
+its creation. Merging then raises an error, see [Note: Recomputation].
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
 from mirror.base.dynamo import skip_frame
-from mirror.base.torch_private import forward_class, tracing_state, wrap_once
+from mirror.base.torch_private import tracing_state, wrap_once
 from mirror.execution.current_replica import (
     current,
     push_context,
@@ -36,16 +35,24 @@ _KEY = "_mirror_replica"
 
 
 def watch_functions() -> None:
-    """Wraps what custom functions are called through; once, for good."""
-    if wrap_once(Function, "apply", _resolving):
+    """Wraps the forward and backward of custom functions, once for the whole process."""
+    if wrap_once(Function, "apply", _resolve_arguments):
         backward: Any = BackwardCFunction
-        backward.__init__ = _note_replica
-        for name in ("apply", "apply_boxed"):  # older versions of torch have the first alone
+        backward.__init__ = _record_replica
+        for name in ("apply", "apply_boxed"):  # older versions of torch have only the first
             if hasattr(backward, name):
-                wrap_once(backward, name, _on_its_replica)
+                wrap_once(backward, name, _run_as_replica)
 
 
-def _resolving(original: Callable[..., Any]) -> Callable[..., Any]:
+def make_common(ctx: Any) -> None:
+    """Makes the backward of a node common to all replicas; called in its ``forward``.
+
+    Outside ``run`` it is then run without a current replica.
+    """
+    ctx.__dict__.pop(_KEY, None)
+
+
+def _resolve_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     @skip_frame
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         for arg in (*args, *kwargs.values()):
@@ -58,30 +65,24 @@ def _resolving(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def without_replica(function: type[Function]) -> type[Function]:
-    """Marks a function whose backward pass outside ``run`` is all replicas' common one."""
-    function._is_common = True  # type: ignore[attr-defined]
-    return function
-
-
 def _resolved(value: Any) -> Any:
-    # Of a nested structure no gradient is asked; what is in there resolves when it is used.
+    # Autograd ignores tensors inside nested structures; these are resolved when they are used.
     return resolve(value) if isinstance(value, MirroredTensor) else value
 
 
-def _note_replica(node: Any) -> None:
+def _record_replica(node: Any) -> None:
     replica = current.replica
     if replica is not None and replica.replicas.num_replicas > 1:
         node.__dict__[_KEY] = (replica.replicas, replica.replica_id)
 
 
-def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
+def _run_as_replica(run: Callable[..., Any]) -> Callable[..., Any]:
     @skip_frame
-    def on_its_replica(node: Any, *args: Any) -> Any:
-        known = node.__dict__.get(_KEY)
-        if known is None or hasattr(forward_class(node), "_is_common"):
+    def run_as_replica(node: Any, *args: Any) -> Any:
+        recorded = node.__dict__.get(_KEY)
+        if recorded is None:
             return run(node, *args)
-        replicas, replica_id = known
+        replicas, replica_id = recorded
         if replica_of(replicas) is not None:
             return run(node, *args)
         before = save_context()
@@ -94,4 +95,4 @@ def _on_its_replica(run: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             current.replica, current.strategy, current.below = before
 
-    return on_its_replica
+    return run_as_replica

@@ -1,4 +1,4 @@
-"""Comparison: whether all replicas hold the same bits, exactly or by sums."""
+"""ReplicaChecks: whether all replicas hold the same bits, compared exactly or by checksums."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from mirror.replica.params.param_paths import path_of
 from mirror.values import leaves_of
 
 
-class SumOfReplica(Protocol):
-    """Looks whether two nested values are equal."""
+class ComparePair(Protocol):
+    """Compares two nested values, of the first replica and of another one."""
 
     def __call__(self, first: Any, other: Any, what: Callable[[], str]) -> None:
-        """Raises ReplicaMismatchError, now or in the end, if they are not.
+        """Raises ReplicaMismatchError, at once or after all pairs, if the values differ.
 
         Args:
-            what: says what it is that differs, and where.
+            what: returns the description of the difference: which value, on which replica.
         """
 
 
-class SeeReplica(Protocol):
-    """Sees a value, and what it is."""
+class VisitValue(Protocol):
+    """Gets every value of the first replica, for example to hash it."""
 
     def __call__(self, value: Any, what: Callable[[], str]) -> None:
-        """Is shown one value of the first replica."""
+        """Gets one value, and a function that returns its description."""
 
 
 class ComparableParam(Protocol):
-    """A parameter, whose copies are compared."""
+    """A parameter with copies to compare."""
 
     name: str
 
@@ -48,19 +48,19 @@ class ComparableParam(Protocol):
 
 
 class ComparableOptimizers(Protocol):
-    """What keeps optimizers' state equal."""
+    """The optimizers of a strategy, with state to compare."""
 
-    def check(self, look: SumOfReplica) -> None:
-        """Shows the state of every replica to ``look``, beside that of the first."""
+    def check(self, compare: ComparePair) -> None:
+        """Calls ``compare`` with the first replica's state and that of every other replica."""
 
-    def show_first(self, see: SeeReplica) -> None:
-        """Shows what the first replica has to ``see``, in one order."""
+    def show_first(self, visit: VisitValue) -> None:
+        """Calls ``visit`` with the first replica's state, always in the same order."""
 
 
 class ReplicaChecks:
-    """Whether parameters and optimizer state are equal on all replicas of a strategy.
+    """Checks whether parameters and optimizer state are equal on all replicas of a strategy.
 
-    What the cross-replica context has left is carried to all before.
+    First, changes that were made in the cross-replica context are broadcast.
     """
 
     def __init__(
@@ -73,20 +73,20 @@ class ReplicaChecks:
         self._variables, self._optimizers = variables, optimizers
 
     def check(self) -> None:
-        """Compares bit for bit.
+        """Compares all values bit for bit.
 
         Raises:
             ReplicaMismatchError: naming the first variable and replica that differ.
         """
         self._runner.prepare("a comparison of the replicas")
         with torch.inference_mode(False), torch.no_grad():
-            self._show(_exactly)
+            self._compare_all(_compare_exactly)
 
     def check_sums(self) -> None:
-        """Compares sums of bits, which every device takes of what it holds itself.
+        """Compares checksums, which every device computes from its own values.
 
-        What has drifted apart has another sum, be it by a last bit here and there; only what lies
-        in another order has not. On simulated devices, where nothing travels, it is ``check``.
+        See ``sum_of_bits``: only values in another order have the same checksum. On simulated
+        devices nothing travels, so all values are compared bit for bit.
 
         Raises:
             ReplicaMismatchError: naming the first variable and replica that differ.
@@ -96,27 +96,25 @@ class ReplicaChecks:
             return
         self._runner.prepare("a comparison of the replicas")
         with torch.inference_mode(False), torch.no_grad():
-            sums = _Sums()
-            self._show(sums)
+            sums = _Checksums()
+            self._compare_all(sums)
             sums.compare()
 
-    def show_first(self, see: SeeReplica) -> None:
-        """Shows every value of the first replica to ``see``."""
+    def show_first(self, visit: VisitValue) -> None:
+        """Calls ``visit`` with every value of the first replica."""
         for variable in self._variables:
 
             def what(variable: ComparableParam = variable) -> str:
                 return f"parameter {path_of(variable.owner(), variable.name)!r}"
 
-            see(variable.home, what)
-        self._optimizers.show_first(see)
+            visit(variable.home, what)
+        self._optimizers.show_first(visit)
 
-    def _show(self, look: SumOfReplica) -> None:
+    def _compare_all(self, compare: ComparePair) -> None:
         names = self._replicas.names
-        whose = (
-            f"home ({self._replicas.parameter_device})"
-            if self._replicas.has_parameter_device
-            else names[0]
-        )
+        first = names[0]
+        if self._replicas.has_parameter_device:
+            first = f"the parameter device ({self._replicas.parameter_device})"
         for variable in self._variables:
             for r, other in enumerate(variable.targets):
                 if other is variable.home:
@@ -124,19 +122,19 @@ class ReplicaChecks:
 
                 def what(variable: ComparableParam = variable, r: int = r) -> str:
                     path = path_of(variable.owner(), variable.name)
-                    return f"parameter {path!r} differs on {names[r]} from {whose}"
+                    return f"parameter {path!r} differs on {names[r]} from {first}"
 
-                look(variable.home, other, what)
-        self._optimizers.check(look)
+                compare(variable.home, other, what)
+        self._optimizers.check(compare)
 
 
-def _exactly(first: Any, other: Any, what: Callable[[], str]) -> None:
+def _compare_exactly(first: Any, other: Any, what: Callable[[], str]) -> None:
     if not same_values(first, other):
         raise _mismatch(what())
 
 
-class _Sums:
-    """Collects sums of bits on their devices, and looks at all of them at once."""
+class _Checksums:
+    """Collects checksums on their devices, and compares all of them at once."""
 
     def __init__(self) -> None:
         self._firsts: dict[int, Tensor] = {}
@@ -146,20 +144,20 @@ class _Sums:
         pairs = [list(leaves_of(value)) for value in (first, other)]
         tensors = [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in pairs]
         plain = [[None if isinstance(leaf, Tensor) else leaf for leaf in p] for p in pairs]
-        alike = [[(t.shape, t.dtype, t.layout) for t in found] for found in tensors]
-        if alike[0] != alike[1] or not same_values(*plain):
+        kinds = [[(t.shape, t.dtype, t.layout) for t in found] for found in tensors]
+        if kinds[0] != kinds[1] or not same_values(*plain):
             raise _mismatch(what())
-        for one, another in zip(*tensors, strict=True):
-            if one.layout is torch.strided:
-                known = self._firsts.get(id(one))
+        for a, b in zip(*tensors, strict=True):
+            if a.layout is torch.strided:
+                known = self._firsts.get(id(a))
                 if known is None:
-                    known = self._firsts[id(one)] = sum_of_bits(one)
-                self._pairs.append((known, sum_of_bits(another), what))
-            elif not same_bits(one, another):
+                    known = self._firsts[id(a)] = sum_of_bits(a)
+                self._pairs.append((known, sum_of_bits(b), what))
+            elif not same_bits(a, b):
                 raise _mismatch(what())
 
     def compare(self) -> None:
-        """Raises ReplicaMismatchError for the first sums that differ."""
+        """Raises ReplicaMismatchError for the first checksums that differ."""
         sums = {id(s): s for one, other, _ in self._pairs for s in (one, other)}
         by_device: dict[torch.device, list[int]] = {}
         for key, tensor in sums.items():

@@ -36,7 +36,7 @@ class CentralStorageStrategy(MirroredStrategy):
     copies. So N GPUs keep no optimizer state, for a transfer of gradients and parameters per
     step. ``p``, ``p.grad`` and state are on the parameter device in the cross-replica context;
     inside ``run`` a replica sees its copy, on its own. Buffers stay with the replicas. See
-    [Note: Home] in ``mirror/replica/params/central_param.py``.
+    ``mirror/replica/params/central_param.py``.
 
     Simulated compute devices stand for others than the parameter device: their copies have memory
     of their own, as on GPUs.

@@ -30,7 +30,6 @@ from mirror.replica.modules.module_registry import ModuleRegistry
 from mirror.replica.modules.per_replica_values import ModuleAttributes
 from mirror.replica.multi_worker.first_values import FirstValues
 from mirror.replica.multi_worker.multi_worker_gradients import MultiWorkerGradients
-from mirror.replica.multi_worker.shared_buffers import SharedBuffers
 from mirror.replica.multi_worker.worker_checks import WorkerChecks
 from mirror.replica.optimizers.optimizer_registry import CentralOptimizers, OptimizerRegistry
 from mirror.replica.optimizers.step_interceptor import watch_optimizer_steps
@@ -147,7 +146,7 @@ class Group:
         if guards.finite_gradients and not replicas.mirrors:
             watch_only_replica(registry)
         if several:
-            runner.on_outermost_end = SharedBuffers(replicas.workers, buffers).share
+            runner.on_outermost_end = buffers.combine_workers
         watch_backward()
         watch_optimizer_steps(are_mirrored=replicas.mirrors)
         if schedule == "concurrent":

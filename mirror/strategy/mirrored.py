@@ -13,6 +13,7 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.data.input_options import or_default
 from mirror.device.device_mesh import DeviceMesh
 from mirror.devices import is_simulated, resolve_places
+from mirror.execution.parallel_runs import is_gil_enabled
 from mirror.strategy.make_communicator import communicator_at
 from mirror.strategy.strategy_base import Strategy
 from mirror.strategy.strategy_options import (
@@ -22,10 +23,16 @@ from mirror.strategy.strategy_options import (
     Schedule,
     check_choice,
 )
+from mirror.threads.user_frames import warn_user
 
 Device = torch.device | str | int
 _SCHEDULES = get_args(Schedule)
 _GRADIENT_REDUCTIONS = get_args(GradientReduction)
+_GIL = (
+    'schedule="parallel": the replicas run at once, but this interpreter has a GIL, which they '
+    "share: Python code runs in one of them at a time; use a free-threaded build (python3.14t, "
+    'with PYTHON_GIL=0), or schedule="auto"'
+)
 
 
 @call_with_hints
@@ -98,9 +105,11 @@ class MirroredStrategy(Strategy):
         if len(resolved) == 1 and simulated:
             manner = "lockstep"
         elif schedule == "auto" and not simulated:
-            manner = "staggered"
+            manner = "staggered" if is_gil_enabled() else "parallel"
         elif schedule == "staggered" and simulated:
             manner = "concurrent"
+        if schedule == "parallel" and len(resolved) > 1 and is_gil_enabled():
+            warn_user(_GIL)
         super().__init__(
             places,
             communicator_at(places, backend, options),

@@ -14,7 +14,7 @@ from mirror.errors import ShapeError, short_repr
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import not_differentiable
-from mirror.replica.collectives.distributed_values import of_all_workers, on_device
+from mirror.replica.collectives.distributed_values import exchange_parts, on_device
 from mirror.replica.collectives.reduce_ops import check_reducible, reduce_op, summed, weighted_mean
 from mirror.replica.exactness.local_losses import ReducedLosses
 from mirror.replica.gradients.graph_boundary import mark_boundaries
@@ -41,7 +41,7 @@ def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
             if isinstance(leaf, PerReplica) and leaf.weights is not None:
                 caller = sys._getframe(2)  # of reduce
                 known = _losses.setdefault(replicas, ReducedLosses())
-                known.look(leaf, (caller.f_code, caller.f_lasti))
+                known.check(leaf, (caller.f_code, caller.f_lasti))
     value = mark_boundaries(runner, value)
 
     def reduced(leaf: Any) -> Tensor:
@@ -52,10 +52,10 @@ def reduce_values(runner: Runner, op: Any, value: Any, axis: int | None) -> Any:
 
     if not replicas.workers.is_multi_process:
         return map_structure(reduced, value)
-    value, tie = of_all_workers(runner, f"reduce({name!r}, axis={axis})", value)
+    value, link = exchange_parts(runner, f"reduce({name!r}, axis={axis})", value)
     if name not in ("sum", "mean"):
         return map_structure(reduced, value)
-    return map_structure(lambda leaf: tie.link(reduced(leaf)), value)
+    return map_structure(lambda leaf: link.link(reduced(leaf)), value)
 
 
 def gather_values(runner: Runner, value: Any, axis: int) -> Any:
@@ -71,8 +71,8 @@ def gather_values(runner: Runner, value: Any, axis: int) -> Any:
 
     if not replicas.workers.is_multi_process:
         return map_structure(gathered, value)
-    value, tie = of_all_workers(runner, f"gather(axis={axis})", value)
-    return map_structure(lambda leaf: tie.link(gathered(leaf)), value)
+    value, link = exchange_parts(runner, f"gather(axis={axis})", value)
+    return map_structure(lambda leaf: link.link(gathered(leaf)), value)
 
 
 def _home(replicas: Replicas, leaf: Any) -> torch.device:

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import Context, current, push_context, save_context
-from mirror.replica.keras.keras_call import watch_keras
+from mirror.replica.keras.keras_call import wrap_keras
 from mirror.replica.modules.call_interceptor import MirroredModules
 from mirror.replica.modules.recording import begin_recording, end_recording, recording
 from mirror.strategy.group import Group
@@ -35,7 +35,7 @@ class Scope(ContextDecorator):
             self._before.append((before, recorders))
             push_context(self._strategy, None)
             begin_recording(self._group.modules)
-            watch_keras()
+            wrap_keras()
         except BaseException:  # an interrupt: nobody will leave
             current.replica, current.strategy, current.below = before
             recording.recorders = recorders
@@ -56,7 +56,7 @@ class Scope(ContextDecorator):
             recording.recorders = recorders
             end_recording()
         if kind is None:
-            self._group.plain.note_use()
+            self._group.plain.record_use()
 
     def _recreate_cm(self) -> Scope:
         self._is_used = True  # it decorates a function

@@ -15,7 +15,7 @@ from mirror.errors import short_repr
 Fallback: TypeAlias = Literal["error", "eager"]
 GradientReduction: TypeAlias = Literal["mean", "sum"]
 Mode: TypeAlias = Literal["auto", "inductor", "trace"]
-Schedule: TypeAlias = Literal["auto", "lockstep", "staggered"]
+Schedule: TypeAlias = Literal["auto", "lockstep", "staggered", "parallel"]
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -13,6 +13,7 @@ all, and continues first. So N replicas pay N - 1 thread switches per merge:
     lockstep     the next replica starts when one stops; the first runs in the caller's thread
     staggered    the next one also starts while the running ones stall, see [Note: Standing still]
     concurrent   as lockstep, or all at once if turns are long; intra-op threads are shared
+    parallel     all at once between merge points; intra-op threads are shared
 
 Only the determinism of the simulation may rely on "one replica runs at a time".
 
@@ -84,7 +85,8 @@ class Lockstep:
 
     Args:
         names: the replicas' names in messages, ``"replica 2 of 4 (cuda:2)"``.
-        schedule: ``"lockstep"``, ``"staggered"`` or ``"concurrent"``, see [Note: Turns].
+        schedule: ``"lockstep"``, ``"staggered"``, ``"concurrent"`` or ``"parallel"``, see
+            [Note: Turns].
         timeout_seconds: the run fails if no replica moves for so long; ``None``: no limit.
 
     Attributes:
@@ -121,7 +123,8 @@ class Lockstep:
         self._meeting: tuple[int, ...] = ()  # the first of them runs the action for all of them
         self._acting = False  # whether a merge's action runs; it has no deadline
         by_pace = self._schedule == "concurrent" and self.pace.is_long
-        self.is_eager = by_pace if at_once is None else at_once
+        default = by_pace or self._schedule == "parallel"
+        self.is_eager = default if at_once is None else at_once
         self._staggers = self._schedule == "staggered" and at_once is not False
         self.takes_turns = not (self._staggers or self.is_eager)
 

@@ -11,8 +11,11 @@ schedules measure their candidates with ``Autotuner``:
     concurrent   move at once                  if turns are long       equal values, except for
                  take turns                                            rounding and random draws
 
+"parallel" has one policy: it always moves at once, but for the runs that ``ParallelRuns`` in
+``execution/parallel_runs.py`` makes take turns.
+
 Rule: "auto" never runs the user's functions or forwards at once: they may draw, print or append.
-It runs only backward passes without hooks at once, [Note: Seams] in
+It runs only backward passes without hooks at once, [Note: Graph boundaries] in
 ``replica/gradients/graph_boundary.py``, and only with enough CPUs for the caller's number of
 intra-op threads on each replica: the bits of a sum depend on that number.
 """
@@ -49,6 +52,7 @@ def count_own_hooks(count: int) -> None:
 
 
 AUTO, LOCKSTEP, STAGGERED, CONCURRENT = "auto", "lockstep", "staggered", "concurrent"
+PARALLEL = "parallel"
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ def policies_of(schedule: str, *, num_threads: int, num_cpus: int) -> tuple[Poli
         num_cpus: CPUs that this process may use.
     """
     has_teams = num_threads > 1 and release_thread_pool is not None
+    if schedule == PARALLEL:
+        return (AT_ONCE,)
     if schedule == CONCURRENT:
         return AT_ONCE, ENDING_TEAMS if has_teams else IN_TURN
     if schedule != AUTO:
@@ -99,7 +105,7 @@ class Schedule:
     """The schedule of a strategy, and the policy that it currently uses.
 
     Args:
-        name: ``"lockstep"``, ``"staggered"``, ``"concurrent"`` or ``"auto"``.
+        name: ``"lockstep"``, ``"staggered"``, ``"concurrent"``, ``"parallel"`` or ``"auto"``.
         clock: in seconds.
 
     Attributes:

@@ -300,8 +300,8 @@ print(signposts.table.cache_info().currsize)
 """
 
 
-def test_the_table_is_read_when_a_name_is_missing(forks):
-    done = forks.run(READS_LATE)
+def test_the_table_is_read_when_a_name_is_missing(script_pool):
+    done = script_pool.run(READS_LATE)
     assert done.stdout.split() == ["0", "1"]
 
 

@@ -107,8 +107,8 @@ print(len(deleted), *deleted)
 """
 
 
-def test_mirror_can_be_imported_without_all_that_can_be_taken_away(forks):
-    done = forks.run(WITHOUT_THEM)
+def test_mirror_can_be_imported_without_all_that_can_be_taken_away(script_pool):
+    done = script_pool.run(WITHOUT_THEM)
     assert done.returncode == 0, done.stderr
     number, *deleted = done.stdout.split()
     assert int(number) >= 30

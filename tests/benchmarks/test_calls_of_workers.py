@@ -9,7 +9,7 @@ from torch import nn
 
 import mirror
 from tests.benchmarks.test_calls import calls_of
-from tests.crew import Crew
+from tests.worker_pool import WorkerPool
 
 STEPS = 3
 WIDTHS = {8: (16, 32, 32, 32, 10), 48: (*(16,) * 24, 10)}  # by number of tensors
@@ -18,9 +18,9 @@ WIDTHS = {8: (16, 32, 32, 32, 10), 48: (*(16,) * 24, 10)}  # by number of tensor
 @pytest.fixture(scope="module")
 def fresh():
     """Two workers that nobody else uses: what other tests leave in a process costs calls."""
-    crew = Crew(2)
-    yield crew
-    crew.close()
+    worker_pool = WorkerPool(2)
+    yield worker_pool
+    worker_pool.close()
 
 
 def net(num_tensors):

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def run(forks):
+def run(script_pool):
     def run(program, *options):
-        return forks.run_file(ROOT / "benchmarks" / program, *options, timeout=900)
+        return script_pool.run_file(ROOT / "benchmarks" / program, *options, timeout=900)
 
     return run
 

@@ -1,5 +1,8 @@
-"""subprocess_probe.py: what a process that tries a backend may do, and what is made of it."""
+"""Probes in a subprocess: their outcome, the real process, and the cache on disk."""
 
+import errno
+import io
+import json
 import logging
 import os
 import subprocess
@@ -11,10 +14,10 @@ import torch
 
 import mirror
 from mirror import comm
-from mirror.comm import registry, self_test, subprocess_probe
+from mirror.comm import probe_cache, registry, self_test, subprocess_probe, subprocess_probe_main
 from mirror.comm.host.naive_backend import NaiveCommunicator
 from mirror.comm.kernels.direct_backend import DirectCommunicator
-from mirror.comm.probe_cache import FOLDER_VARIABLE
+from mirror.comm.probe_cache import FOLDER_VARIABLE, Verdict, load, store
 from mirror.comm.subprocess_probe import ProbeUnavailable, run_probe, unsafe_reason
 from mirror.errors import BackendError
 from mirror.tools.doctor.diagnosis import diagnose
@@ -242,3 +245,186 @@ def test_the_doctor_always_tries_anew(machine, child, monkeypatch):
     child(NO)
     found = {report.name: report for report in diagnose(TWO).backends}
     assert found["direct"].failure == "replica 1 got 3 instead of 4"
+
+
+def test_a_process_tries_a_backend_and_finds_nothing(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")
+    if sys.version_info >= (3, 11):  # before, Python looks there first
+        monkeypatch.chdir(tmp_path)
+    assert run_probe(DirectCommunicator, ["cpu"] * 2) is None
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """Gives ``said(kind)``: what the program says of a class of this file, in this process."""
+    monkeypatch.setattr(
+        subprocess_probe_main.faulthandler, "dump_traceback_later", lambda *_, **__: None
+    )
+
+    def run(kind, *devices):
+        monkeypatch.setattr(subprocess_probe_main, "_named", lambda name: kind)
+        subprocess_probe_main.main(["TOKEN", "any:class", *(devices or ("cpu", "cpu"))])
+        lines = capsys.readouterr().out.split("\n")
+        return [json.loads(line.removeprefix("TOKEN ")) for line in lines if line]
+
+    return run
+
+
+class Right(NaiveCommunicator):
+    def __init__(self, devices, *, timeout_seconds):
+        assert timeout_seconds <= 60
+        super().__init__(devices)
+
+
+class Wrong(Right):
+    def broadcast(self, tensors, root=0):
+        pass
+
+
+class Broken(Right):
+    def __init__(self, devices, *, timeout_seconds):
+        raise OSError("no peers")
+
+
+class Large(Right):
+    def prepare(self, reductions):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+STATES = [{"state": state} for state in ("started", "made", "prepared")]
+
+
+def test_it_says_how_far_it_is_and_what_it_found(said):
+    assert said(Right) == [*STATES, {"found": None}]
+    *states, found = said(Wrong)
+    assert states == STATES
+    assert found["found"].startswith("BackendError: replica 0 (cpu) got 2.0 instead of 1.0")
+    assert said(Broken) == [STATES[0], {"found": "OSError: no peers"}]
+
+
+def test_memory_that_others_have_and_devices_that_are_not_there_are_no_verdict(said):
+    assert said(Large) == [*STATES[:2], {"untried": "CUDA out of memory"}]
+    ((word, text),) = said(Right, "cuda:99")[0].items()
+    assert (word, text[:33]) == ("untried", "DeviceError: 'cuda:99' does not e")
+
+
+def test_a_class_is_found_by_its_name():
+    assert (
+        subprocess_probe_main._named("mirror.comm.kernels.direct_backend:DirectCommunicator")
+        is DirectCommunicator
+    )
+
+
+def test_what_it_says_is_out_before_it_goes_on(said, monkeypatch):
+    told = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told, write_through=False))
+    lines = []
+
+    class Looking(Right):
+        def __init__(self, devices, *, timeout_seconds):
+            lines.append(told.getvalue())  # what is read of it, should it end here
+            super().__init__(devices, timeout_seconds=timeout_seconds)
+
+    said(Looking)
+    assert lines == [b'\nTOKEN {"state": "started"}\n']
+
+
+FACTS = {"gpus": ["one", "other"], "peers": ((True, False), (False, True)), "driver": "550"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "trials"
+
+
+def test_a_verdict_comes_back_for_the_same_facts_in_any_order(folder):
+    for reason in (None, "it hung"):
+        assert load({**FACTS, "reason": reason}) is None
+        store({**FACTS, "reason": reason}, Verdict(reason))
+        backwards = dict(reversed({**FACTS, "reason": reason}.items()))
+        assert load(backwards) == Verdict(reason)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_what_cannot_be_kept_leaves_nothing_behind(folder, monkeypatch):
+    """A full disk, say; the next process tries it again."""
+
+    def full(*paths):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "replace", full)
+    store(FACTS, Verdict(None))
+    assert load(FACTS) is None
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_another_fact_is_another_machine(folder, name):
+    store(FACTS, Verdict(None))
+    assert load({**FACTS, name: "changed"}) is None
+    assert load({**FACTS, "more": 1}) is None
+
+
+def test_the_last_verdict_counts(folder):
+    store(FACTS, Verdict("it hung"))
+    store(FACTS, Verdict(None))
+    assert load(FACTS) == Verdict(None)
+
+
+@pytest.mark.parametrize(("hours", "counts"), [(1, True), (23, True), (25, False), (-1, False)])
+def test_a_failure_counts_for_a_day_and_a_success_for_ever(folder, monkeypatch, hours, counts):
+    now = probe_cache.time()
+    store({"passed": 1}, Verdict(None))
+    store(FACTS, Verdict("it hung"))
+    monkeypatch.setattr(probe_cache, "time", lambda: now + 3600 * hours)
+    assert (load(FACTS) is not None) == counts
+    assert load({"passed": 1}) == Verdict(None)
+
+
+GOOD = json.dumps({"facts": json.loads(json.dumps(FACTS)), "reason": None, "when": 0.0})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "null", "[]", "7", '"x"', GOOD[:-9], GOOD.replace("null", "7"),
+        GOOD.replace("0.0", "null"), GOOD.replace("550", "551"), "[" * 100_000,
+        GOOD.encode() + b"\xff", GOOD.replace('"reason"', '"season"'),
+    ],
+)  # fmt: skip
+def test_what_is_damaged_is_as_if_it_was_not_there(folder, text):
+    store(FACTS, Verdict(None))
+    (file,) = folder.iterdir()
+    file.write_text(GOOD)
+    assert load(FACTS) == Verdict(None)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert load(FACTS) is None
+    store(FACTS, Verdict(None))
+    assert load(FACTS) == Verdict(None)
+
+
+def test_a_folder_that_takes_nothing_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for place in ("", str(tmp_path / "file" / "below"), "/proc/nowhere"):
+        monkeypatch.setenv(FOLDER_VARIABLE, place)
+        store(FACTS, Verdict(None))
+        assert load(FACTS) is None
+
+
+def test_it_is_where_caches_are(tmp_path, monkeypatch):
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    store(FACTS, Verdict(None))
+    assert len(list((tmp_path / "xdg" / "mirror" / "trials").iterdir())) == 1
+    for relative in ("", "caches"):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        store(FACTS, Verdict(None))
+    assert len(os.listdir(tmp_path / "home" / ".cache" / "mirror" / "trials")) == 1
+    monkeypatch.setattr(probe_cache.Path, "home", nobody)
+    assert load(FACTS) is None
+
+
+def nobody():
+    raise RuntimeError("Could not determine home directory.")

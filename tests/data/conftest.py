@@ -6,8 +6,8 @@ import pytest
 
 
 @pytest.fixture
-def leave_nothing_behind(begun):
+def leave_nothing_behind(leaks):
     yield
     gc.collect()
-    assert begun.threads("mirror input") == []
-    assert begun.processes() == []
+    assert leaks.threads("mirror input") == []
+    assert leaks.processes() == []

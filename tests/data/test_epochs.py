@@ -72,18 +72,18 @@ def test_every_epoch_has_the_order_of_the_plain_loop(
         assert distributed_in_every_epoch() == expected
 
 
-def test_a_loader_distributed_again_keeps_its_worker_processes(make_strategy, begun):
+def test_a_loader_distributed_again_keeps_its_worker_processes(make_strategy, leaks):
     strategy = make_strategy(2)
     loader = make_loader(num_workers=1, persistent=True, own_generator=False)
     processes = []
     for _ in range(3):
         for _ in strategy.distribute_dataset(loader):
             pass
-        processes.append(begun.processes())
+        processes.append(leaks.processes())
     assert len(processes[0]) == 1
     assert processes[1:] == processes[:1] * 2
     del loader
-    assert begun.processes() == []
+    assert leaks.processes() == []
 
 
 def test_an_iterator_that_ends_after_a_state_was_loaded_changes_nothing(make_strategy):
@@ -122,3 +122,41 @@ def test_a_generator_that_the_program_draws_from_too_is_not_rewound(make_strateg
             seen.append(torch.rand(4, generator=loader.generator).tolist())
             break
     assert len(set(map(tuple, seen))) == 3
+
+
+class Hidden:
+    """Holds a loader, or a generator, that nothing else knows of."""
+
+    def __init__(self, kind):
+        self.generator = torch.Generator().manual_seed(5)
+        self.loader = DataLoader(
+            TensorDataset(torch.arange(10)), batch_size=2, shuffle=True, generator=self.generator
+        )
+        self.read = getattr(self, kind)
+
+    def __iter__(self):
+        return self.read()
+
+    def shuffled(self):
+        for batch in self.loader:
+            yield [leaf * 2 for leaf in batch]
+
+    def noise(self):
+        for i in range(5):
+            yield [torch.full((2,), i) + torch.rand(2, generator=self.generator)]
+
+    def noise_now_and_then(self):
+        for i in range(5):
+            random = torch.rand(2, generator=self.generator) if i % 3 == 2 else 0
+            yield [torch.full((2,), i) + random]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "noise", "noise_now_and_then"])
+@pytest.mark.parametrize("stop", [1, 2, 4, 5, None])
+def test_a_generator_that_only_the_dataset_holds_draws_for_what_is_taken(
+    make_strategy, kind, stop
+):
+    plain = Hidden(kind)
+    expected = [consume(plain, stop)[0] for _ in range(EPOCHS)]
+    batches = make_strategy(2).distribute_dataset(Hidden(kind))
+    assert [consume(batches, stop)[0] for _ in range(EPOCHS)] == expected

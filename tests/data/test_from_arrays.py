@@ -216,8 +216,8 @@ def first_of_endless(sharding):
 
 
 @pytest.mark.parametrize("sharding", ["data", "off"])
-def test_batches_that_never_end_come_to_all_workers(crew, sharding):
-    first, second = crew(2).run(first_of_endless, sharding)
+def test_batches_that_never_end_come_to_all_workers(worker_pool, sharding):
+    first, second = worker_pool(2).run(first_of_endless, sharding)
     if sharding == "data":
         assert first == [[0, 1], [4], [0, 1], [4], [0, 1]]
         assert second == [[2, 3], [5], [2, 3], [5], [2, 3]]

@@ -92,34 +92,34 @@ LEAVING = [
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("leave", LEAVING, ids=lambda leave: leave.__name__)
-def test_who_leaves_early_leaves_no_thread_and_no_process(leave, num_workers, begun):
+def test_who_leaves_early_leaves_no_thread_and_no_process(leave, num_workers, leaks):
     dataset = distributed(endless(num_workers=num_workers))
     leave(dataset)
-    assert begun.threads("mirror input") == []
-    assert begun.processes() == []
+    assert leaks.threads("mirror input") == []
+    assert leaks.processes() == []
 
 
-def test_at_the_end_thread_and_workers_are_gone_though_the_iterator_is_held(begun):
+def test_at_the_end_thread_and_workers_are_gone_though_the_iterator_is_held(leaks):
     iterator = iter(distributed(DataLoader(TensorDataset(torch.arange(4)), num_workers=1)))
     assert len(list(iterator)) == 4
-    assert begun.threads("mirror input") == []
-    assert begun.processes() == []
+    assert leaks.threads("mirror input") == []
+    assert leaks.processes() == []
 
 
-def test_persistent_workers_live_as_long_as_the_loader(begun):
+def test_persistent_workers_live_as_long_as_the_loader(leaks):
     loader = DataLoader(
         TensorDataset(torch.arange(4)), num_workers=1, persistent_workers=True, batch_size=2
     )
     dataset = distributed(loader)
     list(dataset)
-    (worker,) = begun.processes()
+    (worker,) = leaks.processes()
     leave_by_break(dataset)
     assert [whole(x).tolist() for (x,) in dataset] == [[0, 1], [2, 3]]
-    assert begun.processes() == [worker]
+    assert leaks.processes() == [worker]
     del dataset
-    assert begun.processes() == [worker]  # the loader distributed again goes on with it
+    assert leaks.processes() == [worker]  # the loader distributed again goes on with it
     del loader
-    assert begun.processes() == []
+    assert leaks.processes() == []
 
 
 def test_the_loader_one_gave_can_be_used_beside():
@@ -132,14 +132,14 @@ def test_the_loader_one_gave_can_be_used_beside():
     del loader, dataset
 
 
-def test_a_loader_in_the_middle_of_a_batch_is_waited_for(begun):
+def test_a_loader_in_the_middle_of_a_batch_is_waited_for(leaks):
     gate = Gate()
     gate.allowed.release(1)
     iterator = iter(distributed(gate))
     next(iterator)  # the thread is in the second batch, or will be
     gate.allowed.release(1)
     del iterator
-    assert begun.threads("mirror input") == []
+    assert leaks.threads("mirror input") == []
 
 
 PRELUDE = """
@@ -153,13 +153,13 @@ next(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_interpreter_that_exits_in_the_middle_exits_well(workers, forks):
-    done = forks.run(PRELUDE.format(workers=workers) + "print('done')")
+def test_an_interpreter_that_exits_in_the_middle_exits_well(workers, script_pool):
+    done = script_pool.run(PRELUDE.format(workers=workers) + "print('done')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_ctrl_c_in_the_loop_leaves_nothing_behind(workers, forks):
+def test_ctrl_c_in_the_loop_leaves_nothing_behind(workers, script_pool):
     """The process prints its children after the interrupt: there are none, nor threads."""
     program = PRELUDE.format(workers=workers) + textwrap.dedent(
         """
@@ -176,7 +176,7 @@ def test_ctrl_c_in_the_loop_leaves_nothing_behind(workers, forks):
         print(left, multiprocessing.active_children())
         """
     )
-    done = forks.run(program)
+    done = script_pool.run(program)
     assert (done.returncode, done.stdout) == (0, "[] []\n"), done.stderr
 
 

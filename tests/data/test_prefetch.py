@@ -61,7 +61,7 @@ def test_several_iterations_at_once_and_nested_ones():
     assert found == [(a, b) for a in (0, 2, 4) for b in (0, 2, 4)]
 
 
-def test_nested_iterations_over_persistent_workers(begun):
+def test_nested_iterations_over_persistent_workers(leaks):
     loader = DataLoader(
         TensorDataset(torch.arange(4)), batch_size=2, num_workers=1, persistent_workers=True
     )
@@ -69,7 +69,7 @@ def test_nested_iterations_over_persistent_workers(begun):
     for _ in range(2):
         found = [(whole(a)[0].item(), whole(b)[0].item()) for (a,) in dataset for (b,) in dataset]
         assert found == [(0, 0), (0, 2), (2, 0), (2, 2)]
-    assert len(begun.processes()) == 2  # those that have ended are used again
+    assert len(leaks.processes()) == 2  # those that have ended are used again
     del dataset
 
 
@@ -120,14 +120,14 @@ def broken_at(place, error=Broken):
 
 
 @pairwise(place=[0, 3], error=[Broken, KeyboardInterrupt, SystemExit, BatchError], prefetch=[0, 2])
-def test_an_error_arrives_at_its_batch_with_its_traceback(place, error, prefetch, begun):
+def test_an_error_arrives_at_its_batch_with_its_traceback(place, error, prefetch, leaks):
     found = []
     with pytest.raises(error) as caught:
         for batch in distributed(broken_at(place, error), prefetch):
             found.append(whole(batch)[0].item())
     assert found == list(range(place))
     assert "broken_at" in [frame.name for frame in traceback.extract_tb(caught.tb)]
-    assert begun.threads("mirror input") == []
+    assert leaks.threads("mirror input") == []
 
 
 class Faulty(Dataset):

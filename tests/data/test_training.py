@@ -65,9 +65,9 @@ def on_one_device(dataset):
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("sharding", ["data", "off"])
-def test_workers_train_what_one_device_does(crew, sharding, counts):
+def test_workers_train_what_one_device_does(worker_pool, sharding, counts):
     expected = on_one_device(loader() if sharding == "data" else together())
-    for found in crew(2).run(on_worker, sharding, counts):
+    for found in worker_pool(2).run(on_worker, sharding, counts):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -101,11 +101,11 @@ def seen_by_worker(counts):
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2), (2, 3)])
-def test_a_worker_without_examples_calls_fn_once_with_the_empty_part(crew, counts):
+def test_a_worker_without_examples_calls_fn_once_with_the_empty_part(worker_pool, counts):
     with mirror.MirroredStrategy(["cpu"]) as strategy:
         batches = strategy.distribute_dataset(DataLoader(EXAMPLES, 5))
         _, losses, weights = seen_by(strategy, batches)
-    first, second = crew(2).run(seen_by_worker, counts)
+    first, second = worker_pool(2).run(seen_by_worker, counts)
     for _, found, trained_weights in (first, second):
         assert found == pytest.approx(losses, abs=1e-6)  # equals no NaN
         assert trained_weights == pytest.approx(weights, abs=1e-6)

@@ -109,9 +109,9 @@ class Own:
 # The same global batches
 
 
-def test_workers_take_their_parts_of_the_same_batches(crew):
+def test_workers_take_their_parts_of_the_same_batches(worker_pool):
     for make in (shuffled, shuffled_and_read_whole):
-        found = crew(2).run(passes_of, make, num_passes=2)
+        found = worker_pool(2).run(passes_of, make, num_passes=2)
         for one, other in zip(*found, strict=True):
             assert [len(step) for step in one] == [2, 2, 2, 1]
             assert [len(step) for step in other] == [2, 2, 2, 0]
@@ -119,8 +119,8 @@ def test_workers_take_their_parts_of_the_same_batches(crew):
         assert found[0][0] != found[0][1]
 
 
-def test_parts_follow_the_workers_numbers_of_replicas(crew):
-    found = crew(2).run(passes_of, with_unlike_counts, counts=(1, 2))
+def test_parts_follow_the_workers_numbers_of_replicas(worker_pool):
+    found = worker_pool(2).run(passes_of, with_unlike_counts, counts=(1, 2))
     assert found == [[[[0, 1], [10], [20]]], [[[2, 3, 4], [11], []]]]
 
 
@@ -137,9 +137,9 @@ def test_parts_follow_the_workers_numbers_of_replicas(crew):
         (by_python, "the first batch of worker 1"),
     ],
 )
-def test_other_data_on_another_worker_are_found(crew, make, named):
+def test_other_data_on_another_worker_are_found(worker_pool, make, named):
     seeds = (3, 4) if "shuffled" in make.__name__ else None
-    for kind, text in crew(2).run(refusal, make, seeds=seeds):
+    for kind, text in worker_pool(2).run(refusal, make, seeds=seeds):
         assert kind is DivergenceError
         assert named in text
         assert "seed all workers alike" in text
@@ -149,8 +149,8 @@ def in_order(rank):
     return DataLoader(EXAMPLES, 4)
 
 
-def test_unlike_seeds_do_no_harm_where_nothing_follows_from_them(crew):
-    one, other = crew(2).run(passes_of, in_order, seeds=(3, 4))
+def test_unlike_seeds_do_no_harm_where_nothing_follows_from_them(worker_pool):
+    one, other = worker_pool(2).run(passes_of, in_order, seeds=(3, 4))
     assert all_of(one[0], other[0]) == list(range(13))
 
 
@@ -159,37 +159,37 @@ def test_unlike_seeds_do_no_harm_where_nothing_follows_from_them(crew):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", ["list", "iterator"])
-def test_who_has_ended_goes_on_with_empty_batches(crew, kind, prefetch):
+def test_who_has_ended_goes_on_with_empty_batches(worker_pool, kind, prefetch):
     make = Own(kind, [[2, 2, 1], [3]])
-    found = crew(2).run(passes_of, make, sharding="off", prefetch=prefetch)
+    found = worker_pool(2).run(passes_of, make, sharding="off", prefetch=prefetch)
     assert found == [[[[0, 1], [10, 11], [20]]], [[[100, 101, 102], [], []]]]
 
 
 @pytest.mark.parametrize("kind", ["list", "iterator"])
-def test_a_function_makes_each_workers_batches(crew, kind):
+def test_a_function_makes_each_workers_batches(worker_pool, kind):
     # Worker 1 has two replicas: a batch for each.
-    found = crew(2).run(passes_of, (kind, [[2], [1, 1, 2]]), counts=(1, 2))
+    found = worker_pool(2).run(passes_of, (kind, [[2], [1, 1, 2]]), counts=(1, 2))
     assert found == [[[[0, 1], []]], [[[100, 110], [120, 121]]]]
 
 
-def test_the_last_step_is_dropped_if_all_workers_together_have_fewer(crew):
-    found = crew(2).run(
+def test_the_last_step_is_dropped_if_all_workers_together_have_fewer(worker_pool):
+    found = worker_pool(2).run(
         passes_of, Own("list", [[2, 1, 2], [2, 3]]), sharding="off", drop_remainder=True
     )
     assert found == [[[[0, 1], [10]]], [[[100, 101], [110, 111, 112]]]]
-    found = crew(2).run(
+    found = worker_pool(2).run(
         passes_of, Own("list", [[2, 2], [2, 1, 4]]), sharding="off", drop_remainder=True
     )
     assert found == [[[[0, 1], [10, 11], []]], [[[100, 101], [110], [120, 121, 122, 123]]]]
-    found = crew(2).run(
+    found = worker_pool(2).run(
         passes_of, Own("iterator", [[2, 1, 1], [2, 2, 2]]), sharding="off", drop_remainder=True
     )
     assert found == [[[[0, 1], [10]]], [[[100, 101], [110, 111]]]]
 
 
 @pytest.mark.parametrize("kind", ["list", "iterator"])
-def test_a_worker_without_any_batch_is_named(crew, kind):
-    for error, text in crew(2).run(refusal, Own(kind, [[2, 2], []]), sharding="off"):
+def test_a_worker_without_any_batch_is_named(worker_pool, kind):
+    for error, text in worker_pool(2).run(refusal, Own(kind, [[2, 2], []]), sharding="off"):
         assert error is BatchError
         assert "worker 1 has had none" in text
 
@@ -201,9 +201,9 @@ def lengths(make, **options):
         return len(dataset)
 
 
-def test_the_length_is_that_of_the_longest(crew):
-    assert crew(2).run(lengths, Own("list", [[2, 1], [2, 2, 2]]), sharding="off") == [3, 3]
-    assert crew(2).run(lengths, in_order) == [4, 4]
+def test_the_length_is_that_of_the_longest(worker_pool):
+    assert worker_pool(2).run(lengths, Own("list", [[2, 1], [2, 2, 2]]), sharding="off") == [3, 3]
+    assert worker_pool(2).run(lengths, in_order) == [4, 4]
 
 
 def test_what_is_read_ahead_needs_no_exchange_at_its_step():
@@ -249,12 +249,12 @@ def sampled(rank):
     return DataLoader(EXAMPLES, 4, sampler=DistributedSampler(EXAMPLES, shuffle=False))
 
 
-def test_a_distributed_sampler_has_split_the_examples_already(crew):
-    one, other = crew(2).run(passes_of, sampled)
+def test_a_distributed_sampler_has_split_the_examples_already(worker_pool):
+    one, other = worker_pool(2).run(passes_of, sampled)
     assert one[0] == [[0, 2, 4, 6], [8, 10, 12]]
     assert other[0] == [[1, 3, 5, 7], [9, 11, 0]]
     for policy in ("data", "file"):
-        for error, text in crew(2).run(refusal, sampled, sharding=policy):
+        for error, text in worker_pool(2).run(refusal, sampled, sharding=policy):
             assert error is BatchError
             assert "would split it again" in text
 
@@ -275,22 +275,22 @@ def number(record):
 
 
 @pytest.mark.parametrize("compression", [None, "GZIP"])
-def test_files_are_sharded_by_record(crew, compression, tmp_path):
+def test_files_are_sharded_by_record(worker_pool, compression, tmp_path):
     path = str(tmp_path / "records")
     with TFRecordWriter(path, compression) as writer:
         for k in range(9):
             writer.write(b"%d" % k)
-    found = crew(2).run(passes_of, Records(path, compression), sharding="file")
+    found = worker_pool(2).run(passes_of, Records(path, compression), sharding="file")
     assert found == [[[[0, 2], [4, 6], [8]]], [[[1, 3], [5, 7], []]]]
     if compression is None:
         records = Records(path, shuffle=True)
-        one, other = crew(2).run(passes_of, records, num_passes=2, sharding="file")
+        one, other = worker_pool(2).run(passes_of, records, num_passes=2, sharding="file")
         assert [all_of(steps) for steps in one] == [[0, 2, 4, 6, 8]] * 2
         assert [all_of(steps) for steps in other] == [[1, 3, 5, 7]] * 2
 
 
-def test_only_what_can_be_sharded_is(crew):
-    for error, text in crew(2).run(refusal, in_order, sharding="file"):
+def test_only_what_can_be_sharded_is(worker_pool):
+    for error, text in worker_pool(2).run(refusal, in_order, sharding="file"):
         assert error is BatchError
         assert "takes a loader whose dataset has shard" in text
 
@@ -319,19 +319,19 @@ def resumed(make, through=None, **options):
         return left, list(map(contents, other))
 
 
-def test_a_pass_goes_on_where_each_worker_was(crew, tmp_path):
+def test_a_pass_goes_on_where_each_worker_was(worker_pool, tmp_path):
     through = tmp_path / "state"
-    for left, found in crew(2).run(resumed, shuffled, through):
+    for left, found in worker_pool(2).run(resumed, shuffled, through):
         assert left == found
     own = Own("list", [[2, 2, 1, 1], [3]])  # worker 1 has ended
-    assert crew(2).run(resumed, own, through, sharding="off") == [
+    assert worker_pool(2).run(resumed, own, through, sharding="off") == [
         ([[20], [30]], [[20], [30]]),
         ([[], []], [[], []]),
     ]
 
 
-def test_a_state_of_other_workers_is_refused(crew):
-    for error in crew(2).run(refused_states):
+def test_a_state_of_other_workers_is_refused(worker_pool):
+    for error in worker_pool(2).run(refused_states):
         assert "one of 2 workers; this one is of one process" in error
 
 

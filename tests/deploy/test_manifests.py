@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.deploy.manifests import ROOT, documents, wrong
-from tests.project.test_containers import DOCKERFILE, instructions
+from tests.project.test_building import DOCKERFILE, instructions
 
 # Whose keys are anybody's.
 FREE = ("selector", "limits", "requests", "labels", "metadata", "rayStartParams")

@@ -1,10 +1,12 @@
-"""Places: what a device means to each replica. Programs on them: tests/gpu/test_places.py."""
+"""Device meshes and device remapping; programs on them: tests/gpu/test_places.py."""
 
 import pytest
 import torch
 
 import mirror
 from mirror.device.device_mesh import DeviceMesh
+from mirror.device.device_remap import DeviceRemap, without_remap
+from mirror.errors import CompileError
 
 CPU = torch.device("cpu")
 A, B, C, D, E = (torch.device("cuda", i) for i in range(5))
@@ -51,3 +53,86 @@ def test_a_variable_is_at_home_on_the_first_replicas_devices_alone():
     for stranger in (C, D, E):
         with pytest.raises(mirror.DeviceError, match=rf"'w' is on {stranger}; move it to one of"):
             places.position_of(stranger, "w")
+
+
+META, XPU = torch.device("meta"), torch.device("xpu", 1)  # of which there is none here
+REFUSED = pytest.raises((AssertionError, RuntimeError))
+
+
+def renaming(wanted=lambda: True):
+    return DeviceRemap({XPU: META}, wanted)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.to("xpu:1"),
+        lambda x: x.to(XPU),
+        lambda x: x.to(device="xpu:1"),
+        lambda x: x.to(XPU, torch.float64),
+        lambda x: x.to("xpu:1", non_blocking=True),
+        lambda x: torch.zeros(2, device="xpu:1"),
+        lambda x: torch.zeros_like(x, device=XPU),
+        lambda x: torch.arange(3, device=XPU),
+        lambda x: torch.empty_strided((2,), (1,), device="xpu:1"),
+        lambda x: x.new_ones(2, device="xpu:1"),
+        lambda x: torch.nn.Linear(2, 2, device="xpu:1").weight,
+        lambda x: torch.nn.Linear(2, 2).to("xpu:1").bias,
+    ],
+)
+def test_every_way_to_name_a_device_means_the_replicas_own(make):
+    x = torch.ones(2)
+    with renaming():
+        assert make(x).device == META
+        with torch.device("xpu:1"):
+            assert torch.zeros(2).device == META
+    with REFUSED:
+        make(x)
+
+
+def test_what_is_no_device_or_no_name_stays():
+    x = torch.ones(2, 2)
+    with renaming():
+        assert x.to(torch.float64).dtype == torch.float64
+        assert torch.equal(torch.einsum("ij,jk->ik", x, x), 2 * x)
+        assert x.sum(1).shape == x.new_empty(2).shape == (2,)
+        assert x.to("meta").device == META
+        assert x.to("cpu").device == x.device
+        assert torch.full((1,), 1).item() == 1
+        assert x.to(x).shape == x.shape
+
+
+def test_a_number_is_a_device_where_devices_go():
+    seen = []
+
+    def to(*args, **kwargs):
+        seen.append((args, kwargs))
+
+    mode = renaming()
+    mode.__torch_function__(to, (), ("x", 1))
+    mode.__torch_function__(lambda *args, **kwargs: to(*args, **kwargs), (), ("x", 1))
+    mode.__torch_function__(to, (), ("x",), {"device": 1, "dim": 1})
+    mode.__torch_function__(to, (), ("x", True))
+    assert seen == [
+        (("x", META), {}),
+        (("x", 1), {}),
+        (("x",), {"device": META, "dim": 1}),
+        (("x", True), {}),
+    ]
+
+
+def test_devices_are_what_they_are_where_that_is_not_wanted():
+    x, wanted = torch.ones(2), [True]
+    with renaming(lambda: wanted[0]):
+        with without_remap(), REFUSED:
+            x.to("xpu:1")
+        assert x.to("xpu:1").device == META
+        wanted[0] = False
+        with REFUSED:
+            x.to("xpu:1")
+
+
+def test_what_is_compiled_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with renaming(), pytest.raises(CompileError, match="several of its own; leave the model"):
+        torch.zeros(2)

@@ -1,4 +1,4 @@
-"""How far a device has come."""
+"""How far a device has come, and how long it works."""
 
 import ctypes
 import threading
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mirror.device import events
-from mirror.device.events import is_stream_idle, record_event, stream_address
+from mirror.device.events import Stopwatch, is_stream_idle, record_event, stream_address
 from mirror.devices import synchronize
 
 CPU = torch.device("cpu")
@@ -109,3 +109,27 @@ def test_an_event_of_a_gpu_comes_after_the_work_of_its_current_stream():
         assert stream_address(device) == torch.cuda.current_stream(device).cuda_stream != 0
     synchronize(device)
     assert event.query()
+
+
+def test_a_stopwatch_adds_up_what_is_between_start_and_stop(monkeypatch):
+    times = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr("mirror.device.events.perf_counter", lambda: next(times))
+    watch = Stopwatch(torch.device("cpu"))
+    watch.stop()  # nothing has begun
+    for _ in range(2):
+        watch.start()
+        watch.stop()
+        watch.stop()
+    assert watch.seconds() == watch.seconds() == 2.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_stopwatch_on_a_gpu_counts_what_the_gpu_has_done():
+    device = torch.device("cuda", 0)
+    watch, x = Stopwatch(device), torch.randn(4096, 4096, device=device)
+    watch.start()
+    for _ in range(20):
+        x = torch.tanh(x @ x)
+    watch.stop()
+    torch.cuda.synchronize()
+    assert 0 < watch.seconds() < 10

@@ -37,9 +37,9 @@ def test_who_waits_gets_the_error_and_the_next_work_is_done(side, kind):
     going()
 
 
-def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side, begun):
+def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side, leaks):
     side.start(lambda: None)()
-    (thread,) = begun.threads("mirror side")
+    (thread,) = leaks.threads("mirror side")
 
     def strike():
         throw_into_thread(thread, KeyboardInterrupt)  # where it next executes Python
@@ -55,22 +55,22 @@ def test_who_waits_for_a_thread_that_was_struck_gets_what_struck_it(side, begun)
             side.start(lambda: None)()
 
 
-def test_there_is_a_new_thread_after_one_that_was_struck(side, begun):
+def test_there_is_a_new_thread_after_one_that_was_struck(side, leaks):
     side.start(lambda: None)()
-    (thread,) = begun.threads("mirror side")
+    (thread,) = leaks.threads("mirror side")
     throw_into_thread(thread, KeyboardInterrupt)
     with suppress(KeyboardInterrupt):
         side.start(lambda: None)()
     thread.join(60)
     side.start(lambda: None)()
-    assert begun.threads("mirror side") != [thread]
+    assert leaks.threads("mirror side") != [thread]
 
 
-def test_the_thread_ends_with_its_owner_closed_or_gone(begun):
+def test_the_thread_ends_with_its_owner_closed_or_gone(leaks):
     for end in (SerialExecutor.close, lambda side: None):
         side = SerialExecutor()
         side.start(lambda: None)()
-        (thread,) = begun.threads("mirror side")
+        (thread,) = leaks.threads("mirror side")
         end(side)
         del side
         gc.collect()

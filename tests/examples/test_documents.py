@@ -1,13 +1,21 @@
-"""The documents: their links lead somewhere, and they name this version."""
+"""The documents: links, versions, the names of the migration pages, and quoted messages."""
 
+import ast
+import functools
+import inspect
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
 
 import mirror
+import mirror.server
+from mirror import errors
+from mirror.errors import MirrorError
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "benchmarks", "deploy", ".github")
@@ -83,3 +91,96 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "mirror.MirroredStrategy" in (tmp_path / "docs" / "site" / "api.html").read_text()
     navigation = (tmp_path / "README.html").read_text().partition("sidebar-tree")[2]
     assert 'href="docs/how-do-i.html"' in navigation.partition("</div>")[0]
+
+
+PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("from-*.md"))}
+ROWS = {page: re.findall(r"^\| (.*?) \| (.*) \|$", text, re.M) for page, text in PAGES.items()}
+# A name with its path, in code; what is called ends at the parenthesis.
+NAMES = sorted(
+    {
+        name
+        for rows in ROWS.values()
+        for _, here in rows
+        for name in re.findall(r"`((?:mirror|strategy|ReplicaContext)\.[\w.]+)", here)
+    }
+)
+ROOTS = {
+    "mirror": mirror,
+    "strategy": mirror.MirroredStrategy,
+    "ReplicaContext": mirror.ReplicaContext,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_the_table_is_there(name):
+    if name.startswith("mirror.lightning"):
+        pytest.importorskip("lightning")
+    first, _, rest = name.partition(".")
+    owner, _, last = rest.rpartition(".")
+    owner = attrgetter(owner)(ROOTS[first]) if owner else ROOTS[first]
+    assert hasattr(owner, last) or last in getattr(owner, "__annotations__", ())
+
+
+def test_sixty_names_stand_side_by_side():
+    assert len(ROWS["from-tf-distribute"]) >= 60
+
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+QUOTE = re.compile(r"^\| `([A-Z]\w+)(?:: ([^`]*))?` \|", re.M)
+QUOTES = QUOTE.findall(PAGE)
+VALUE = "\0"  # in a message, what depends on the program
+
+
+def messages(source):
+    """Yields the texts in a source, with a mark for each value in them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            parts = [p.value if isinstance(p, ast.Constant) else VALUE for p in node.values]
+            yield "".join(map(str, parts))
+
+
+@functools.cache
+def known_messages():
+    texts = set()
+    for path in sorted((ROOT / "mirror").rglob("*.py")):
+        texts.update(messages(path.read_text()))
+    texts.update(messages(inspect.getsource(torch.nn.modules.module)))
+    signposts = (ROOT / "mirror" / "base" / "migration_hints.txt").read_text()
+    return [*texts, re.sub(r"\s+", " ", signposts)]
+
+
+def is_real(quote, texts):
+    """Returns whether the parts of a quote stand in a text, in this order."""
+    parts = [re.escape(part) for part in re.split(r"\s*\.\.\.\s*", quote) if part]
+    pattern = re.compile(".*".join(parts), re.S)
+    return any(pattern.search(text) for text in texts)
+
+
+def subclasses(kind):
+    for one in kind.__subclasses__():
+        if one.__module__.startswith("mirror."):
+            yield one.__name__
+        yield from subclasses(one)
+
+
+def test_every_error_class_is_there():
+    import mirror.cli
+    import mirror.tools.planning.plan_error  # noqa: F401
+
+    named = {name for name, _ in QUOTES}
+    assert set(subclasses(MirrorError)) - named == set()
+    assert set(errors.__all__) - named == {"MirrorError"}
+
+
+@pytest.mark.parametrize(("name", "quote"), QUOTES, ids=[q[1][:30] or q[0] for q in QUOTES])
+def test_messages_are_real(name, quote):
+    assert quote == "" or is_real(quote, known_messages())
+
+
+def test_a_message_that_nobody_says_is_found():
+    texts = list(messages("x = f'{a} is one of {b}, ' f'not {c}'"))
+    assert is_real("... is one of ..., not ...", texts)
+    assert not is_real("... is none of ...", texts)
+    assert not is_real("not ... is one of", texts)

@@ -61,10 +61,10 @@ def test_an_example_without_its_library_says_what_to_install(path, module, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_of_few_epochs_runs_without_a_warning(path, tmp_path, forks):
+def test_example_of_few_epochs_runs_without_a_warning(path, tmp_path, script_pool):
     copy = tmp_path / path.name
     copy.write_text(re.sub(r"^NUM_EPOCHS = \d+$", "NUM_EPOCHS = 2", path.read_text(), flags=re.M))
-    done = forks.run(PROGRAM, copy, *SHORTENED.get(path.stem, ()))
+    done = script_pool.run(PROGRAM, copy, *SHORTENED.get(path.stem, ()))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
 

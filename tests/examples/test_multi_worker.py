@@ -1,4 +1,4 @@
-"""Two workers, one of which is killed: torchrun starts them again, and they end alike."""
+"""Trainings whose workers are killed or restarted end with the bits of one that was not."""
 
 import os
 import signal
@@ -55,3 +55,33 @@ def test_a_worker_that_is_killed_costs_a_restart_and_no_bits(tmp_path):
         assert "goes on after step 10" in lines
         assert lines[-1] == undisturbed[-1]
     assert undisturbed[-1].startswith("done ")
+
+
+RESUMABLE_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def lines_of(*command):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *map(str, command)],
+        capture_output=True,
+        text=True,
+        env=RESUMABLE_ENVIRONMENT,
+        timeout=600,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_two_kills_leave_the_same_bits(tmp_path):
+    program = ROOT / "tests" / "examples" / "killed.py"
+    undisturbed, killed = lines_of(program, tmp_path, "7:SIGKILL", "20:SIGTERM")
+    assert undisturbed == killed
+    assert undisturbed.startswith("done ")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_many_kills_leave_the_same_bits(seed):
+    example = ROOT / "examples" / "resumable.py"
+    assert lines_of(example, "--kills", 8, "--seed", seed)[-1] == "the same bits"

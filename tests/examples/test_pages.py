@@ -15,8 +15,8 @@ RUN = "import sys; from tests.examples.pages import run_page; run_page(*sys.argv
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in SLOW])
-def test_the_programs_of_a_page_run_as_printed(name, forks):
-    done = forks.run(RUN, name)
+def test_the_programs_of_a_page_run_as_printed(name, script_pool):
+    done = script_pool.run(RUN, name)
     assert done.returncode == 0, done.stderr
 
 
@@ -24,8 +24,8 @@ def test_the_programs_of_a_page_run_as_printed(name, forks):
 @pytest.mark.parametrize(
     ("name", "title"), [(name, s.title) for name in sorted(SLOW) for s in sections(ROOT / name)]
 )
-def test_a_slow_program_runs_as_printed(name, title, forks):
-    done = forks.run(RUN, name, title)
+def test_a_slow_program_runs_as_printed(name, title, script_pool):
+    done = script_pool.run(RUN, name, title)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,10 +6,10 @@ from tests.execution.failing import N
 
 
 @pytest.fixture(params=["lockstep", "staggered"])
-def strategy(request, make_strategy, nobody_drains):
+def strategy(request, make_strategy, long_drain):
     return make_strategy(N, schedule=request.param)
 
 
 @pytest.fixture(autouse=True)
-def in_all_tests_threads_switch_often(threads_switch_often):
+def switch_threads_often(threads_switch_often):
     """Finds races of a few instructions."""

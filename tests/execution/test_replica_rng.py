@@ -1,9 +1,10 @@
-"""Every replica's stream of random numbers is its own, whatever the others draw."""
+"""Every replica has a random stream of its own, and a seed makes a run reproducible."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import mirror
 
@@ -118,3 +119,42 @@ def test_what_follows_a_run_is_drawn_after_the_first_replica(counts, strategy):
     torch.manual_seed(5)
     torch.rand(counts[0])
     assert torch.equal(torch.rand(2), after)
+
+
+def test_a_seed_makes_a_run_reproducible_with_unlike_streams(make_strategy):
+    strategy = make_strategy(3)
+
+    def draw():
+        return [t.tolist() for t in strategy.run(lambda: torch.rand(4)).values]
+
+    torch.manual_seed(5)
+    first = [draw(), draw()]
+    torch.manual_seed(5)
+    assert [draw(), draw()] == first
+    rows = [tuple(row) for rows in first for row in rows]
+    assert len(set(rows)) == 6
+    torch.manual_seed(6)
+    assert draw() != first[0]
+
+
+def test_a_seed_before_another_strategy_gives_the_same_streams(make_strategy):
+    drawn = []
+    for _ in range(2):
+        strategy = make_strategy(2)
+        torch.manual_seed(9)
+        drawn.append([t.tolist() for t in strategy.run(lambda: torch.rand(4)).values])
+    assert drawn[0] == drawn[1]
+
+
+def test_dropout_masks_differ_between_the_parts_of_a_transparent_call(make_strategy):
+    strategy = make_strategy(2)
+    model = strategy.mirror(nn.Sequential(nn.Linear(1, 64), nn.Dropout(0.5)))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.fill_(1.0)
+    y = model(torch.ones(2, 1))
+    assert not torch.equal(y[0], y[1])
+    torch.manual_seed(1)
+    first = model(torch.ones(2, 1))
+    torch.manual_seed(1)
+    assert torch.equal(model(torch.ones(2, 1)), first)

@@ -61,14 +61,14 @@ def try_seeds(seeds, num_replicas, schedule):
 KINDS = {type(None), mirror.DivergenceError, RaisedError}
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 def test_programs_that_part_ways_are_right_or_refused(schedule):
     assert try_seeds(range(60), 3, schedule) == KINDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [250, pytest.param(1000, marks=EXHAUSTIVE)])
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_more_programs_that_part_ways(num_replicas, schedule, num_seeds):
     assert try_seeds(range(1000, 1000 + num_seeds), num_replicas, schedule) == KINDS

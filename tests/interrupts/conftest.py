@@ -1,8 +1,8 @@
-"""Three replicas under either schedule."""
+"""Three replicas under each schedule."""
 
 import pytest
 
 
-@pytest.fixture(params=["lockstep", "staggered"])
+@pytest.fixture(params=["lockstep", "staggered", "parallel"])
 def strategy(request, make_strategy):
     return make_strategy(3, schedule=request.param)

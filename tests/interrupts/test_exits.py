@@ -1,6 +1,16 @@
-"""The interpreter ends, and objects are collected, whatever a strategy is doing."""
+"""The interpreter exits, or forks, while a strategy is used."""
+
+import multiprocessing
+import os
+import sys
+import time
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import mirror
 
 BEGIN = """
 import atexit, gc, signal, sys, threading, time
@@ -70,23 +80,151 @@ ENDS = {
 }
 
 
-def outcomes(forks, names, schedule):
+def outcomes(script_pool, names, schedule):
     """Runs programs at once; returns those that end otherwise, and what all have said."""
-    ended = forks.run_all([BEGIN + ENDS[name][0] for name in names], schedule)
+    ended = script_pool.run_all([BEGIN + ENDS[name][0] for name in names], schedule)
     codes = [ENDS[name][1] for name in names]
     other = [done for done, code in zip(ended, codes, strict=True) if done.returncode != code]
     return other, "".join(done.stderr for done in ended)
 
 
-def test_a_program_ends_with_an_exit_in_a_replica(forks):
-    other, said = outcomes(forks, ["sys.exit in a replica"], "lockstep")
+def test_a_program_ends_with_an_exit_in_a_replica(script_pool):
+    other, said = outcomes(script_pool, ["sys.exit in a replica"], "lockstep")
     assert other == []
     assert said == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
-def test_a_program_ends(schedule, forks):
-    other, said = outcomes(forks, ENDS, schedule)
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
+def test_a_program_ends(schedule, script_pool):
+    other, said = outcomes(script_pool, ENDS, schedule)
     assert other == []
     assert "Fatal" not in said
+
+
+def needs_fork(test):
+    """Marks a test that forks this process."""
+    test = pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")(test)
+    # Python 3.12 and later warn of any fork in a process of several threads.
+    return pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")(test)
+
+
+SECONDS = 30
+
+
+@pytest.fixture(params=["lockstep", "staggered", "parallel"])
+def training(request, make_strategy):
+    """Gives ``train()``, of a strategy whose replicas have threads already."""
+    strategy = make_strategy(3, schedule=request.param)
+    model = strategy.mirror(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def train():
+        step(torch.ones(6, 4))
+        strategy.run(step, args=(torch.ones(2, 4),))
+        strategy.check_replicas()
+        return [p.detach().clone() for p in model.parameters()]
+
+    train.strategy = strategy
+    train()
+    return train
+
+
+def in_child(fn):
+    """Calls ``fn`` in a forked process; returns its exit code, or that it hangs."""
+    child = os.fork()
+    if not child:
+        try:
+            fn()
+            os._exit(0)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return "hangs"
+
+
+@needs_fork
+def test_a_forked_process_trains_on_and_so_does_the_other(training):
+    def fn():
+        training()
+        training.strategy.close()
+
+    affinity = os.sched_getaffinity(0)
+    assert in_child(fn) == 0
+    assert os.sched_getaffinity(0) == affinity  # where threads of the child go is their own matter
+    training()
+
+
+@needs_fork
+def test_a_process_of_multiprocessing_trains_on(training):
+    process = multiprocessing.get_context("fork").Process(target=training)
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0
+    training()
+
+
+@needs_fork
+def test_a_process_forked_inside_run_is_told_that_the_others_are_not_there(training):
+    def fn():
+        context = mirror.get_replica_context()
+        context.all_reduce("sum", torch.ones(1))  # all have begun
+        return in_child(lambda: context.all_reduce("sum", torch.ones(1)))
+
+    codes = training.strategy.run(fn)
+    assert codes.values == (1, 1, 1)
+    training()
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)) ** 2
+
+
+@needs_fork
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_workers_of_a_loader_do_not_know_of_the_strategy(training, prefetch):
+    loader = DataLoader(
+        Squares(), batch_size=6, num_workers=2, multiprocessing_context="fork", timeout=SECONDS
+    )
+    batches = training.strategy.distribute_dataset(loader, mirror.InputOptions(prefetch=prefetch))
+    seen = []
+    for batch in batches:
+        training()
+        seen.append(torch.cat(batch.values))
+    assert torch.equal(torch.cat(seen), torch.stack([Squares()[i] for i in range(12)]))
+
+
+GPUS = """
+import os, torch, mirror
+strategy = mirror.MirroredStrategy(["cpu"] * 2)
+strategy._group.replicas.are_simulated = False  # as of GPUs
+if not os.fork():
+    try:
+        strategy.run(print)
+    except mirror.StrategyError as error:
+        os._exit("spawn" not in str(error))
+    os._exit(2)
+raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@needs_fork
+def test_a_forked_process_is_told_that_it_cannot_use_the_gpus_of_the_other(script_pool):
+    assert script_pool.run(GPUS).returncode == 0

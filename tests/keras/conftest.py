@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from tests.forks import Forks
-from tests.shared import made_once
+from tests.fixtures import made_once
+from tests.script_pool import ScriptPool
 
 
 @pytest.fixture(scope="session")
@@ -18,16 +18,16 @@ def differences():
     """
     if importlib.util.find_spec("keras") is None:
         pytest.skip("Keras is not installed")
-    forks = Forks("keras")
+    script_pool = ScriptPool("keras")
 
     def run(module, *names, schedule="lockstep"):
         program = "from tests.keras.one_device import main; main()"
-        done = forks.run(program, schedule, module, *names)
+        done = script_pool.run(program, schedule, module, *names)
         assert done.returncode == 0, done.stderr[-4000:]
         return dict(json.loads(line) for line in done.stdout.splitlines())
 
     yield run
-    forks.close()
+    script_pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -51,20 +51,20 @@ def _difference(program, schedule):
 
     one = _numbers(program, contextlib.nullcontext)
     replicas = set()
-    of = LayerWrites.of_layer
+    of = LayerWrites.call_layer
 
     def counted(written, call):
         replicas.add(written.replica_id)
         return of(written, call)
 
-    LayerWrites.of_layer = counted
+    LayerWrites.call_layer = counted
     if schedule == "staggered":  # replicas run beside each other also where their turns are short
         run_queue.LONG_SECONDS, run_queue.LOOKS = -1.0, 1
     try:
         with mirror.MirroredStrategy(["cpu"] * 3, schedule=schedule) as strategy:
             three = _numbers(program, strategy.scope)
     finally:
-        LayerWrites.of_layer = of
+        LayerWrites.call_layer = of
     assert replicas == {0, 1, 2}, "the replicas were not called"
     assert [a.shape for a in three] == [a.shape for a in one]
     one, three = np.concatenate(one or [[]]), np.concatenate(three or [[]])

@@ -232,6 +232,6 @@ def test_a_strategy_is_given_or_made():
     made = MirroredStrategy(["cpu"] * 2, schedule="lockstep")
     assert made.mirror.num_replicas_in_sync == 2
     assert MirroredStrategy(made.mirror).mirror is made.mirror
-    with pytest.raises(StrategyError, match="schedule, which it has already"):
+    with pytest.raises(StrategyError, match="schedule, which it already has"):
         MirroredStrategy(made.mirror, schedule="lockstep")
     made.mirror.close()

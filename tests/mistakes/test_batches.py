@@ -126,7 +126,7 @@ def test_a_dict_with_a_leaf_that_is_no_batch(strategy):
     first(strategy, {"x": X, "class_weights": torch.ones(3)})
 
 
-@refused(BatchError, "equally many", "(2,)")
+@refused(BatchError, "same number of examples", "(2,)")
 def test_a_list_of_examples_instead_of_a_batch(strategy):
     first(strategy, [torch.ones(n) for n in (3, 2, 4)])
 

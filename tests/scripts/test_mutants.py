@@ -1,23 +1,13 @@
-"""Mutants of a small tree: which are drawn, what comes of each, and the table."""
+"""Mutants of a small tree: which are drawn, the outcome of each, and the table."""
 
-import json
-import subprocess
-import sys
+import ast
 
 import pytest
 
-from tests.scripts.affected.marked import ROOT
-from tests.scripts.mutants.making import mutants_of, spread
-from tests.scripts.mutants.outcomes import (
-    EQUIVALENT,
-    FOUND,
-    LASTED,
-    MISSED,
-    Outcomes,
-    Result,
-    reasons,
-)
-from tests.scripts.mutants.page import page
+from tests.scripts.affected import ROOT
+from tests.scripts.mutants import __main__ as mutants
+from tests.scripts.mutants.__main__ import EQUIVALENT, FOUND, MISSED, TIMEOUT, reasons, table
+from tests.scripts.mutants.mutations import mutants_of, spread
 
 CODE = """
 def counted(items):
@@ -60,79 +50,98 @@ def test_that_fails_anyway():
 
 
 @pytest.fixture
-def known(monkeypatch):
-    """Gives ``known(text)``: outcomes that know these mutants as no faults."""
+def try_each(tmp_path, monkeypatch):
+    """Gives ``try_each({"2 -> 3": "test_f"}, limit)``: the outcomes of mutants, each by a test."""
 
-    def make(text="", path=None):
-        outcomes = Outcomes(path)
-        monkeypatch.setattr(outcomes, "equivalent", reasons(text))
+    def copy(to):
+        files = {"mirror/code.py": CODE, "tests/test_code.py": TESTS, "mirror/__init__.py": ""}
+        plugin = "tests/scripts/mutants/limits.py"
+        for name, text in {**files, plugin: (ROOT / plugin).read_text()}.items():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            (to / name).write_text(text)
+
+    def call(tests, limit):
+        every = {f"{m.was} -> {m.now}": m for m in mutants_of("mirror/code.py", CODE)}
+        trials = [(every[name], [f"tests/test_code.py::{t}"]) for name, t in tests.items()]
+        outcomes = {}
+        for mutant, (outcome, by) in mutants.try_all(trials, 2, 60.0, limit):
+            name = f"{mutant.was} -> {mutant.now}"
+            outcomes.setdefault(name, []).append(
+                (outcome, by.removeprefix("tests/test_code.py::"))
+            )
         return outcomes
 
-    return make
+    monkeypatch.setattr(mutants, "copy_tree", copy)
+    return call
 
 
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from tests.scripts.mutants import trying
-from tests.scripts.mutants.making import mutants_of
-
-def copy(to):
-    for name, text in files.items():
-        (to / name).parent.mkdir(exist_ok=True)
-        (to / name).write_text(text)
-
-files, asked, wall, folder = json.loads(sys.stdin.read())
-trying.copy_tree, trying._prepare = copy, lambda: None
-code = files["mirror/code.py"]
-every = {f"{m.was} -> {m.now}": m for m in mutants_of("mirror/code.py", code)}
-trials = [trying.Trial(every[name], [test]) for name, test in asked]
-for trial, result in trying.try_all(trials, Path(folder), 2, trying.Limits(60.0, wall)):
-    print(json.dumps([f"{trial.mutant.was} -> {trial.mutant.now}", result.outcome, result.by]))
-"""
-
-
-def tried(folder, asked, wall):
-    """Returns what comes of mutants, each with a test, in a process that has no torch."""
-    files = {"mirror/__init__.py": "", "mirror/code.py": CODE, "tests/test_code.py": TESTS}
-    tests = [(name, f"tests/test_code.py::{test}") for name, test in asked.items()]
-    told = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps([files, tests, wall, str(folder)]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert told.stderr == ""
-    came = {}
-    for line in told.stdout.splitlines():
-        name, outcome, by = json.loads(line)
-        came.setdefault(name, []).append((outcome, by.removeprefix("tests/test_code.py::")))
-    return came
-
-
-def test_what_comes_of_mutants(tmp_path):
-    asked = {
+def test_a_mutant_is_found_by_a_test_that_fails_only_with_it(try_each):
+    tests = {
         "return number -> return None": "test_counted",
         "a + 1 -> (a - 1)": "test_until",
         "3 -> 4": "test_that_fails_anyway",
     }
-    assert tried(tmp_path, asked, wall=120.0) == {
+    assert try_each(tests, limit=120.0) == {
         # The middle case is the first.
         "return number -> return None": [(FOUND, "test_counted[0]")],
-        "a + 1 -> (a - 1)": [(MISSED, "by 1 tests of 1 files")],
+        "a + 1 -> (a - 1)": [(MISSED, "")],
         "3 -> 4": [
             (FOUND, "test_that_fails_anyway"),
-            (MISSED, "test_that_fails_anyway fails without it, too"),
+            (MISSED, "test_that_fails_anyway also fails without it"),
         ],
     }
-    for tree in ("0", "1"):
-        assert (tmp_path / tree / "mirror/code.py").read_text() == CODE
 
 
-def test_what_does_not_end_is_ended(tmp_path):
-    ((outcome, _),) = tried(tmp_path, {"break -> continue": "test_until"}, wall=1.0).popitem()[1]
-    assert outcome == LASTED
+def test_a_test_that_does_not_end_is_killed(try_each):
+    assert try_each({"break -> continue": "test_until"}, limit=1.0) == {
+        "break -> continue": [(TIMEOUT, "")]
+    }
+
+
+def test_mutants_differ_in_one_place_and_are_code():
+    text = '''"""What it is."""
+
+
+def f(a, b=1):
+    """Says so."""
+    if a < b and not a:
+        g(a)
+        raise ValueError(f"no {a + 1}")
+    for c in a:
+        continue
+    return a + b
+
+
+def outer():
+    def inner():
+        return 5
+    return inner
+
+
+def __repr__(self):
+    return 1 + 1
+'''
+    found = list(mutants_of("f.py", text))
+    assert {(m.was, m.now) for m in found} == {
+        ("1", "2"),
+        ("a < b and not a", "(not (a < b and (not a)))"),
+        ("a < b and not a", "(a < b or not a)"),
+        ("a < b", "(a <= b)"),
+        ("not a", "(a)"),
+        ("g(a)", "pass"),
+        ("continue", "break"),
+        ("return a + b", "return None"),
+        ("a + b", "(a - b)"),
+        ("5", "6"),
+        ("return 5", "return None"),
+        ("return inner", "return None"),
+    }
+    names = {"5": "outer.inner", "return 5": "outer.inner", "return inner": "outer"}
+    for mutant in found:
+        ast.parse(mutant.text)
+        assert mutant.text != text
+        assert text.replace(mutant.was, mutant.now, 1) != text
+        assert mutant.function == names.get(mutant.was, "f")
 
 
 def test_every_file_has_its_share_and_a_change_elsewhere_draws_the_same():
@@ -150,7 +159,7 @@ def test_every_file_has_its_share_and_a_change_elsewhere_draws_the_same():
     assert [mutant.name for mutant in again] == [mutant.name for mutant in drawn]
 
 
-def test_what_a_person_reads_has_no_mutants():
+def test_texts_for_people_have_no_mutants():
     text = """
 def said(a) -> str:
     return "none at all" if a == 1 else f"{a + 1} of them"
@@ -162,14 +171,14 @@ def warns(a):
 def chosen(a) -> str:
     return "sum" if a else g("mean")
 """
-    told = {f"{m.was} -> {m.now}" for m in mutants_of("f.py", text)}
-    assert {each for each in told if not each.startswith("return")} == {"a -> (not a)"}
+    found = {f"{m.was} -> {m.now}" for m in mutants_of("f.py", text)}
+    assert {each for each in found if not each.startswith("return")} == {"a -> (not a)"}
 
 
 def test_a_condition_and_its_opposite_are_one_mutant():
     text = "def f(a):\n    if a == 1 and b:\n        pass\n    while not a:\n        pass\n"
-    told = [f"{m.was} -> {m.now}" for m in mutants_of("f.py", text)]
-    assert sorted(told) == [
+    found = [f"{m.was} -> {m.now}" for m in mutants_of("f.py", text)]
+    assert sorted(found) == [
         "1 -> 2",
         "a == 1 -> (a != 1)",
         "a == 1 and b -> (a == 1 or b)",
@@ -180,39 +189,27 @@ def test_a_condition_and_its_opposite_are_one_mutant():
     assert [m.now for m in mutants_of("f.py", text)] == ["(a != 1)", "2"]
 
 
-def test_outcomes_are_kept_and_only_what_was_missed_is_tried_again(known, tmp_path):
+def test_outcomes_are_kept_and_the_last_one_counts(tmp_path):
     path = tmp_path / "kept"
-    outcomes = known("no fault\n    why", path)
-    for name, outcome in [("a", FOUND), ("b", MISSED), ("c", LASTED), ("d", MISSED), ("d", FOUND)]:
-        outcomes.note(name, Result(outcome, "by a test"))
-    again = known("no fault\n    why", path)
-    tried = [name for name in ("a", "b", "c", "d", "new", "no fault") if again.to_try(name)]
-    assert tried == ["b", "new"]
-    assert (again.first["d"].outcome, again.last["d"].outcome) == (MISSED, FOUND)
+    path.write_text('["a", ["missed", ""]]\n["b", ["found", "t"]]\n["a", ["found", "u"]]\n')
+    assert mutants.load(path) == {"a": (FOUND, "u"), "b": (FOUND, "t")}
+    assert mutants.load(tmp_path / "none") == {}
 
 
-def test_the_page_counts_by_folder_and_says_why_some_are_no_faults(known):
-    mutants = [m for file in ("mirror/a/x.py", "mirror/a/b/y.py") for m in mutants_of(file, CODE)]
-    same, missed, since, lasted = (mutant.name for mutant in mutants[:4])
-    outcomes = known(f"# a comment\n\n{same}\n    nobody sees\n    it\n")
-    outcomes.note(missed, Result(MISSED, ""))
-    outcomes.note(since, Result(MISSED, ""))
-    outcomes.note(since, Result(FOUND, ""))
-    outcomes.note(lasted, Result(LASTED, ""))
-    outcomes.note(mutants[-1].name, Result(FOUND, ""))
-    text = page(mutants, outcomes, ["mirror/a", "--outcomes", "place", "--seed", "1"])
-    assert "python -m tests.scripts.mutants mirror/a --seed 1\n" in text
-    assert "| `mirror/a/` | 4 | 1 | 1 | 1 | 67% | 1 | 1 |" in text
-    assert "| `mirror/a/b/` | 1 | 0 | 1 | 0 | 100% | 0 | 0 |" in text
-    assert "| **all** | 5 | 1 | 2 | 1 | 75% | 1 | 1 |" in text
-    assert f"## Not found\n\n- `{missed}`\n" in text
-    assert f"- `{same}`: nobody sees it" in text
-    assert f"Of {len(mutants)} drawn 5 have been tried." in text
+def test_the_table_counts_by_folder_and_names_what_no_test_finds():
+    every = [m for file in ("mirror/a/x.py", "mirror/a/b/y.py") for m in mutants_of(file, CODE)]
+    same, missed, lasted = (mutant.name for mutant in every[:3])
+    outcomes = {missed: (MISSED, ""), lasted: (TIMEOUT, ""), every[-1].name: (FOUND, "")}
+    text = "\n".join(table(every, outcomes, reasons(f"# a comment\n\n{same}\n    why\n    it\n")))
+    assert "| `mirror/a/` | 3 | 1 | 0 | 1 | 50% | 1 |" in text
+    assert "| `mirror/a/b/` | 1 | 0 | 1 | 0 | 100% | 0 |" in text
+    assert "| **all** | 4 | 1 | 1 | 1 | 67% | 1 |" in text
+    assert f"\n- not found: `{missed}`" in text
 
 
-def test_what_is_said_to_be_no_fault_has_a_reason_and_exists():
-    told = reasons(EQUIVALENT.read_text())
-    assert [name for name, reason in told.items() if not reason] == []
-    files = {name.split(":")[0] for name in told}
+def test_every_equivalent_mutant_exists_and_has_a_reason():
+    known = reasons(EQUIVALENT.read_text())
+    assert [name for name, reason in known.items() if not reason] == []
+    files = {name.split(":")[0] for name in known}
     existing = {m.name for file in files for m in mutants_of(file, (ROOT / file).read_text())}
-    assert sorted(told.keys() - existing) == []
+    assert sorted(known.keys() - existing) == []

@@ -68,7 +68,7 @@ def parts_ways(strategy):
 def use_own(draw, expected):
     """A strategy of this thread's own: trains exactly, between failures."""
     num_replicas, seed = draw.randint(2, 3), draw.randrange(NUM_MODELS)
-    schedule = draw.choice(["lockstep", "staggered"])
+    schedule = draw.choice(["lockstep", "staggered", "parallel"])
     strategy = mirror.MirroredStrategy(
         ["cpu"] * num_replicas, draw.choice(BACKENDS), schedule=schedule
     )

@@ -1,11 +1,15 @@
-"""What the constructor of a strategy takes, and what it refuses."""
+"""What the constructors of strategies take and refuse, and a user's own communicators."""
+
+import copy
 
 import pytest
 import torch
+from torch import nn
 
 import mirror
 from tests.oracle import assert_same
 from tests.strategy.programs import here, ids, values
+from tests.transparency.cases import CASES, WAYS, compare, make_batches, prepared
 
 
 def test_devices_default_to_what_is_visible():
@@ -109,3 +113,90 @@ def test_the_size_of_a_pack_changes_no_value(bytes_per_pack, make_strategy):
 def test_options_are_keyword_only():
     with pytest.raises(TypeError):
         mirror.MirroredStrategy(["cpu"], "auto", mirror.CommunicationOptions())
+
+
+def test_a_communicator_of_the_users_own_is_used(make_strategy):
+    calls = []
+
+    class Slow(mirror.comm.Communicator):
+        def all_reduce(self, tensors, op="sum", scale=1.0):
+            calls.append(len(tensors))
+            assert op == "sum"
+            total = torch.stack(list(tensors)).sum(0)
+            if scale != 1.0:
+                total *= scale
+            for t in tensors:
+                t.copy_(total)
+
+        def broadcast(self, tensors, root=0):
+            for t in tensors:
+                t.copy_(tensors[root])
+
+        def reduce_scatter(self, tensors, op="sum"):
+            raise NotImplementedError
+
+        def all_gather(self, tensors):
+            raise NotImplementedError
+
+        @classmethod
+        def unavailable_reason(cls, devices):
+            return None
+
+        def close(self):
+            calls.append("closed")
+
+    devices = [torch.device("cpu")] * 3
+    strategy = make_strategy(3, backend=Slow(devices))
+    plain = nn.Linear(2, 2)
+    model = strategy.mirror(copy.deepcopy(plain))
+    for m in (plain, model):
+        m(torch.ones(7, 2) * torch.arange(7.0)[:, None]).square().mean().backward()
+    assert_same(model.weight.grad, plain.weight.grad)
+    assert 3 in calls
+
+
+def test_the_error_tree():
+    tree = {
+        "DeviceError": ValueError,
+        "BackendError": RuntimeError,
+        "StrategyError": RuntimeError,
+        "StructureError": ValueError,
+        "BatchError": ValueError,
+        "ShapeError": ValueError,
+        "DivergenceError": RuntimeError,
+        "CollectiveTimeoutError": TimeoutError,
+        "ReplicaMismatchError": RuntimeError,
+    }
+    for name, base in tree.items():
+        error = getattr(mirror, name)
+        assert issubclass(error, mirror.MirrorError)
+        assert issubclass(error, base)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_equals_one_device(way):
+    case = CASES["clipped-norm-adamw"]
+    plain, model, _ = prepared(case)
+    with mirror.OneDeviceStrategy("cpu") as strategy:
+        strategy.mirror(model)
+        batches = make_batches(case, [3, 1])
+        compare(case, way, strategy, model, case.optimizer(model), plain, batches)
+
+
+def test_model_input_and_results_are_on_its_device():
+    with mirror.OneDeviceStrategy(torch.device("cpu"), guards=mirror.Guards()) as strategy:
+        assert strategy.num_replicas_in_sync == 1
+        assert strategy.devices == (torch.device("cpu"),)
+        assert values(strategy, strategy.run(here)) == [0.0]
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+        (batch,) = strategy.distribute_dataset([torch.ones(4, 2)])
+        result = strategy.reduce("sum", strategy.run(model, args=(batch,)), axis=0)
+        assert {t.device for t in (*model.parameters(), result)} == {torch.device("cpu")}
+        assert repr(strategy).startswith("OneDeviceStrategy([cpu]")
+
+
+@pytest.mark.parametrize("device", [["cpu", "cpu"], None, "cuda:77", 77, "meta", nn.Linear(1, 1)])
+def test_what_is_not_one_device_is_refused(device):
+    with pytest.raises(mirror.DeviceError):
+        mirror.OneDeviceStrategy(device)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from tests.ones import mirrored_layer, ones_layer
 from tests.oracle import assert_same, in_run
 from tests.strategy.programs import here
+from tests.toy_models import mirrored_layer, ones_layer
 
 
 def test_inside_run_every_observer_sees_the_reduced_gradient(make_strategy):

@@ -184,13 +184,13 @@ def test_a_dataset_from_a_function_resumes_also_with_another_number_of_replicas(
 # Life and end
 
 
-def test_closing_the_strategy_ends_its_readers(begun):
+def test_closing_the_strategy_ends_its_readers(leaks):
     strategy = mirror.MirroredStrategy(["cpu"] * 2)
     dataset = strategy.distribute_dataset([torch.ones(2)] * 9)
     iterators = [iter(dataset), iter(dataset), iter(strategy.distribute_dataset(iter([])))]
     next(iterators[0])
     strategy.close()
-    assert begun.threads("mirror input") == []
+    assert leaks.threads("mirror input") == []
     for iterator in iterators:
         with pytest.raises(mirror.StrategyError, match="closed"):
             next(iterator)
@@ -229,14 +229,14 @@ def test_a_consumer_that_waits_is_told_when_the_strategy_closes():
     assert len(found) == 1
 
 
-def test_a_dataset_that_is_dropped_is_gone_with_its_thread(make_strategy, begun):
+def test_a_dataset_that_is_dropped_is_gone_with_its_thread(make_strategy, leaks):
     strategy = make_strategy(2)
     iterator = iter(strategy.distribute_dataset([torch.ones(2)] * 9))
     next(iterator)
-    assert len(begun.threads("mirror input")) == 1
+    assert len(leaks.threads("mirror input")) == 1
     del iterator
     gc.collect()
-    assert begun.threads("mirror input") == []
+    assert leaks.threads("mirror input") == []
     assert len(strategy._datasets) == 0
 
 

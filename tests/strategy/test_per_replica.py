@@ -1,4 +1,4 @@
-"""What a PerReplica is, and is not."""
+"""PerReplica values, and how they are reduced."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import mirror
 from mirror.values import ABSENT
-from tests.strategy.programs import ids
+from tests.oracle import assert_same
+from tests.strategy.programs import Box, Pair, here, ids, values
 
 
 @pytest.mark.parametrize(
@@ -141,3 +142,250 @@ def test_gradients_flow_through_copies_and_casts(make_strategy):
     outputs = strategy.run(lambda: model(torch.ones(1, 1)))
     strategy.reduce("mean", outputs.clone().double().to("cpu"), axis=0).backward()
     assert model.weight.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("op", ["sum", "SUM", "Sum", "mean", "MEAN", "max", "min", "prod"])
+def test_reduce_across_replicas_is_elementwise(op, make_strategy):
+    strategy = make_strategy(3)
+    value = strategy.run(lambda: torch.tensor([1.0, 2.0]) * (here() + 1))
+    rows = torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]])
+    expected = {
+        "sum": rows.sum(0),
+        "mean": rows.mean(0),
+        "max": rows.amax(0),
+        "min": rows.amin(0),
+        "prod": rows.prod(0),
+    }[op.lower()]
+    assert torch.equal(strategy.reduce(op, value), expected)
+    assert torch.equal(strategy.reduce(op, value, axis=None), expected)
+
+
+def test_reduce_takes_the_enum(make_strategy):
+    strategy = make_strategy(3)
+    assert strategy.reduce(mirror.ReduceOp.SUM, ids(strategy)).item() == 3.0
+    assert strategy.reduce(mirror.ReduceOp.MEAN, ids(strategy)).item() == 1.0
+
+
+@pytest.mark.parametrize("op", ["average", "xor"])
+def test_an_unknown_op_is_a_value_error(op, make_strategy):
+    strategy = make_strategy(2)
+    with pytest.raises(ValueError, match=op):
+        strategy.reduce(op, ids(strategy))
+    with pytest.raises(ValueError, match=op):
+        strategy.run(lambda: mirror.get_replica_context().all_reduce(op, torch.ones(1)))
+
+
+def test_reduce_keeps_structures(make_strategy):
+    strategy = make_strategy(2)
+
+    def fn():
+        x = torch.tensor(1.0 + here())
+        return {"a": (x, [x * 10]), "p": Pair(x, x), "b": Box(x, x)}
+
+    result = strategy.reduce("sum", strategy.run(fn))
+    assert_same(result["a"], (torch.tensor(3.0), [torch.tensor(30.0)]))
+    assert type(result["p"]) is Pair
+    assert type(result["b"]) is Box
+    assert result["b"].value.item() == 3.0
+
+
+def test_mean_of_results_is_weighted_by_the_examples(make_strategy):
+    strategy = make_strategy(3)
+    x = torch.arange(10.0)
+    (batch,) = strategy.distribute_dataset([x])
+    result = strategy.run(lambda part: part.mean(), args=(batch,))
+    assert [len(p) for p in batch.values] == [4, 3, 3]
+    assert strategy.reduce("mean", result).item() == pytest.approx(4.5)
+    nested = strategy.run(lambda part: {"loss": part.mean()}, args=(batch,))
+    assert strategy.reduce("mean", nested)["loss"].item() == pytest.approx(4.5)
+
+
+def test_mean_of_values_made_by_hand_is_the_plain_mean(make_strategy):
+    strategy = make_strategy(3)
+    value = mirror.PerReplica([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)])
+    assert strategy.reduce("mean", value).item() == 3.0
+
+
+def test_mean_is_weighted_by_the_weight_that_the_replica_set(make_strategy):
+    strategy = make_strategy(2)
+
+    def fn():
+        mirror.get_replica_context().weight = 1.0 + 2 * here()
+        return torch.tensor(float(here()))
+
+    assert strategy.reduce("mean", strategy.run(fn)).item() == pytest.approx(0.75)
+    assert strategy.reduce("mean", ids(strategy)).item() == 0.5  # and is forgotten
+
+
+def test_mean_over_an_axis_divides_by_the_number_of_elements(make_strategy):
+    strategy = make_strategy(3)
+    lengths = (4, 2, 1)
+    value = strategy.run(lambda: torch.full((lengths[here()], 2), 1.0 + here()))
+    expected = torch.cat([torch.full((n, 2), 1.0 + r) for r, n in enumerate(lengths)])
+    assert_same(strategy.reduce("mean", value, axis=0), expected.mean(0))
+    assert_same(strategy.reduce("sum", value, axis=0), expected.sum(0))
+    assert_same(strategy.reduce("max", value, axis=0), expected.amax(0))
+    assert_same(strategy.reduce("min", value, axis=0), expected.amin(0))
+
+
+def test_reduce_over_another_axis(make_strategy):
+    strategy = make_strategy(2)
+    value = strategy.run(lambda: torch.arange(6.0).view(2, 3) * (here() + 1))
+    rows = torch.arange(6.0).view(2, 3)
+    whole = torch.cat([rows, rows * 2], dim=1)
+    for axis in (1, -1):
+        assert_same(strategy.reduce("mean", value, axis=axis), whole.mean(1))
+        assert_same(strategy.reduce("sum", value, axis=axis), whole.sum(1))
+
+
+def test_shapes_must_agree_without_an_axis(make_strategy):
+    strategy = make_strategy(2)
+    value = strategy.run(lambda: torch.ones(2 + here()))
+    with pytest.raises(ValueError, match="shape"):
+        strategy.reduce("sum", value)
+
+
+def test_reduce_of_numbers(make_strategy):
+    strategy = make_strategy(3)
+    result = strategy.reduce("sum", strategy.run(lambda: here() + 1))
+    assert float(result) == 6.0
+    assert float(strategy.reduce("mean", strategy.run(lambda: here() + 1.0))) == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_reduce_of_integers_is_exact(dtype, make_strategy):
+    strategy = make_strategy(3)
+    value = strategy.run(lambda: torch.tensor([2**24 + 1, here()], dtype=dtype))
+    result = strategy.reduce("sum", value)
+    assert result.dtype == dtype
+    assert result.tolist() == [3 * (2**24 + 1), 3]
+
+
+def test_reduce_is_differentiable(make_strategy):
+    strategy = make_strategy(3)
+    leaves = [torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(3)]
+    value = mirror.PerReplica([leaf * (i + 1) for i, leaf in enumerate(leaves)])
+    (strategy.reduce("sum", value) * torch.tensor([1.0, 10.0])).sum().backward()
+    for i, leaf in enumerate(leaves):
+        assert_same(leaf.grad, torch.tensor([1.0, 10.0]) * (i + 1))
+    value = mirror.PerReplica([leaf.detach().requires_grad_() for leaf in leaves])
+    strategy.reduce("mean", value, axis=0).backward()
+    assert_same(value.values[1].grad, torch.full((2,), 1 / 6))
+
+
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+def test_max_min_and_prod_are_not_differentiable(op, make_strategy):
+    strategy = make_strategy(2)
+    x = torch.tensor(3.0, requires_grad=True)
+    result = strategy.reduce(op, mirror.PerReplica([x * 1, x * 2]))
+    assert result.item() == {"max": 6.0, "min": 3.0, "prod": 18.0}[op]
+    with pytest.raises(RuntimeError):
+        result.backward()
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_gather_concatenates_in_replica_order(axis, make_strategy):
+    strategy = make_strategy(3)
+
+    def make(r):
+        shape = [2, 2]
+        shape[axis] = r + 1
+        return torch.full(shape, float(r))
+
+    value = strategy.run(lambda: make(here()))
+    expected = torch.cat([make(r) for r in range(3)], dim=axis)
+    assert torch.equal(strategy.gather(value, axis=axis), expected)
+
+
+def test_gather_refuses_scalars_and_shapes_that_do_not_fit(make_strategy):
+    strategy = make_strategy(2)
+    with pytest.raises(ValueError, match=r"0-d|scalar|dimension"):
+        strategy.gather(ids(strategy))
+    value = strategy.run(lambda: torch.ones(2, 3 + here()))
+    with pytest.raises(ValueError, match=r"3.*4"):
+        strategy.gather(value)
+    assert strategy.gather(value, axis=1).shape == (2, 7)
+
+
+def test_gather_is_differentiable(make_strategy):
+    strategy = make_strategy(2)
+    leaves = [torch.ones(n, requires_grad=True) for n in (2, 1)]
+    value = mirror.PerReplica([leaf * 2 for leaf in leaves])
+    (strategy.gather(value) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert leaves[0].grad.tolist() == [2.0, 4.0]
+    assert leaves[1].grad.tolist() == [6.0]
+
+
+def test_local_results(make_strategy):
+    strategy = make_strategy(2)
+    assert strategy.local_results(mirror.PerReplica([5, 6])) == (5, 6)
+    assert strategy.local_results(7) == (7,)
+    assert strategy.local_results("text") == ("text",)
+    result = strategy.run(lambda: {"a": here(), "p": Pair(here(), "s")})
+    assert strategy.local_results(result) == (
+        {"a": 0, "p": Pair(0, "s")},
+        {"a": 1, "p": Pair(1, "s")},
+    )
+
+
+def test_distribute_values_from_function(make_strategy):
+    strategy = make_strategy(3)
+    seen = []
+
+    def make(context):
+        assert context.num_replicas_in_sync == 3
+        seen.append(context.replica_id_in_sync_group)
+        return torch.tensor(10.0 * context.replica_id_in_sync_group)
+
+    value = strategy.distribute_values_from_function(make)
+    assert seen == [0, 1, 2]
+    assert isinstance(value, mirror.PerReplica)
+    assert values(strategy, strategy.run(lambda x: x + 1, args=(value,))) == [1.0, 11.0, 21.0]
+    nested = strategy.distribute_values_from_function(
+        lambda context: {"id": context.replica_id_in_sync_group}
+    )
+    assert values(strategy, strategy.run(lambda x: x["id"], args=(nested,))) == [0, 1, 2]
+
+
+# Runs, merges and contexts
+
+
+@pytest.mark.parametrize("other", [(1.0,), [1.0], {"x": 1.0}])
+@pytest.mark.parametrize("leaf", [torch.ones(2), 1.0, "a"])
+def test_a_leaf_beside_a_structure_is_an_error(make_strategy, leaf, other):
+    # Where the first replica's part was a leaf, the others' structures passed for leaves.
+    strategy = make_strategy(2)
+
+    def mixed():
+        return leaf if mirror.get_replica_context().replica_id_in_sync_group == 0 else other
+
+    with pytest.raises(mirror.StructureError, match="there; return the same structure"):
+        strategy.run(mixed)
+    with pytest.raises(mirror.StructureError, match=f"a {type(other).__name__} there"):
+        strategy.distribute_values_from_function(
+            lambda context: (leaf, other)[context.replica_id_in_sync_group]
+        )
+    batches = strategy.distribute_dataset_from_function(lambda context: [[leaf], [other]])
+    with pytest.raises(mirror.BatchError, match="must have one structure"):
+        list(batches)
+
+
+def test_a_list_per_example_of_an_uneven_batch_is_pointed_to_the_batch(make_strategy):
+    # Names of files returned by an evaluation step: right in all batches but the last.
+    strategy = make_strategy(2)
+    names = mirror.PerReplica((["a", "b"], ["c"]))
+    with pytest.raises(mirror.StructureError, match=r"strategy.local_results\(batch\)$"):
+        strategy.run(lambda batch: batch, args=(names,))
+    assert strategy.local_results(names) == (["a", "b"], ["c"])
+
+
+# Values
+
+
+def test_reduce_of_nothing_says_so(make_strategy):
+    # "reduce() of empty iterable with no initial value" came from the standard library.
+    strategy = make_strategy(2)
+    with pytest.raises(ValueError, match="without parts"):
+        strategy.reduce("max", mirror.PerReplica([]))
+    with pytest.raises(ValueError, match="no elements"):
+        strategy.reduce("max", strategy.run(lambda: torch.zeros(0)), axis=0)

@@ -10,9 +10,9 @@ from torch import nn
 
 import mirror
 from mirror.execution.run_state import shares_of
-from tests.ones import ONES, mirrored_layer, ones_layer
 from tests.oracle import assert_same, in_run
 from tests.strategy.programs import Box, Pair, here, ids, values
+from tests.toy_models import ONES, mirrored_layer, ones_layer
 
 
 @pytest.mark.parametrize(

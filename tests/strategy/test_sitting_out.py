@@ -1,14 +1,16 @@
-"""Replicas without examples sit a step out, and are brought along."""
+"""Replicas without examples: they sit a step out, and get what merge_call changes."""
 
 import copy
+import time
 
 import pytest
 import torch
 from torch import nn
 
 import mirror
-from tests.oracle import assert_same, finishes
+from tests.oracle import assert_same, finishes, in_run
 from tests.strategy.programs import here, values
+from tests.toy_models import mirrored_layer, sgd
 
 
 def counted(strategy, size):
@@ -89,7 +91,7 @@ def test_idle_replicas_keep_equal_variables_and_optimizer_state(size, where, mak
         assert_same(parameters, [p.detach() for p in plain.parameters()])
 
 
-def test_replica_zero_sits_out_after_all_have_run(begun):
+def test_replica_zero_sits_out_after_all_have_run(leaks):
     # The first one that takes part ran in the caller's thread, and waited there at the gate where
     # the thread it had from the run before waited, too: one of the two was woken.
     parts = [mirror.values.ABSENT, torch.ones(1), torch.ones(1)]
@@ -105,7 +107,60 @@ def test_replica_zero_sits_out_after_all_have_run(begun):
                 strategy.run(step, args=(mirror.PerReplica([torch.ones(1)] * 3),))
                 result = strategy.run(step, args=(mirror.PerReplica(parts),))
                 assert strategy.local_results(result) == (8, 8)
-            assert len(begun.threads()) == 2
+            assert len(leaks.threads()) == 2
 
     _, error, _ = finishes(use)
     assert error is None
+
+
+def test_merge_call_brings_idle_replicas_along(make_strategy):
+    # A replica without a part of the batch kept the weights from before the others' step.
+    strategy = make_strategy(3)
+    layer = mirrored_layer(strategy)
+    optimizer = sgd(layer, lr=2.0)
+
+    def evaluate(strategy):
+        return layer(torch.ones(3, 1)).detach().flatten().tolist()
+
+    def step(batch):
+        layer(batch).mean().backward()
+        optimizer.step()
+        return mirror.get_replica_context().merge_call(evaluate)
+
+    outputs = in_run(strategy, step, torch.ones(2, 1))
+    assert strategy.local_results(outputs)[0] == [-1.0, -1.0, -1.0]
+    strategy.check_replicas()
+
+
+def test_merge_call_that_raises_leaves_replicas_alike(make_strategy):
+    # What the function wrote before it raised reached the first replica only.
+    strategy = make_strategy(2)
+    layer = mirrored_layer(strategy)
+
+    @torch.no_grad()
+    def write_and_fail(strategy):
+        layer.weight.add_(1)
+        raise ValueError("after writing")
+
+    def step():
+        with pytest.raises(ValueError, match="after writing"):
+            mirror.get_replica_context().merge_call(write_and_fail)
+        return layer(torch.ones(1, 1)).item()
+
+    assert strategy.local_results(strategy.run(step)) == (2.0, 2.0)
+    strategy.check_replicas()
+
+
+def test_merge_call_may_take_longer_than_the_timeout_while_its_runs_move(make_strategy):
+    # An evaluation in merge_call was cut off: the outer run saw none of its inner runs move.
+    options = mirror.CommunicationOptions(timeout_seconds=0.75)
+    strategy = make_strategy(2, communication_options=options)
+
+    def evaluate(strategy):
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            strategy.run(lambda: None)
+        return 1
+
+    results = strategy.run(lambda: mirror.get_replica_context().merge_call(evaluate))
+    assert strategy.local_results(results) == (1, 1)

@@ -1,15 +1,15 @@
-"""Three replicas under either schedule."""
+"""Three replicas under each schedule."""
 
 import pytest
 
 from tests.threads.meeting import N
 
 
-@pytest.fixture(params=["lockstep", "staggered"])
+@pytest.fixture(params=["lockstep", "staggered", "parallel"])
 def strategy(request, make_strategy):
     return make_strategy(N, schedule=request.param)
 
 
 @pytest.fixture(autouse=True)
-def in_all_tests_threads_switch_often(threads_switch_often):
+def switch_threads_often(threads_switch_often):
     """Finds races of a few instructions."""

@@ -1,4 +1,4 @@
-"""What test_interrupts.py runs in a process of its own: Ctrl-C, wherever the main thread stands.
+"""The program of test_between_runs.py: Ctrl-C at any point of the main thread.
 
 Prints a line per case: its name, what ``run`` raised, whether the strategy goes on as before, and
 whether its threads end with it.

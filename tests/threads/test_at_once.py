@@ -109,7 +109,7 @@ def test_many_short_runs_at_once_all_end(make_strategy, eager):
     assert error is None
 
 
-def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(make_strategy, begun):
+def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(make_strategy, leaks):
     strategy = make_strategy(N)
     number = contextvars.ContextVar("number", default=-1)
     ran_in = []
@@ -125,7 +125,7 @@ def test_replicas_that_never_meet_need_no_threads_and_keep_their_state_apart(mak
         strategy.run(fn)
     assert ran_in == [threading.current_thread()] * 3 * N
     assert torch.is_grad_enabled()
-    assert begun.threads("mirror replica") == []
+    assert leaks.threads("mirror replica") == []
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be moved here")

@@ -1,13 +1,15 @@
-"""What a replica's thread reads between two runs belongs to neither of them."""
+"""Replica threads keep nothing between runs; Ctrl-C ends only the run that it interrupts."""
 
 import random
 import threading
+from pathlib import Path
 
 import pytest
 
 from mirror.threads.lockstep import Lockstep
 from mirror.threads.merge_point import MergePoint
 from tests.oracle import finishes
+from tests.threads.interrupts import CASES
 
 
 @pytest.fixture
@@ -110,3 +112,25 @@ def test_threads_that_others_ask_for_are_those_of_one_moment(lockstep):
     is_over.set()
     watchdog.join()
     assert errors == []
+
+
+@pytest.fixture(scope="module")
+def interrupted(script_pool):
+    """Gives ``interrupted(schedule)``: what interrupts.py says of every case."""
+    known = {}
+
+    def run(schedule):
+        if schedule not in known:
+            done = script_pool.run(Path(__file__).with_name("interrupts.py").read_text(), schedule)
+            assert done.returncode == 0, done.stderr
+            lines = (line.split(maxsplit=1) for line in done.stdout.splitlines())
+            known[schedule] = dict(lines)
+        return known[schedule]
+
+    return run
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_an_interrupt_ends_the_run_and_nothing_else(interrupted, schedule, case):
+    assert interrupted(schedule)[case] == "KeyboardInterrupt True ends"

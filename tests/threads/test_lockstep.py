@@ -17,13 +17,13 @@ from tests.oracle import assert_same, finishes, in_run
 from tests.threads.meeting import N, me, meet
 
 
-def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, begun):
+def test_under_lockstep_the_first_replica_needs_no_thread(make_strategy, leaks):
     strategy = make_strategy(N)
     for _ in range(3):
         threads = strategy.run(lambda: (meet(), threading.current_thread())[1]).values
         assert threads[0] is threading.current_thread()
         assert len(set(threads)) == N
-    assert len(begun.threads("mirror replica")) == N - 1
+    assert len(leaks.threads("mirror replica")) == N - 1
 
 
 def test_staggered_simulated_devices_whose_turns_are_short_take_them(make_strategy, monkeypatch):
@@ -241,7 +241,7 @@ def loosely(name, met):
     return replica.run.merge(replica.replica_id, point)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_at_a_loose_point_those_meet_who_come(schedule, is_eager, make_strategy, request):
     if is_eager:

@@ -134,12 +134,12 @@ def test_a_call_that_has_returned_is_kept_by_nobody(monkeypatch):
         assert reference() is None
 
 
-def test_one_thread_that_ends_when_nothing_is_called(monkeypatch, begun):
+def test_one_thread_that_ends_when_nothing_is_called(monkeypatch, leaks):
     for _ in range(2):  # it begins again
         monkeypatch.setattr(watchdog, "IDLE_SECONDS", 20)  # longer than these calls take
         for _ in range(3):
             call(lambda: 3, seconds=60, break_off=bool)
-        (thread,) = begun.threads("mirror watchdog")
+        (thread,) = leaks.threads("mirror watchdog")
         assert thread.daemon
         monkeypatch.setattr(watchdog, "IDLE_SECONDS", 0.02)
         call(lambda: 3, seconds=1, break_off=bool)  # it looks anew

@@ -96,8 +96,8 @@ def test_a_device_that_does_not_exist_is_an_error():
         run_demo(DemoOptions(devices=("cuda:99",)))
 
 
-def test_a_bad_data_directory_is_one_line_and_exit_code_1(forks, tmp_path):
-    done = forks.run(PROGRAM, "demo", "--data", tmp_path)
+def test_a_bad_data_directory_is_one_line_and_exit_code_1(script_pool, tmp_path):
+    done = script_pool.run(PROGRAM, "demo", "--data", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"mirror: \S+ does not exist; pass a directory .*\n", done.stderr)
 
@@ -125,9 +125,9 @@ sys.stdout = Output(sys.stdout)
 
 
 @pytest.mark.parametrize("run", ["mirror:", "plain PyTorch:"])
-def test_ctrl_c_ends_it_with_one_line_and_exit_code_130(forks, run):
+def test_ctrl_c_ends_it_with_one_line_and_exit_code_130(script_pool, run):
     program = INTERRUPTED.format(after=run) + PROGRAM
-    done = forks.run(
+    done = script_pool.run(
         program, "demo", "--replicas", 2, "--epochs", 3, "--batch-size", 8, timeout=600
     )
     assert run in done.stdout

@@ -184,8 +184,8 @@ def test_models_that_are_not_mirrored_compile_as_without_mirror(make_strategy):
     assert backend.replicas == [None] * 2
 
 
-def test_methods_of_torch_are_wrapped_at_first_use_and_once(forks, make_strategy):
-    imported = forks.run("import torch, mirror; print(torch.nn.Module.compile.__module__)")
+def test_methods_of_torch_are_wrapped_at_first_use_and_once(script_pool, make_strategy):
+    imported = script_pool.run("import torch, mirror; print(torch.nn.Module.compile.__module__)")
     assert imported.stdout.strip() == "torch.nn.modules.module"
     for _ in range(2):
         make_strategy(2).mirror(Net())

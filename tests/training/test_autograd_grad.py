@@ -1,12 +1,14 @@
-"""torch.autograd.grad and double backward in training scripts."""
+"""torch.autograd.grad, double backward, activation checkpointing, and GANs."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
 import mirror
-from tests.training.programs import SIZES, Net, adam, cross_entropy, features, sgd
+from tests.oracle import assert_same
+from tests.training.programs import SIZES, Net, Place, adam, cross_entropy, features, sgd
 
 
 def test_autograd_grad_inside_run_gives_the_replicas_own_gradient(same_run):
@@ -117,3 +119,159 @@ def test_gradients_of_the_input_flow(same_loop):
         return seen
 
     same_loop(script)
+
+
+class Recomputing(Net):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=self.reentrant)
+        inner = torch.utils.checkpoint.checkpoint(
+            lambda x: torch.tanh(x) + self.first.bias, x, use_reentrant=self.reentrant
+        )
+        return self.head(inner)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_inside_forward(reentrant, same):
+    def script(place):
+        model = place.put(Recomputing(reentrant))
+        optimizer = sgd(model)
+        data = [(x.requires_grad_(), y) for x, y in features()]
+        return place.train(model, optimizer, data=lambda sizes: data), model, optimizer
+
+    same(script)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_around_the_call(reentrant, same):
+    def script(place):
+        model = place.put(Net())
+        optimizer = sgd(model)
+
+        def loss(model, x, y):
+            x = x.clone().requires_grad_()  # reentrant checkpoints need an input that does
+            out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+            return F.cross_entropy(out, y)
+
+        return place.train(model, optimizer, loss), model, optimizer
+
+    same(script)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_segments_of_a_sequential(reentrant, same):
+    def script(place):
+        layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+        model = place.put(nn.Sequential(*layers))
+        optimizer = sgd(model)
+
+        def loss(model, x, y):
+            x = x.clone().requires_grad_()
+            out = torch.utils.checkpoint.checkpoint_sequential(
+                model, 2, x, use_reentrant=reentrant
+            )
+            return F.cross_entropy(out, y)
+
+        return place.train(model, optimizer, loss), model, optimizer
+
+    same(script)
+
+
+@pytest.mark.filterwarnings("ignore:the loss of this backward pass")  # a sum
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("in_run", [False, True])
+def test_recomputed_dropout_masks_are_those_of_forward(in_run, reentrant, make_strategy):
+    """out = w * kept, so the gradient of its sum by w is the sum of out over w."""
+
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(50, 50, bias=False), nn.Dropout(0.5))
+            self.inner[0].weight.data = 2 * torch.eye(50)
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    place = Place(make_strategy(3), in_run)
+    model = place.put(Drops())
+    weight = model.inner[0].weight
+
+    def step(x):
+        out = model(x.requires_grad_())
+        out.sum().backward()
+        return out.detach().sum(0)
+
+    x = torch.rand(20, 50)
+    if in_run:
+        (parts,) = place.strategy.distribute_dataset([(x,)])
+        sums = place.strategy.run(step, args=parts).values
+        shares = (7, 7, 6)
+        total = sum(s * (n / 20) for s, n in zip(sums, shares, strict=True))
+    else:
+        total = step(x)
+    assert_same(weight.grad.diagonal(), total / 2)
+
+
+@pytest.mark.parametrize("detach", [True, False], ids=["detached", "through both"])
+def test_a_gan_with_two_models_and_two_optimizers(detach, same):
+    def script(place):
+        generator = place.put(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)))
+        critic = place.put(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+        of_generator = torch.optim.Adam(generator.parameters(), lr=0.02, betas=(0.5, 0.9))
+        of_critic = torch.optim.Adam(critic.parameters(), lr=0.02, betas=(0.5, 0.9))
+
+        def bce(logits, target):
+            return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
+
+        def step(real, noise):
+            fake = generator(noise)
+            of_critic.zero_grad()
+            judged = critic(fake.detach() if detach else fake)
+            critic_loss = bce(critic(real), 1.0) + bce(judged, 0.0)
+            critic_loss.backward(retain_graph=not detach)
+            of_critic.step()
+            # Without detach the critic's loss has filled the generator's gradients, too.
+            of_generator.zero_grad()
+            generator_loss = bce(critic(generator(noise)), 1.0)
+            generator_loss.backward()
+            of_generator.step()
+            return {"critic": critic_loss.detach(), "generator": generator_loss.detach()}
+
+        losses = [place.step(step, torch.randn(n, 6), torch.randn(n, 4)) for n in SIZES]
+        return losses, generator, critic, of_generator, of_critic
+
+    same(script)
+
+
+def test_a_gan_whose_critic_is_frozen_while_the_generator_learns(same):
+    def script(place):
+        generator, critic = place.put(nn.Linear(4, 6)), place.put(Net(classes=1))
+        optimizers = adam(generator), adam(critic)
+
+        def critic_step(real, noise):
+            with torch.no_grad():
+                fake = generator(noise)
+            optimizers[1].zero_grad()
+            (critic(fake).mean() - critic(real).mean()).backward()
+            optimizers[1].step()
+            with torch.no_grad():
+                for p in critic.parameters():
+                    p.clamp_(-0.1, 0.1)
+
+        def generator_step(real, noise):
+            optimizers[0].zero_grad()
+            (-critic(generator(noise)).mean()).backward()
+            optimizers[0].step()
+
+        for n in SIZES:
+            batch = torch.randn(n, 6), torch.randn(n, 4)
+            critic.requires_grad_(True)
+            place.step(critic_step, *batch)
+            critic.requires_grad_(False)
+            place.step(generator_step, *batch)
+        return generator, critic, *optimizers
+
+    same(script)

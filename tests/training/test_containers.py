@@ -1,12 +1,14 @@
-"""Sparse and complex parameters, lists and dicts of them, packed sequences."""
+"""Sparse and complex parameters, containers of parameters, plain tensors, parametrized layers."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
-from tests.training.programs import SIZES, adam, cross_entropy, sgd
+import mirror
+from tests.training.programs import SIZES, Net, Place, adam, cross_entropy, sgd
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -124,5 +126,216 @@ def test_packed_sequences_inside_forward(same):
             return F.cross_entropy(model(tokens, lengths), y)
 
         return place.train(model, optimizer, loss, data=data), model, optimizer
+
+    same(script)
+
+
+def test_a_constant_tensor_kept_as_attribute(same):
+    class Scaled(Net):
+        def __init__(self):
+            super().__init__()
+            self.mean = torch.arange(6.0)
+            self.stats = [torch.full((6,), 2.0)]
+
+        def forward(self, x):
+            return super().forward((x - self.mean) / self.stats[0])
+
+    def script(place):
+        model = place.put(Scaled())
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        model.mean = torch.ones(6)
+        model.stats[0].fill_(3.0)
+        return losses, place.train(model, optimizer), model, optimizer
+
+    same(script)
+
+
+class Counts(Net):
+    """Counts its calls, as schedules inside layers do, in a tensor that is no buffer."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        if self.training:
+            if self.in_place:
+                self.calls += 1
+            else:
+                self.calls = self.calls + 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_tensor_attribute_updated_in_forward_is_each_replicas_own(in_place, same):
+    def script(place):
+        model = place.put(Counts(in_place))
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        return losses, float(model.calls), model, optimizer
+
+    same(script)
+
+
+def test_a_buffer_updated_in_forward(same):
+    class CountsInBuffer(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+            self.register_buffer("scale", torch.ones(()), persistent=False)
+
+        def forward(self, x):
+            if self.training:
+                self.calls += 1
+                self.scale = self.scale * 1.1
+            return super().forward(x) * self.scale + self.calls
+
+    def script(place):
+        model = place.put(CountsInBuffer())
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        with torch.no_grad():
+            out = model.eval()(torch.ones(5, 6))
+        return losses, out, model.scale, model, optimizer
+
+    same(script)
+
+
+def test_a_parameter_outside_any_module_learns_in_an_unchanged_loop(same_loop):
+    def script(place):
+        model = place.put(Net())
+        temperature = nn.Parameter(torch.tensor(1.5))
+        optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1, momentum=0.9)
+
+        def loss(model, x, y):
+            return F.cross_entropy(model(x) * temperature, y)
+
+        return place.train(model, optimizer, loss), temperature, model
+
+    same_loop(script)
+
+
+def test_a_parameter_outside_any_module_is_refused_inside_run(make_strategy):
+    """No replica has a copy of its own: stepping it would use a part of the gradient."""
+    place = Place(make_strategy(2), True)
+    model = place.put(Net())
+    temperature = nn.Parameter(torch.tensor(1.5))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+
+    def loss(model, x, y):
+        return F.cross_entropy(model(x) * temperature, y)
+
+    with pytest.raises(mirror.StrategyError, match="mirror"):
+        place.train(model, optimizer, loss)
+
+
+def test_reading_grad_of_buffers_and_parameters(same):
+    """As gradient loggers and torch's own tracing do."""
+
+    def script(place):
+        model = place.put(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+        return [b.grad for b in model.buffers()], [b.requires_grad for b in model.buffers()]
+
+    same(script)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x):
+        return x.triu() + x.triu(1).T
+
+
+class Gain(nn.Module):
+    """A parametrization that has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.gain
+
+    def right_inverse(self, x):
+        return x / self.gain
+
+
+PARAMETRIZATIONS = {
+    "custom": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
+    "custom with parameter": lambda m: parametrize.register_parametrization(m, "weight", Gain()),
+    "orthogonal": lambda m: nn.utils.parametrizations.orthogonal(m),
+    "weight_norm": lambda m: nn.utils.parametrizations.weight_norm(m),
+    "spectral_norm": lambda m: nn.utils.parametrizations.spectral_norm(m),
+    "old weight_norm": lambda m: nn.utils.weight_norm(m),
+    "old spectral_norm": lambda m: nn.utils.spectral_norm(m),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", PARAMETRIZATIONS)
+def test_parametrized_layers(kind, when, same):
+    def script(place):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        if when == "after":
+            place.put(model)
+        PARAMETRIZATIONS[kind](model[0])
+        if when == "before":
+            place.put(model)
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        with torch.no_grad():
+            model.eval()
+            out = model(torch.ones(5, 6))
+            model.train()
+        losses += place.train(model, optimizer)
+        return losses, out, model, optimizer
+
+    same(script)
+
+
+def test_a_parameter_made_of_a_mirrored_one_is_mirrored(same):
+    def script(place):
+        model = place.put(Net())
+        model.head.weight = nn.Parameter(model.head.weight)
+        model.head.bias = nn.Parameter(model.head.bias, requires_grad=False)
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        return losses, [p.requires_grad for p in model.parameters()], model, optimizer
+
+    same(script)
+
+
+def test_a_parametrization_is_removed_and_cached(same):
+    def script(place):
+        model = place.put(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)))
+        parametrize.register_parametrization(model[0], "weight", Symmetric())
+        optimizer = sgd(model)
+
+        def loss(model, x, y):
+            with parametrize.cached():
+                return F.cross_entropy(model(x) + model(-x), y)
+
+        losses = place.train(model, optimizer, loss)
+        weight = model[0].weight
+        parametrize.remove_parametrizations(model[0], "weight")
+        optimizer = sgd(model)
+        return losses, weight, place.train(model, optimizer), model, optimizer
+
+    same(script)
+
+
+def test_pruned_layers(same):
+    """torch.nn.utils.prune: a mask as buffer, the weight a plain attribute set before forward."""
+
+    def script(place):
+        model = place.put(Net())
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        prune.l1_unstructured(model.first, "weight", 0.5)
+        optimizer = sgd(model)
+        losses += place.train(model, optimizer)
+        prune.remove(model.first, "weight")
+        return losses, model, optimizer, (model.first.weight == 0).sum().item()
 
     same(script)

@@ -1,4 +1,4 @@
-"""Autocast, and models of other dtypes and memory formats."""
+"""Autocast, other dtypes and memory formats, and layers changed between steps."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from tests.training.programs import SIZES, Net, adam, features, sgd
+from tests.training.programs import SIZES, Net, adam, cross_entropy, features, sgd
 
 BF16 = 3e-2
 
@@ -127,5 +127,158 @@ def test_channels_last_after_mirroring(same):
         losses = place.train(model, optimizer, data=lambda sizes: data)
         stays = model[0].weight.is_contiguous(memory_format=torch.channels_last)
         return losses, stays, model, optimizer
+
+    same(script)
+
+
+@pytest.mark.parametrize("how", ["module", "parameter"])
+def test_layers_are_frozen_and_thawed_in_mid_training(how, same):
+    def freeze(model, frozen):
+        if how == "module":
+            model.first.requires_grad_(not frozen)
+        else:
+            for p in model.first.parameters():
+                p.requires_grad = not frozen
+
+    def script(place):
+        model = Net()
+        freeze(model, True)
+        place.put(model)
+        optimizer = sgd(model)
+        losses, flags = [], []
+        for frozen in (True, False, True, False):
+            freeze(model, frozen)
+            losses += place.train(model, optimizer, sizes=(5, 2))
+            flags.append([(p.requires_grad, p.grad is None) for p in model.parameters()])
+        return losses, flags, model, optimizer
+
+    same(script)
+
+
+def test_a_frozen_layer_keeps_its_gradient_until_it_is_cleared(same):
+    """Frozen after backward: the stale gradient still steps, as on one device."""
+
+    def script(place):
+        model = place.put(Net())
+        optimizer = sgd(model)
+
+        def backward(x, y):
+            cross_entropy(model, x, y).backward()
+
+        batches = features()
+        place.step(backward, *batches[0])
+        model.first.requires_grad_(False)
+        place.step(backward, *batches[1])
+        optimizer.step()
+        grads = [p.grad for p in model.parameters()]
+        return model, optimizer, grads
+
+    same(script)
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer with a trained low-rank change."""
+
+    def __init__(self, linear, rank=2):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, linear.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.down.T @ self.up.T
+
+
+def test_parameters_added_later_train(same):
+    def script(place):
+        model = place.put(Net())
+        optimizer = adam(model)
+        losses = place.train(model, optimizer)
+        model.first = LoRA(model.first)
+        optimizer.add_param_group({"params": [model.first.down, model.first.up], "lr": 0.05})
+        losses += place.train(model, optimizer)
+        model.scale = nn.Parameter(torch.ones(3))
+        model.register_parameter("shift", nn.Parameter(torch.zeros(3)))
+        optimizer.add_param_group({"params": [model.scale, model.shift]})
+
+        def scaled(model, x, y):
+            return F.cross_entropy(model(x) * model.scale + model.shift, y)
+
+        losses += place.train(model, optimizer, scaled)
+        with torch.no_grad():  # merged back into an ordinary layer
+            lora = model.first
+            lora.linear.weight += lora.up @ lora.down
+            model.first = lora.linear
+        return losses, place.train(model, optimizer), model, optimizer
+
+    same(script)
+
+
+def test_a_head_is_replaced(same):
+    def script(place):
+        model = place.put(Net(classes=5))
+        losses = place.train(model, sgd(model))
+        model.head = nn.Linear(8, 3)
+        optimizer = sgd(model)
+        losses += place.train(model, optimizer)
+        del model.head.bias
+        model.head.register_parameter("bias", None)
+        optimizer = sgd(model)
+        return losses, place.train(model, optimizer), model, optimizer
+
+    same(script)
+
+
+def test_layers_are_inserted_and_removed(same):
+    def script(place):
+        model = place.put(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)))
+        losses = place.train(model, sgd(model))
+        model.insert(1, nn.Linear(6, 6))
+        losses += place.train(model, sgd(model))
+        del model[0]
+        model[0] = nn.Sequential(model[0], nn.LayerNorm(6))
+        model.append(nn.Linear(3, 3))
+        optimizer = sgd(model)
+        losses += place.train(model, optimizer)
+        short = model[:3]  # a new Sequential over the same layers
+        return losses, place.train(short, sgd(short)), model, optimizer
+
+    same(script)
+
+
+def test_a_parameter_is_replaced_by_a_new_one(same):
+    def script(place):
+        model = place.put(Net())
+        losses = place.train(model, sgd(model))
+        old = model.head.weight
+        model.head.weight = nn.Parameter(old.detach().clone() * 0.5)
+        optimizer = sgd(model)
+        losses += place.train(model, optimizer)
+        return losses, model, optimizer, old
+
+    same(script)
+
+
+def test_weights_are_tied_and_untied_after_mirroring(same):
+    def script(place):
+        model = place.put(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+        model[2].weight = model[0].weight
+        losses = place.train(model, sgd(model))
+        assert model[2].weight is model[0].weight
+        model[2].weight = nn.Parameter(model[0].weight.detach().clone())
+        optimizer = sgd(model)
+        return losses, place.train(model, optimizer), model, optimizer
+
+    same(script)
+
+
+def test_layers_are_initialised_anew_after_mirroring(same):
+    def script(place):
+        model = place.put(Net())
+        model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)
+        nn.init.orthogonal_(model.first.weight)
+        nn.init.constant_(model.head.bias, 0.25)
+        optimizer = sgd(model)
+        return place.train(model, optimizer), model, optimizer
 
     same(script)

@@ -1,15 +1,19 @@
-"""Saving, loading and copying in mid-training."""
+"""Saving, loading, copying and evaluating between steps, and training outside the main thread."""
 
 import copy
 import io
 import pickle
+import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
+from torch import nn
 
 import mirror
-from tests.training.programs import Net, Place, adam, sgd
+from tests.oracle import assert_same, finishes
+from tests.training.programs import Net, Place, adam, features, sgd
 
 
 def _through_file(value, **options):
@@ -89,3 +93,103 @@ def test_a_pickled_model_is_mirrored_again(same):
         return place.train(model, optimizer), model, optimizer
 
     same(script)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps(mode, same):
+    def script(place):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.LayerNorm(6), nn.Linear(6, 3))
+        place.put(model)
+        model[1].p = 0.0
+        optimizer = sgd(model)
+        losses, metrics = [], []
+
+        def evaluate(x, y):
+            with mode():
+                out = model(x)
+                return {
+                    "loss": F.cross_entropy(out, y),
+                    "right": (out.argmax(1) == y).float().mean(),
+                    "grad": torch.tensor(float(out.requires_grad)),
+                }
+
+        for _ in range(3):
+            losses += place.train(model, optimizer, sizes=(7, 1))
+            model[1].p = 0.5
+            model.eval()
+            metrics += [place.step(evaluate, *batch) for batch in features((5, 2, 1))]
+            with mode():
+                metrics += [place.step(evaluate, *batch) for batch in features((5, 2, 1))]
+            model.train()
+            model[1].p = 0.0
+        return losses, metrics, model, optimizer
+
+    same(script)
+
+
+def test_checking_replicas_in_inference_mode_leaves_training_as_it_was(same):
+    def script(place):
+        model = place.put(Net())
+        optimizer = sgd(model)
+        losses = place.train(model, optimizer)
+        if place.strategy is not None:
+            with torch.inference_mode():
+                place.strategy.check_replicas()
+        return losses, place.train(model, optimizer), model, optimizer
+
+    same(script)
+
+
+def test_outputs_of_inference_mode_are_what_one_device_gives(same_loop):
+    def script(place):
+        model = place.put(Net())
+        with torch.inference_mode():
+            out = model(torch.ones(5, 6))
+        return out, out.is_inference(), place.train(model, sgd(model)), model
+
+    same_loop(script)
+
+
+def test_training_outside_the_main_thread(same):
+    def script(place):
+        model = place.put(Net())
+        optimizer = sgd(model)
+        losses, error, _ = finishes(lambda: place.train(model, optimizer))
+        if error is not None:
+            raise error
+        return losses, place.train(model, optimizer), model, optimizer
+
+    same(script)
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+def test_two_strategies_train_in_two_threads(in_run, make_strategy):
+    batches = [features(), features()]
+    models = [Net(), Net()]
+    expected = []
+    for model, data in zip(copy.deepcopy(models), batches, strict=True):
+        losses = Place().train(model, sgd(model), data=lambda sizes, data=data: data)
+        expected.append((losses, model.state_dict()))
+
+    def train(i):
+        place = Place(make_strategy(2), in_run)
+        model = place.put(models[i])
+        losses = place.train(model, sgd(model), data=lambda sizes: batches[i])
+        return losses, model.state_dict()
+
+    outcomes = [None, None]
+    start = threading.Barrier(2)
+
+    def target(i):
+        start.wait()
+        outcomes[i] = finishes(lambda: train(i))
+
+    threads = [threading.Thread(target=target, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for outcome, want in zip(outcomes, expected, strict=True):
+        result, error, _ = outcome
+        assert error is None, error
+        assert_same(result, want)

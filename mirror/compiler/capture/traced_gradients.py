@@ -54,7 +54,7 @@ class TracedGradients:
         self._is_settling = False  # then torch's functions see the slots themselves
 
     def _take_hooks(self, place: StateTensor, leaf: Tensor) -> None:
-        """Has a parameter's hooks called as in any backward pass. See [Note: Gradient hooks]."""
+        """Has a parameter's hooks called as in any backward pass; see ``gradient_hooks.py``."""
         if place.record is not None:
             if place.record.hooks and leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(lambda _: queue_callback(self.settle))
@@ -178,7 +178,7 @@ class TracedGradients:
             "change gradients between backward and the optimizer's step",
         )
 
-    def watch(self, copy: Any) -> None: ...
+    def track(self, copy: Any) -> None: ...
 
     def receive(self, variable: Any, parameter: Tensor) -> None: ...
 

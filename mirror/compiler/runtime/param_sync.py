@@ -107,7 +107,7 @@ class ParamSync:
         """Reduces what waits, as ``no_sync`` leaves it: a step must find it in ``p.grad``."""
         unreduced = self._access.unreduced
         if unreduced.deferred or unreduced.have_arrived():
-            self._access.take_left()
+            self._access.distribute_common()
             unreduced.flush()
 
     def end_step(self) -> None:
@@ -116,7 +116,7 @@ class ParamSync:
 
     def gradients(self, places: Sequence[StateTensor]) -> dict[StateTensor, Tensor]:
         """Returns the gradients that there are."""
-        self._access.take_left()
+        self._access.distribute_common()
         found = {}
         for place in places:
             if place.is_parameter:
@@ -127,7 +127,7 @@ class ParamSync:
 
     def take_gradients(self) -> None:
         """Gives the replicas the gradients that the last compiled step left."""
-        self._access.take_left()
+        self._access.distribute_common()
 
     def stepped(
         self,
@@ -151,4 +151,4 @@ class ParamSync:
                 mirror: Any = vars(optimizer).get("_mirror")
                 if mirror is not None:
                     mirror.states.follow_first()
-        self._access.leave_grads({place.record: grad for place, grad in grads.items()})
+        self._access.set_common({place.record: grad for place, grad in grads.items()})

@@ -24,7 +24,7 @@ from mirror.compiler.step_inputs import InputKind
 from mirror.compiler.torch_internals import Sizes
 from mirror.execution.replicas import Replicas
 from mirror.replica.collectives.collectives import all_reduce_payloads
-from mirror.replica.collectives.over_workers import AllWorkersResult
+from mirror.replica.collectives.over_workers import Participants
 
 
 class StepProgram:
@@ -152,9 +152,9 @@ class StepProgram:
             self._replicas.timeline.end(CROSS, REDUCTION)
         else:
             words = f"all_reduce({meeting.op}) in a compiled step"
-            met = AllWorkersResult(len(payloads), differentiable=False)
+            participants = Participants(len(payloads), differentiable=False)
             reduced, _ = all_reduce_payloads(
-                self._replicas, meeting.op, payloads, met, words, None
+                self._replicas, meeting.op, payloads, participants, words, None
             )
         first = next(iter(own))
         for r, values in {**shared, **own}.items():

@@ -1,27 +1,21 @@
 """The autograd nodes of a collective, for backward passes inside and outside ``run``.
 
 [Note: Gradients of collectives]
-The outputs of a collective are part of one loss that the replicas have in common. Inside ``run``
-each replica starts its own backward pass from its own loss, which counts with its weight w_r, so
-SUM gives replica s the sum over r of (w_r / w_s) g_r; MEAN gives that over n. A backward pass
-outside ``run`` starts from the common loss: plain SUM for SUM, MEAN for MEAN.
+Inside ``run`` each replica starts a backward pass from its own loss with weight w_r. The gradient
+of SUM at replica s is therefore the sum over r of (w_r / w_s) g_r; MEAN divides it by n. A pass
+outside ``run`` starts from one loss: the gradient is the plain sum, or the mean. One graph serves
+both, with two nodes per replica; the backward pass goes from right to left:
 
-The graph is the same for both, two nodes per replica:
+    x_r -> GradReduce_r -> GradSend_r -> y_r
 
-    x_r -> Exchange_r -> Arrival_r -> y_r           (the backward pass goes from right to left)
+Inside ``run``, GradSend merges the replicas and computes the result. Outside, one thread goes
+through all replicas and must not wait: GradSend stores its gradient, and GradReduce needs those of
+all replicas. The engine takes ready nodes by descending sequence number. So GradReduce gets a
+number below every other node's, ascending from collective to collective: when it runs, a GradSend
+that has not run is not part of the pass, and its gradient is zero.
 
-Inside ``run``, Arrival_r merges the replicas and has the result; Exchange_r passes it on. Outside,
-one backward pass goes through all replicas in one thread, where nobody may wait: Arrival_r notes
-its gradient, and Exchange_r, which must know the gradients of all, runs after every Arrival: the
-engine takes ready nodes by descending sequence number, so Exchange_r gets one lower than every
-other node's, and ascending from collective to collective. Then, when an Exchange runs, an Arrival
-that has not run is not part of this backward pass, and its gradient is zero: had it been, it would
-wait for a later collective's Exchange, which would have run first.
-
-Where there are other workers, each makes that pass from its own loss, as a replica does inside
-``run``: the first Exchange of a collective to run has the workers add up, weighted, what the
-replicas of each have noted, and those after it take that. Exchanges run in the same order on all
-workers, as their numbers are alike.
+With several workers, each makes that pass from its own loss. The first GradReduce of a collective
+exchanges the workers' weighted sums. The order of collectives is the same on all workers.
 """
 
 from __future__ import annotations
@@ -39,30 +33,30 @@ from mirror.comm.workers.worker_group import LocalWorkerGroup
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import replica_of
 from mirror.execution.replicas import Replica
-from mirror.replica.autograd_functions import without_replica
-from mirror.replica.collectives.over_workers import AllWorkersResult, weighted_over
+from mirror.replica.autograd_functions import make_common
+from mirror.replica.collectives.over_workers import Participants, weighted_sum_over_workers
 from mirror.replica.collectives.reduce_ops import summed
 
 
 class SequenceNumbers:
-    """Hands out the sequence numbers of exchanges, below those of every other live node."""
+    """The sequence numbers of GradReduce nodes, below those of every other live node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: weakref.WeakSet[CollectiveState] = weakref.WeakSet()
         self._latest = 0
-        self._is_in_use = False  # whether any has entered since there was none
+        self._is_in_use = False  # a state has entered since there was none
 
-    def enter(self, common: CollectiveState) -> int:
-        """Returns a number above those of all collectives whose graphs still live."""
+    def enter(self, state: CollectiveState) -> int:
+        """Returns a number above those of all collectives with live graphs."""
         with self._lock:
             self._latest = self._latest + 1 if len(self._live) else 0
-            self._live.add(common)
+            self._live.add(state)
             self._is_in_use = True
             return self._latest
 
     def advance(self, run: object = None) -> None:
-        """Spends the thread's sequence numbers up to the latest exchange's; often none."""
+        """Advances the thread's sequence number past the latest GradReduce's; often by none."""
         if not self._is_in_use:
             return
         with self._lock:
@@ -81,28 +75,32 @@ order = SequenceNumbers()
 
 
 class CollectiveState:
-    """What all replicas' nodes of one collective share.
+    """The state of one collective that all replicas' nodes share.
 
     Attributes:
-        active: the replicas that take part, of this worker.
-        met: what is known of those of all workers.
-        number: the sequence number of its exchanges.
-        arrived: the gradients noted in a backward pass, by graph task and replica.
+        active: the replicas of this worker that take part.
+        participants: the replicas of all workers that take part.
+        number: the sequence number of its GradReduce nodes.
+        arrived: the gradients that GradSend has stored, by graph task and replica.
     """
 
-    def __init__(self, active: Sequence[int], met: AllWorkersResult) -> None:
+    def __init__(self, active: Sequence[int], participants: Participants) -> None:
         self.active = tuple(active)
-        self.met = met
-        self.number = order.enter(self) if met.differentiable else 0
+        self.participants = participants
+        self.number = order.enter(self) if participants.differentiable else 0
         self.arrived: dict[int, dict[int, tuple[Tensor, ...]]] = {}
         self._adding = threading.Lock()
         self._added: tuple[int, list[Tensor]] | None = None
 
     def totals(self, workers: LocalWorkerGroup, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the sums of the gradients noted in a pass outside ``run``, like ``grads``."""
+        """Returns the sums of the gradients stored in a pass outside ``run``, like ``grads``.
+
+        Raises:
+            StrategyError: the pass has ``create_graph=True``, and there are several workers.
+        """
         task = current_graph_task_id()
-        here = self.arrived[task]
-        columns = [here[r] for r in self.active if r in here]
+        arrived = self.arrived[task]
+        columns = [arrived[r] for r in self.active if r in arrived]
         if not workers.is_multi_process:
             return [
                 summed([column[i] for column in columns], grad.device)
@@ -113,11 +111,14 @@ class CollectiveState:
                 "a backward pass with create_graph=True went through a collective, outside run; "
                 "over several workers it cannot be differentiated again: call it inside run"
             )
-        with self._adding:  # each GPU has a thread in a backward pass
+        with self._adding:  # autograd has a thread for each GPU
             if self._added is None or self._added[0] != task:
                 rows = zip(*columns, strict=True)
                 own = [summed(row, row[0].device) for row in rows]
-                self._added = task, weighted_over(workers, "the gradient of a collective", own)
+                self._added = (
+                    task,
+                    weighted_sum_over_workers(workers, "the gradient of a collective", own),
+                )
             _, totals = self._added
         return [total.to(grad.device) for total, grad in zip(totals, grads, strict=True)]
 
@@ -127,20 +128,20 @@ class CollectiveEnd:
 
     Args:
         exchange: sums gradients over the replicas, weighted, inside ``run``.
-        scale: what the summed gradients are multiplied with (MEAN).
+        scale: the factor of the summed gradients, 1/n for MEAN.
         parts: for a gather, this replica's ``(axis, start, length)`` of each output.
     """
 
     def __init__(
         self,
-        common: CollectiveState,
+        state: CollectiveState,
         replica: Replica,
         exchange: Callable[[Replica, Sequence[Tensor]], Sequence[Tensor]],
         *,
         scale: float = 1.0,
         parts: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
-        self.common = common
+        self.state = state
         self.replicas = replica.replicas
         self.replica_id = replica.replica_id
         self.exchange = exchange
@@ -148,69 +149,73 @@ class CollectiveEnd:
         self.parts = parts
 
     def connect(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the outputs as functions of the inputs; floating tensors only."""
-        if not self.common.met.differentiable or not torch.is_grad_enabled() or not outputs:
+        """Returns the outputs, floating tensors, as functions of the inputs."""
+        if (
+            not self.state.participants.differentiable
+            or not torch.is_grad_enabled()
+            or not outputs
+        ):
             return outputs
         order.advance()
-        # The anchor makes nodes also where no input of this replica requires a gradient: the
-        # others' backward passes wait for this one.
+        # The anchor creates nodes even if no input of this replica requires a gradient: the
+        # backward passes of other replicas wait for this one.
         passed = _exchange(self, list(outputs), _anchor(), *inputs)
-        set_sequence_number(passed[0].grad_fn, self.common.number)
+        set_sequence_number(passed[0].grad_fn, self.state.number)
         arrived: Sequence[Tensor] = _arrival(self, *passed)
         return arrived
 
     def current_replica(self) -> Replica | None:
-        """Returns the replica whose thread this is, ``None`` outside ``run``."""
+        """Returns the replica of this thread; ``None`` outside ``run``."""
         return replica_of(self.replicas)
 
 
-@without_replica
 class GradReduce(torch.autograd.Function):
-    """Outside ``run``: turns all replicas' gradients into this one's."""
+    """Outside ``run``: computes this replica's gradient from those of all replicas."""
 
     @staticmethod
     def forward(
-        ctx: Any, joint: CollectiveEnd, outputs: list[Tensor], anchor: Tensor, *inputs: Tensor
+        ctx: Any, end: CollectiveEnd, outputs: list[Tensor], anchor: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.joint = joint
+        make_common(ctx)
+        ctx.end = end
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        joint: CollectiveEnd = ctx.joint
-        if joint.current_replica() is None:
-            grads = tuple(joint.common.totals(joint.replicas.workers, grads))
-        if joint.scale != 1.0:
-            grads = tuple(grad * joint.scale for grad in grads)
-        if joint.parts is not None:
-            grads = tuple(g.narrow(*part) for g, part in zip(grads, joint.parts, strict=True))
+        end: CollectiveEnd = ctx.end
+        if end.current_replica() is None:
+            grads = tuple(end.state.totals(end.replicas.workers, grads))
+        if end.scale != 1.0:
+            grads = tuple(grad * end.scale for grad in grads)
+        if end.parts is not None:
+            grads = tuple(g.narrow(*part) for g, part in zip(grads, end.parts, strict=True))
         return None, None, None, *grads
 
 
-@without_replica
 class GradSend(torch.autograd.Function):
-    """Inside ``run``: merges the replicas' gradients. Outside: notes this replica's."""
+    """Inside ``run``: merges the replicas' gradients. Outside: stores this replica's."""
 
     @staticmethod
-    def forward(ctx: Any, joint: CollectiveEnd, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.joint = joint
+    def forward(ctx: Any, end: CollectiveEnd, *outputs: Tensor) -> tuple[Tensor, ...]:
+        make_common(ctx)
+        ctx.end = end
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        joint: CollectiveEnd = ctx.joint
-        replica = joint.current_replica()
+        end: CollectiveEnd = ctx.end
+        replica = end.current_replica()
         if replica is not None:
-            return None, *joint.exchange(replica, grads)
-        tasks, task = joint.common.arrived, current_graph_task_id()
-        for earlier in [known for known in tasks if known != task]:
+            return None, *end.exchange(replica, grads)
+        tasks, task = end.state.arrived, current_graph_task_id()
+        for earlier in [other for other in tasks if other != task]:
             del tasks[earlier]
-        tasks.setdefault(task, {})[joint.replica_id] = grads
+        tasks.setdefault(task, {})[end.replica_id] = grads
         return None, *grads
 
 
 class NotDifferentiable(torch.autograd.Function):
-    """Refuses to be differentiated."""
+    """Raises RuntimeError in a backward pass."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, name: str, anchor: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Collectives that a replica's function calls: one merge, one fused reduction, differentiable."""
+"""Implements ``all_reduce`` and ``all_gather`` of a replica context.
+
+Each call is one merge point; there one fused reduction combines the tensors of all replicas, and
+then of all workers. Results are differentiable, see ``autograd_nodes.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,11 @@ from mirror.replica.collectives.autograd_nodes import (
     CollectiveState,
     not_differentiable,
 )
-from mirror.replica.collectives.over_workers import AllWorkersResult, gathered_over, reduced_over
+from mirror.replica.collectives.over_workers import (
+    Participants,
+    gather_over_workers,
+    reduce_over_workers,
+)
 from mirror.replica.collectives.reduce_ops import check_reducible, reduce_op, summed
 from mirror.replica.params.mirrored_tensor import resolve
 from mirror.threads.merge_point import MergePoint
@@ -37,16 +45,16 @@ def all_reduce(replica: Replica, op: Any, value: Any) -> Any:
     name, signature, replicas = f"all_reduce({op})", (structure, shapes), replica.replicas
     detail = _detail(tensors, structure)
 
-    def reduce(payloads: Payloads, met: AllWorkersResult) -> tuple[Payloads, AllWorkersResult]:
+    def reduce(payloads: Payloads, participants: Participants) -> tuple[Payloads, Participants]:
         what = f"{name} of {detail}"
-        return all_reduce_payloads(replicas, op, payloads, met, what, signature)
+        return all_reduce_payloads(replicas, op, payloads, participants, what, signature)
 
-    reduced, common, _ = _merge(replica, name, detail, signature, tensors, reduce)
+    reduced, state, _ = _merge(replica, name, detail, signature, tensors, reduce)
     if op in ("sum", "mean"):
-        scale = 1.0 / common.met.num_replicas if op == "mean" else 1.0
-        joint = CollectiveEnd(common, replica, weighted_sum, scale=scale)
-        reduced = _connected(joint, tensors, reduced)
-    elif common.met.differentiable:
+        scale = 1.0 / state.participants.num_replicas if op == "mean" else 1.0
+        end = CollectiveEnd(state, replica, weighted_sum, scale=scale)
+        reduced = _connect(end, tensors, reduced)
+    elif state.participants.differentiable:
         name = f"all_reduce({op!r})"
         reduced = [not_differentiable(t, name) if _floats(t) else t for t in reduced]
     return rebuild_structure(value, reduced)
@@ -66,7 +74,7 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
     rest = [(t.dtype, t.shape[:a], t.shape[a + 1 :]) for t, a in zip(tensors, axes, strict=True)]
     signature, workers = (structure, axis, tuple(rest)), replica.replicas.workers
 
-    def gather(payloads: Payloads, met: AllWorkersResult) -> tuple[Payloads, AllWorkersResult]:
+    def gather(payloads: Payloads, participants: Participants) -> tuple[Payloads, Participants]:
         gathered = {
             r: [
                 torch.cat([part[i].to(mine[i].device) for part in payloads.values()], a)
@@ -75,32 +83,34 @@ def all_gather(replica: Replica, value: Any, axis: int = 0) -> Any:
             for r, mine in payloads.items()
         }
         if not workers.is_multi_process:
-            return gathered, met
+            return gathered, participants
         own = _first(gathered)
         what = f"all_gather of {_detail(tensors, structure, axes)}"
-        whole, met = gathered_over(workers, axes, what, signature, own, met)
-        return _for_all(replica.replicas, payloads, whole), met
+        whole, participants = gather_over_workers(
+            workers, axes, what, signature, own, participants
+        )
+        return _for_all(replica.replicas, payloads, whole), participants
 
     detail = _detail(tensors, structure)
-    gathered, common, shapes = _merge(replica, "all_gather", detail, signature, tensors, gather)
-    before = [r for r in common.active if r < replica.replica_id]
-    starts = common.met.starts or [0] * len(axes)
+    gathered, state, shapes = _merge(replica, "all_gather", detail, signature, tensors, gather)
+    before = [r for r in state.active if r < replica.replica_id]
+    starts = state.participants.starts or [0] * len(axes)
     parts = [
         (a, starts[i] + sum(shapes[r][i][a] for r in before), tensors[i].shape[a])
         for i, a in enumerate(axes)
         if _floats(tensors[i])
     ]
-    joint = CollectiveEnd(common, replica, weighted_sum, parts=parts)
-    return rebuild_structure(value, _connected(joint, tensors, gathered))
+    end = CollectiveEnd(state, replica, weighted_sum, parts=parts)
+    return rebuild_structure(value, _connect(end, tensors, gathered))
 
 
 def weighted_sum(replica: Replica, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns, at replica s, the sum over r of ``(w_r / w_s) g_r``."""
     own = replica.weight if replica.replicas.weighted else 1.0
-    # The others' weights may still change: they have not yet come to this merge.
+    # Each replica multiplies by its own weight here: weights may change until the merge.
     weighed = [grad * own if own else torch.zeros_like(grad) for grad in grads]
     totals: list[Tensor] = all_reduce(replica, "sum", weighed)
-    # What a replica that counts nothing contributes is multiplied by zero in the end.
+    # The gradients of a replica with weight zero are multiplied by zero in the end.
     return [total / own if own else torch.zeros_like(total) for total in totals]
 
 
@@ -108,30 +118,36 @@ def all_reduce_payloads(
     replicas: Replicas,
     op: str,
     payloads: Payloads,
-    met: AllWorkersResult,
+    participants: Participants,
     what: str,
     signature: object,
-) -> tuple[Payloads, AllWorkersResult]:
-    """Reduces lists of tensors over the replicas of all workers; also tells who takes part.
+) -> tuple[Payloads, Participants]:
+    """Reduces lists of tensors over the replicas of all workers.
 
     Args:
-        met: who does of this worker's.
-        what: the operation, as messages to workers name it.
-        signature: what must be equal on all of them.
+        payloads: the tensors of each replica of this worker.
+        participants: the replicas of this worker that take part.
+        what: the operation's name in messages between workers.
+        signature: a value that must be equal on all workers.
+
+    Returns:
+        The results of each replica, and the participants of all workers.
     """
     if not replicas.workers.is_multi_process:
-        return fused_all_reduce(replicas, op, payloads), met
+        return fused_all_reduce(replicas, op, payloads), participants
     ready = {r: [_mean_ready(t, op) for t in mine] for r, mine in payloads.items()}
     sum_or_op = "sum" if op == "mean" else op
     own = _first(fused_all_reduce(replicas, sum_or_op, ready))
-    whole, met = reduced_over(replicas.workers, sum_or_op, what, signature, own, met)
+    whole, participants = reduce_over_workers(
+        replicas.workers, sum_or_op, what, signature, own, participants
+    )
     if op == "mean":
-        whole = [total / met.num_replicas for total in whole]
-    return _for_all(replicas, payloads, whole), met
+        whole = [total / participants.num_replicas for total in whole]
+    return _for_all(replicas, payloads, whole), participants
 
 
 def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payloads:
-    """Reduces lists of tensors over replicas: one collective per dtype and position for all."""
+    """Reduces lists of tensors over replicas, with one collective per dtype and position."""
     sum_or_op = "sum" if op == "mean" else op
     ids = list(payloads)
     outputs: Payloads = {
@@ -163,7 +179,7 @@ def fused_all_reduce(replicas: Replicas, op: str, payloads: Payloads) -> Payload
 
 
 def _detail(tensors: Sequence[Tensor], structure: str, axes: Sequence[int] = ()) -> str:
-    """Returns what is combined, in words; without the sizes along ``axes``."""
+    """Returns a description of the tensors, without their sizes along ``axes``."""
     shapes: list[list[Any]] = [list(tensor.shape) for tensor in tensors]
     for shape, axis in zip(shapes, axes, strict=False):
         shape[axis] = "..."
@@ -180,17 +196,19 @@ def _merge(
     detail: str,
     signature: Any,
     tensors: Sequence[Tensor],
-    action: Callable[[Payloads, AllWorkersResult], tuple[Payloads, AllWorkersResult]],
+    action: Callable[[Payloads, Participants], tuple[Payloads, Participants]],
 ) -> tuple[list[Tensor], CollectiveState, dict[int, list[torch.Size]]]:
-    """Runs ``action`` once on all replicas' tensors; also returns everybody's shapes."""
+    """Runs ``action`` once on all replicas' tensors; also returns the shapes on each replica."""
 
     def act(payloads: dict[int, Any]) -> dict[int, Any]:
-        met = AllWorkersResult(len(payloads), any(wanted for _, wanted in payloads.values()))
+        participants = Participants(len(payloads), any(wanted for _, wanted in payloads.values()))
         with torch.no_grad():
-            results, met = action({r: mine for r, (mine, _) in payloads.items()}, met)
-        common = CollectiveState(tuple(payloads), met)
+            results, participants = action(
+                {r: mine for r, (mine, _) in payloads.items()}, participants
+            )
+        state = CollectiveState(tuple(payloads), participants)
         shapes = {r: [tensor.shape for tensor in mine] for r, (mine, _) in payloads.items()}
-        return {r: (result, common, shapes) for r, result in results.items()}
+        return {r: (result, state, shapes) for r, result in results.items()}
 
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     payload = ([tensor.detach() for tensor in tensors], wanted)
@@ -205,16 +223,16 @@ def _first(payloads: Payloads) -> list[Tensor]:
 
 
 def _for_all(replicas: Replicas, ids: Iterable[int], tensors: list[Tensor]) -> Payloads:
-    """Returns what all replicas have in common: the first one itself, the others copies."""
+    """Returns the tensors for all replicas: themselves for the first one, then copies."""
     first, *rest = ids
     copies = {r: [t.to(replicas.devices[r], copy=True) for t in tensors] for r in rest}
     return {first: tensors, **copies}
 
 
-def _connected(joint: CollectiveEnd, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+def _connect(end: CollectiveEnd, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
     """Connects the floating outputs to their inputs in the autograd graph."""
     which = [i for i, output in enumerate(outputs) if _floats(output)]
-    connected = joint.connect([inputs[i] for i in which], [outputs[i] for i in which])
+    connected = end.connect([inputs[i] for i in which], [outputs[i] for i in which])
     outputs = list(outputs)
     for i, output in zip(which, connected, strict=True):
         outputs[i] = output
@@ -255,8 +273,8 @@ def _floats(tensor: Tensor) -> bool:
 
 
 def _reduce_buffers(replicas: Replicas, buffers: list[Tensor], ids: list[int], op: str) -> None:
-    """Reduces one buffer per taking-part replica; the communicator wants one per replica."""
-    if len(ids) == replicas.num_replicas:
+    """Reduces one buffer per participating replica, in place."""
+    if len(ids) == replicas.num_replicas:  # a communicator needs a buffer of every replica
         replicas.communicator.all_reduce(buffers, op)
         return
     total = summed(buffers, buffers[0].device, op)

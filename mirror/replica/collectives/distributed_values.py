@@ -1,22 +1,18 @@
-"""AllParts: the parts of distributed values, of all workers' replicas.
+"""Exchanges the parts of distributed values between workers, for ``reduce`` and ``gather``.
 
 [Note: Values of all workers]
-``reduce`` and ``gather`` have every worker send its replicas' parts, and each combines the parts
-of all as one process with as many replicas would: to the same bits, with the same errors. Those of
-others are constants in its graph.
+Every worker sends its replicas' parts, and combines the parts of all workers as one process with
+as many replicas would: same bits, same errors. Parts of other workers are constants in its graph.
 
-A loss made of such values is one that all workers have in common, and all of them start a backward
-pass from it. Each has the gradient of its own parts then, which will count for ``W_w / T`` when
-gradients are reduced (W_w: what the worker's replicas counted for in its last outermost run; T:
-the sum over all workers). So it is multiplied by ``T / W_w`` where it comes to the own parts. T is
-known from the exchange that has brought the parts; if another run has changed the weights since,
-and all workers know that alike, they are exchanged anew in the backward pass.
+All workers start a backward pass from a loss of such values. Each computes the gradient of its own
+parts, and the reduction of gradients multiplies it by ``W_w / T``: W_w is the weight of worker w's
+replicas in its last outermost run, T the sum over workers. So the gradient is multiplied by
+``T / W_w`` where it reaches the worker's parts. T comes with the parts; if a later run has changed
+the weights, the workers exchange them again in the backward pass.
 
-A worker whose parts count nothing, and are left out, makes that pass like the others: they may
-wait for it in a collective. Its parts get gradients of zeros.
-
-What is no PerReplica is the worker's own, the loss of a split call for one, and counts in a mean
-for what the worker's last run did.
+A worker with weight 0 makes that pass too, since other workers may wait for it in a collective.
+Its parts get gradients of zeros. A value that is not a PerReplica, such as the loss of a split
+call, is the worker's own; in a mean its weight is that of the worker's last run.
 """
 
 from __future__ import annotations
@@ -30,6 +26,7 @@ from torch import Tensor
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.autograd_nodes import not_differentiable
+from mirror.replica.multi_worker.stand_in import zeros_to_differentiate
 from mirror.values import (
     PerReplica,
     describe_structure,
@@ -43,7 +40,7 @@ def on_device(value: Any, device: torch.device) -> Tensor:
     """Returns a part as a tensor on the device where parts are combined.
 
     Raises:
-        TypeError: it is neither tensor nor number.
+        TypeError: the part is neither a tensor nor a number.
     """
     if isinstance(value, Tensor):
         return value.to(device)
@@ -52,8 +49,8 @@ def on_device(value: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(value, device=device)
 
 
-class _Leaf(NamedTuple):
-    """One worker's part of a leaf."""
+class _OwnParts(NamedTuple):
+    """This worker's parts of a leaf, with their weights."""
 
     tensors: Sequence[Tensor]
     weights: Sequence[float]
@@ -61,28 +58,28 @@ class _Leaf(NamedTuple):
 
 
 class GradLink(NamedTuple):
-    """What has a pass reach this worker's parts, whether they have been left out or not.
+    """Makes a backward pass reach this worker's parts, also if a result leaves them out.
 
     Attributes:
-        token: hangs on all of them; ``None`` where nothing requires a gradient.
+        token: a tensor that depends on all parts; ``None`` if nothing requires a gradient.
     """
 
     token: Tensor | None = None
 
     def link(self, result: Tensor) -> Tensor:
-        """Returns what the parts were combined to, as a function of this worker's in any case."""
+        """Returns the combined result as a function of this worker's parts."""
         floats = result.is_floating_point() or result.is_complex()
         if self.token is None or result.requires_grad or not floats:
             return result
-        tied: Tensor = _tied(result, self.token)
-        return tied
+        linked: Tensor = _link_grad(result, self.token)
+        return linked
 
 
-def of_all_workers(runner: Runner, what: str, value: Any) -> tuple[Any, GradLink]:
-    """Returns a structure with every leaf a PerReplica of the parts of all workers.
+def exchange_parts(runner: Runner, what: str, value: Any) -> tuple[Any, GradLink]:
+    """Returns the structure with each leaf a PerReplica of all workers' parts, and their link.
 
     Args:
-        what: the operation and all that must be equal, in words.
+        what: the operation with the arguments that must be equal on all workers, for errors.
     """
     workers, device = runner.replicas.workers, runner.replicas.devices[0]
     own_weight = _own_weight(runner)
@@ -93,32 +90,32 @@ def of_all_workers(runner: Runner, what: str, value: Any) -> tuple[Any, GradLink
     for leaf in leaves:
         numbers += [leaf.is_weighted, len(leaf.tensors), *leaf.weights]
     structure = describe_structure(value)
-    parcels = workers.exchange_tensors(what, structure, tensors, numbers)
-    tie = GradLink()
-    if any(parcel.numbers[1] for parcel in parcels) and torch.is_grad_enabled():
-        tensors, tie = _shared(runner, what, parcels, tensors)
-    parcels[workers.rank] = parcels[workers.rank]._replace(tensors=tensors)
-    return rebuild_structure(value, _join(parcels, device)), tie
+    messages = workers.exchange_tensors(what, structure, tensors, numbers)
+    link = GradLink()
+    if any(message.numbers[1] for message in messages) and torch.is_grad_enabled():
+        tensors, link = _scale_own_parts(runner, what, messages, tensors)
+    messages[workers.rank] = messages[workers.rank]._replace(tensors=tensors)
+    return rebuild_structure(value, _join(messages, device)), link
 
 
-def _own(leaf: Any, device: torch.device, own_weight: float) -> _Leaf:
+def _own(leaf: Any, device: torch.device, own_weight: float) -> _OwnParts:
     if not isinstance(leaf, PerReplica):
-        return _Leaf([on_device(leaf, device)], [own_weight], True)
+        return _OwnParts([on_device(leaf, device)], [own_weight], True)
     tensors = [on_device(part, device) for _, part in leaf.parts()]
     weights = [1.0 if leaf.weights is None else float(leaf.weights[r]) for r, _ in leaf.parts()]
-    return _Leaf(tensors, weights, leaf.weights is not None)
+    return _OwnParts(tensors, weights, leaf.weights is not None)
 
 
 def _own_weight(runner: Runner) -> float:
-    """Returns what this worker's replicas count for: in the run going on, or in the last one."""
+    """Returns the weight of this worker's replicas in the active run, or in the last one."""
     running = runner.running
     return runner.replicas.workers.weight if running is None else sum(running.weights().values())
 
 
-def _join(parcels: Sequence[Message], device: torch.device) -> list[PerReplica[Tensor]]:
-    """Returns the leaves that several workers' parcels hold the parts of, one after the other."""
-    tensors = [iter(parcel.tensors) for parcel in parcels]
-    numbers = [iter(parcel.numbers[2:]) for parcel in parcels]
+def _join(messages: Sequence[Message], device: torch.device) -> list[PerReplica[Tensor]]:
+    """Returns the leaves with the parts of all messages, one worker after the other."""
+    tensors = [iter(message.tensors) for message in messages]
+    numbers = [iter(message.numbers[2:]) for message in messages]
     leaves = []
     while (flags := [next(mine, None) for mine in numbers])[0] is not None:
         values: list[Tensor] = []
@@ -131,30 +128,30 @@ def _join(parcels: Sequence[Message], device: torch.device) -> list[PerReplica[T
     return leaves
 
 
-def _shared(
-    runner: Runner, what: str, parcels: Sequence[Message], tensors: list[Tensor]
+def _scale_own_parts(
+    runner: Runner, what: str, messages: Sequence[Message], tensors: list[Tensor]
 ) -> tuple[list[Tensor], GradLink]:
-    """Returns the own parts as what the loss of all workers is made of."""
+    """Returns this worker's parts with scaled gradients, as parts of all workers' loss."""
     which = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
     if runner.running is not None:
         # Its backward passes may be inside run, where every replica has a loss of its own.
         name = f"{what} in a merge_call, over several workers,"
-        views, tie = [not_differentiable(tensors[i].detach(), name) for i in which], GradLink()
+        views, link = [not_differentiable(tensors[i].detach(), name) for i in which], GradLink()
     else:
         workers = runner.replicas.workers
-        workers.agreed = workers.num_runs, sum(parcel.numbers[0] for parcel in parcels)
-        # Others may have parts that require a gradient where this one has none.
-        anchor = torch.zeros((), requires_grad=True)
-        token, *views = _share(workers, anchor, *[tensors[i] for i in which])
-        tie = GradLink(token)
-    shared = list(tensors)
+        workers.agreed = workers.num_runs, sum(message.numbers[0] for message in messages)
+        # The anchor requires a gradient even if no part of this worker does.
+        anchor = zeros_to_differentiate(runner.replicas)
+        token, *views = _scale_grads(workers, anchor, *[tensors[i] for i in which])
+        link = GradLink(token)
+    scaled = list(tensors)
     for i, view in zip(which, views, strict=True):
-        shared[i] = view
-    return shared, tie
+        scaled[i] = view
+    return scaled, link
 
 
-class Share(torch.autograd.Function):
-    """A worker's parts of values that all workers' common loss is made of."""
+class ScaledGrads(torch.autograd.Function):
+    """A worker's parts, their gradients scaled by the inverse of the worker's share."""
 
     @staticmethod
     def forward(
@@ -164,21 +161,21 @@ class Share(torch.autograd.Function):
         return anchor.clone(), *[part.view_as(part) for part in parts]
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, zero: Tensor, *grads: Tensor) -> tuple[Any, ...]:
         workers: LocalWorkerGroup = ctx.workers
         if workers.agreed[0] != workers.num_runs:
-            parcels = workers.exchange_tensors(
+            messages = workers.exchange_tensors(
                 "the weights of the workers, in a backward pass", None, [], [workers.weight]
             )
-            workers.agreed = workers.num_runs, sum(parcel.numbers[0] for parcel in parcels)
+            workers.agreed = workers.num_runs, sum(message.numbers[0] for message in messages)
         total, own = workers.agreed[1], workers.weight
         if own == 0:
-            return None, None, *map(torch.zeros_like, grads)
+            return None, zero, *map(torch.zeros_like, grads)
         return None, None, *[grad * (total / own) for grad in grads]
 
 
 class LinkedGrad(torch.autograd.Function):
-    """A result, as a function of what does not change it."""
+    """A result as a function of a token that does not change it."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, token: Tensor) -> Tensor:
@@ -190,5 +187,5 @@ class LinkedGrad(torch.autograd.Function):
 
 
 # ``apply`` is untyped.
-_share: Any = Share.apply
-_tied: Any = LinkedGrad.apply
+_scale_grads: Any = ScaledGrads.apply
+_link_grad: Any = LinkedGrad.apply

@@ -1,8 +1,8 @@
-"""Over workers: what a collective does beyond the replicas of this process.
+"""Continues a collective over the workers, after the replicas of this process are combined.
 
-One thread acts for all replicas of a worker, with what they have combined among themselves. Small
-tensors go to all workers, and each combines them in the order of ranks, to the same bits; large
-sums are left to torch.distributed, once all have agreed on what is to be summed.
+One thread acts for all replicas of a worker. Workers exchange small tensors, and each worker
+combines them in the order of ranks, to the same bits. torch.distributed sums large tensors, after
+the workers have checked that they sum the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from mirror.comm.workers.worker_group import LocalWorkerGroup, Message
 from mirror.replica.collectives.reduce_ops import summed
 
-_MOST_BYTES = 64 * 1024  # that are as fast gathered as summed on the way
+_MOST_BYTES = 64 * 1024  # up to this size an exchange is as fast as an all-reduce
 _SUMMED_ON_THE_WAY = {
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.complex64, torch.complex128, torch.int32, torch.int64),
@@ -24,13 +24,13 @@ _SUMMED_ON_THE_WAY = {
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class AllWorkersResult(NamedTuple):
-    """Who takes part in a collective.
+class Participants(NamedTuple):
+    """The replicas that take part in a collective.
 
     Attributes:
-        num_replicas: how many.
-        differentiable: whether any one's input requires a gradient.
-        starts: of what is gathered, where this worker's part begins, by tensor.
+        num_replicas: their number.
+        differentiable: whether the input of any of them requires a gradient.
+        starts: in a gather, the index at which this worker's part begins, by tensor.
     """
 
     num_replicas: int
@@ -38,50 +38,53 @@ class AllWorkersResult(NamedTuple):
     starts: Sequence[int] | None = None
 
 
-def reduced_over(
+def reduce_over_workers(
     workers: LocalWorkerGroup,
     op: str,
     what: str,
     signature: object,
     own: Sequence[Tensor],
-    met: AllWorkersResult,
-) -> tuple[list[Tensor], AllWorkersResult]:
-    """Reduces what each worker's replicas have reduced; also tells who takes part in all."""
-    numbers = (met.num_replicas, met.differentiable)
-    totals, told = _reduced(workers, op, what, signature, own, numbers)
-    return totals, _all_of(told)
+    participants: Participants,
+) -> tuple[list[Tensor], Participants]:
+    """Reduces the workers' results; also returns the participants of all workers."""
+    numbers = (participants.num_replicas, participants.differentiable)
+    totals, numbers_by_worker = _reduced(workers, op, what, signature, own, numbers)
+    return totals, _all_of(numbers_by_worker)
 
 
-def weighted_over(workers: LocalWorkerGroup, what: str, own: Sequence[Tensor]) -> list[Tensor]:
+def weighted_sum_over_workers(
+    workers: LocalWorkerGroup, what: str, own: Sequence[Tensor]
+) -> list[Tensor]:
     """Returns, at worker w, the sum over workers v of ``(W_v / W_w) own_v``.
 
-    With the weights of their last outermost runs: what a gradient outside ``run`` counts for.
+    The weights W are those of the workers' last outermost runs: the weights of gradients outside
+    ``run``.
     """
     described = _described(own)
     numbers = (workers.weight,)
     return _reduced(workers, "sum", what, described, own, numbers, is_weighted=True)[0]
 
 
-def gathered_over(
+def gather_over_workers(
     workers: LocalWorkerGroup,
     axes: Sequence[int],
     what: str,
     signature: object,
     own: Sequence[Tensor],
-    met: AllWorkersResult,
-) -> tuple[list[Tensor], AllWorkersResult]:
-    """Concatenates what each worker's replicas have gathered, in the order of their ranks."""
+    participants: Participants,
+) -> tuple[list[Tensor], Participants]:
+    """Concatenates the workers' results in the order of ranks, and returns the participants."""
     pieces = [piece for tensor in own for piece in _pieces(tensor)]
-    numbers = (met.num_replicas, met.differentiable)
-    parcels = workers.exchange_tensors(what, signature, pieces, numbers)
-    columns = [_join(parcel, own) for parcel in parcels]
+    numbers = (participants.num_replicas, participants.differentiable)
+    messages = workers.exchange_tensors(what, signature, pieces, numbers)
+    columns = [_join(message, own) for message in messages]
     whole = [
         torch.cat([column[i].to(tensor.device) for column in columns], axes[i])
         for i, tensor in enumerate(own)
     ]
     before = columns[: workers.rank]
     starts = [sum(column[i].shape[a] for column in before) for i, a in enumerate(axes)]
-    return whole, _all_of([parcel.numbers for parcel in parcels])._replace(starts=starts)
+    return whole, _all_of([message.numbers for message in messages])._replace(starts=starts)
 
 
 def _reduced(
@@ -94,18 +97,22 @@ def _reduced(
     *,
     is_weighted: bool = False,
 ) -> tuple[list[Tensor], list[Sequence[float]]]:
-    """Also returns everybody's numbers, the first of which is the weight where there are some."""
+    """Returns the reduced tensors, and the numbers of each worker.
+
+    Args:
+        is_weighted: whether the first of the numbers is the worker's weight.
+    """
     on_the_way = _summed_on_the_way(op, own)
     others = [i for i in range(len(own)) if i not in on_the_way]
     sent = [own[i] for i in others]
     pieces = [piece for tensor in sent for piece in _pieces(tensor)]
     layouts = [tensor.layout for tensor in own]
-    parcels = workers.exchange_tensors(what, (signature, layouts), pieces, numbers)
-    told: list[Sequence[float]] = [parcel.numbers for parcel in parcels]
-    weights = [numbers[0] if is_weighted else 1.0 for numbers in told]
+    messages = workers.exchange_tensors(what, (signature, layouts), pieces, numbers)
+    numbers_by_worker: list[Sequence[float]] = [message.numbers for message in messages]
+    weights = [numbers[0] if is_weighted else 1.0 for numbers in numbers_by_worker]
     largest = max(weights) or 1.0
     scales = [weight / largest for weight in weights]  # 1, and no bit changes, if all are equal
-    columns = [_join(parcel, sent) for parcel in parcels]
+    columns = [_join(message, sent) for message in messages]
     totals = list(own)
     for position, i in enumerate(others):
         parts = [column[position] for column in columns]
@@ -119,11 +126,11 @@ def _reduced(
     mine = scales[workers.rank]
     if mine != 1.0:
         totals = [total / mine if mine else torch.zeros_like(total) for total in totals]
-    return totals, told
+    return totals, numbers_by_worker
 
 
 def _summed_on_the_way(op: str, tensors: Sequence[Tensor]) -> list[int]:
-    """Returns which tensors are too large to be gathered from all."""
+    """Returns the indices of tensors that are too large to be exchanged."""
     which = [
         i
         for i, tensor in enumerate(tensors)
@@ -136,7 +143,7 @@ def _summed_on_the_way(op: str, tensors: Sequence[Tensor]) -> list[int]:
 def _summed_by_all(workers: LocalWorkerGroup, what: str, flat: Tensor) -> Tensor:
     """Returns the sum of the workers' flat buffers, which have one size."""
     wide = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    # A sum of many halves is rounded once.
+    # A sum of more than two half-precision numbers is rounded once, at the end.
     wide = wide.float() if flat.dtype in _HALVES and workers.size > 2 else wide
     buffer = wide.cpu().contiguous()
     workers.all_reduce_sum_(what, buffer)
@@ -149,7 +156,7 @@ def _summed_by_all(workers: LocalWorkerGroup, what: str, flat: Tensor) -> Tensor
 def _combined(
     op: str, parts: Sequence[Tensor], scales: Sequence[float], device: torch.device
 ) -> Tensor:
-    """Returns workers' tensors combined, those that count nothing left out: they may be NaN."""
+    """Returns the combined tensors of workers; tensors of scale 0 may be NaN and are left out."""
     dtype = parts[0].dtype
     counted = [_scaled(part, scale) for part, scale in zip(parts, scales, strict=True) if scale]
     if not counted:
@@ -165,9 +172,10 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor * scale if scale else torch.zeros_like(tensor)
 
 
-def _all_of(told: Sequence[Sequence[float]]) -> AllWorkersResult:
-    return AllWorkersResult(
-        int(sum(numbers[0] for numbers in told)), any(numbers[1] for numbers in told)
+def _all_of(numbers_by_worker: Sequence[Sequence[float]]) -> Participants:
+    return Participants(
+        int(sum(numbers[0] for numbers in numbers_by_worker)),
+        any(numbers[1] for numbers in numbers_by_worker),
     )
 
 
@@ -176,16 +184,16 @@ def _described(tensors: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Returns what is sent of a tensor."""
+    """Returns the dense tensors that are sent for a tensor."""
     if not tensor.is_sparse:
         return [tensor]
     tensor = tensor.coalesce()
     return [tensor.indices(), tensor.values(), torch.tensor(tensor.shape)]
 
 
-def _join(parcel: Message, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors of which a parcel has the pieces."""
-    pieces = iter(parcel.tensors)
+def _join(message: Message, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors of a message."""
+    pieces = iter(message.tensors)
     tensors = []
     for tensor in like:
         if tensor.is_sparse:

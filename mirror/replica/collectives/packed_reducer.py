@@ -1,4 +1,4 @@
-"""Reducer: sums lists of tensors over the replicas, in packs, on the wire in a dtype of choice."""
+"""Sums lists of gradients over the replicas: in packs, and sent in a chosen dtype."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from mirror.execution.replicas import Replicas
 
 
 class MovedTensors(NamedTuple):
-    """Gradients where they are reduced, one list per replica.
+    """Gradients in the memory where they are reduced, one list per replica.
 
     Attributes:
-        columns: the gradients themselves: some of them views of ``buffers``.
-        staying: the positions of the others.
+        columns: each replica's gradients; those that were packed are views of ``buffers``.
+        buffers: each replica's flat buffers.
+        staying: the positions of gradients that were not packed.
     """
 
     columns: Sequence[list[Tensor]]
@@ -32,11 +33,11 @@ class Reducer:
     """Sums gradients over the replicas.
 
     Args:
-        bytes_per_pack: what a collective takes at once, in bytes.
-        wire_dtype: what floating tensors are sent as; ``None``: as they are.
+        bytes_per_pack: the most bytes that one collective sums.
+        wire_dtype: the dtype in which floating tensors are sent; ``None`` for their own.
 
     Attributes:
-        is_on_host: whether the host library sums, or would, if there were several.
+        is_on_host: whether the host library sums, or would sum with several replicas.
     """
 
     def __init__(
@@ -52,18 +53,17 @@ class Reducer:
     def move(
         self, columns: Sequence[list[Tensor]], streams: ReplicaStreams | None
     ) -> MovedTensors:
-        """Moves gradients to where they are reduced: into flat buffers, if the backend packs.
+        """Moves gradients into flat buffers, if the backend packs; views replace them in place.
 
-        Views replace them in their lists. What is sent in another dtype is packed on its way: to
-        move it as well would be a copy more.
+        Gradients that are sent in another dtype stay: the conversion packs them anyway.
 
         Args:
-            streams: of GPUs, those on which replicas may use what is made here.
+            streams: the streams on which replicas may use the buffers; ``None`` without GPUs.
         """
         if self.wire_dtype is not None or not self._replicas.communicator.packs:
             return MovedTensors(columns, [], range(len(columns[0])))
         before = [list(column) for column in columns]
-        # What is made in inference mode, where somebody may look first, could not be changed.
+        # The first read may happen in inference mode, whose tensors cannot be changed later.
         with torch.inference_mode(False), torch.no_grad():
             moved = MovedTensors(columns, *move_into_flats(columns, self.bytes_per_pack))
         if streams is not None:
@@ -77,7 +77,7 @@ class Reducer:
         columns, buffers, staying = moved
         lists, bytes_per_pack = columns, self.bytes_per_pack
         if any(buffers):
-            lists, bytes_per_pack = [], 0  # these are packs already
+            lists, bytes_per_pack = [], 0  # the buffers are packs already
             for mine, column in zip(buffers, columns, strict=True):
                 lists.append([*mine, *[column[i] for i in staying]])
         self._replicas.communicator.all_reduce_checked(

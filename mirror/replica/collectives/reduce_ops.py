@@ -15,11 +15,11 @@ from mirror.values import PerReplica
 
 
 class ReduceOp(str, Enum):
-    """How values of replicas combine."""
+    """An operation that combines the values of replicas."""
 
     SUM = "sum"
     MEAN = "mean"
-    AVG = "mean"  # as torch.distributed calls it, and PRODUCT
+    AVG = "mean"  # AVG and PRODUCT are torch.distributed's names
     MAX = "max"
     MIN = "min"
     PROD = "prod"
@@ -32,7 +32,7 @@ class ReduceOp(str, Enum):
 Op: TypeAlias = (
     Literal["sum", "mean", "max", "min", "prod", "SUM", "MEAN", "MAX", "MIN", "PROD"] | ReduceOp
 )
-"""What a type checker lets users write; any case, and other libraries' members, work too."""
+"""The operations for type checkers; other case and other libraries' members also work."""
 
 _PAIRWISE: dict[str, Any] = {
     "sum": torch.add,
@@ -43,7 +43,7 @@ _PAIRWISE: dict[str, Any] = {
 
 
 _NAMES = {op.value: op.value for op in ReduceOp}
-# Of members of other libraries' enums.
+# Names of members of other libraries' enums.
 _MEMBERS = _NAMES | {"avg": "mean", "average": "mean", "product": "prod"}
 
 
@@ -54,7 +54,7 @@ def reduce_op(op: Any) -> str:
     ``ReduceOp.AVG``, ``tf.distribute.ReduceOp.MEAN``.
 
     Raises:
-        ValueError: unknown operation.
+        ValueError: the operation is unknown.
     """
     if type(op) is str and op in _NAMES:
         return op
@@ -68,9 +68,8 @@ def reduce_op(op: Any) -> str:
     found = None if name is None else (_NAMES if is_name else _MEMBERS).get(name.lower())
     if found is None:
         raise ValueError(
-            f"unknown reduction {short_repr(op if name is None else name)}; op comes "
-            "first, and is "
-            f"one of {', '.join(_NAMES)}"
+            f"unknown reduction {short_repr(op if name is None else name)}; op comes first, and "
+            f"is one of {', '.join(_NAMES)}"
         )
     return found
 
@@ -82,7 +81,7 @@ def check_reducible(tensor: Tensor) -> None:
 
 
 def summed(tensors: Sequence[Tensor], device: torch.device, op: str = "sum") -> Tensor:
-    """Reduces tensors of one shape in the given order, on ``device``. Differentiable for sum."""
+    """Returns tensors of one shape reduced in order, on ``device``. Differentiable for "sum"."""
     combine = _PAIRWISE[op]
     total: Tensor = reduce(combine, [tensor.to(device) for tensor in tensors])
     return total.coalesce() if total.is_sparse else total

@@ -1,7 +1,4 @@
-"""A communicator of replicas that have several devices each: one for every position.
-
-A communicator whose collectives have to end in time.
-"""
+"""Communicators that wrap others: one per position of replicas' devices, or with a timeout."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ from mirror.threads.watchdog import WatchedCall
 
 
 class PerPositionCommunicator(Communicator):
-    """Has tensors reduced between the devices at their position. See [Note: Places].
+    """Reduces each tensor between the devices at its position. See [Note: Places].
 
-    Lists may hold tensors of several positions; all else is of one.
+    Lists of tensors may span several positions. Any other collective concerns one position.
 
     Args:
-        inners: for each position, the one over the replicas' devices there.
+        inners: for each position, the communicator of the replicas' devices at it.
     """
 
     concurrent = True  # turns are taken inside
-    packs = False  # what lies in one buffer is on one device
+    packs = False  # a flat buffer lies on one device, and lists may span several
 
     def __init__(self, inners: Sequence[Communicator]) -> None:
         super().__init__(inners[0].devices)
@@ -63,7 +60,7 @@ class PerPositionCommunicator(Communicator):
         bytes_per_pack: int = 25 * 2**20,
     ) -> None:
         if len({len(column) for column in lists}) != 1 or not lists[0]:
-            # It says what is wrong.
+            # This call raises the error that names the mistake.
             self._inners[0].all_reduce_lists(lists, op, scale, bytes_per_pack)
             return
         with without_remap():
@@ -78,7 +75,7 @@ class PerPositionCommunicator(Communicator):
         bytes_per_pack: int,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        with without_remap():  # a bucket is reduced by the replica that comes last
+        with without_remap():  # the last replica to arrive reduces a bucket for all
             for inner, mine in self._apart(columns):
                 inner.all_reduce_checked(mine, op, scale, bytes_per_pack, wire_dtype)
 
@@ -100,14 +97,15 @@ class PerPositionCommunicator(Communicator):
 
     def close(self) -> None:
         super().close()
-        with ExitStack() as stack:  # all of them, whatever one raises
+        with ExitStack() as stack:  # closes all of them, also if one raises
             for inner in self._inners:
                 stack.callback(inner.close)
 
     def _at_position(self, tensors: Sequence[Tensor]) -> Communicator:
         if not len(tensors):
             return self._inners[0]
-        return self._by_device.get(tensors[0].device, self._inners[0])  # which refuses strangers
+        # The first communicator raises for a device that no replica has.
+        return self._by_device.get(tensors[0].device, self._inners[0])
 
     def _apart(
         self, columns: Sequence[Sequence[Tensor]]
@@ -123,14 +121,14 @@ class PerPositionCommunicator(Communicator):
 
 
 class TimeoutCommunicator(Communicator):
-    """Breaks off what another communicator does for too long, in whatever thread.
+    """Aborts collectives of another communicator that take too long, in any thread.
 
-    Its collectives raise ``CollectiveTimeoutError`` then, once ``abort`` has ended them. What
-    devices do behind a call that has returned is not watched.
+    An aborted collective raises ``CollectiveTimeoutError``. Work that devices continue after a
+    call has returned is not watched.
 
     Args:
-        inner: the one that does it.
-        timeout_seconds: how long a collective may take.
+        inner: the communicator that does the work.
+        timeout_seconds: the longest time that a collective may take, in seconds.
     """
 
     concurrent = True  # turns are taken inside
@@ -201,11 +199,11 @@ class TimeoutCommunicator(Communicator):
 
     def _call(self, name: str, work: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
         WatchedCall(
-            work, self._seconds, self._inner.abort, lambda: self._raise_timeout(name, tensors)
+            work, self._seconds, self._inner.abort, lambda: self._describe(name, tensors)
         ).make()
 
-    def _raise_timeout(self, name: str, tensors: Sequence[Tensor]) -> str:
-        """Returns what a collective is of, in words."""
+    def _describe(self, name: str, tensors: Sequence[Tensor]) -> str:
+        """Returns a description of a collective, for errors."""
         num_replicas = len(self.devices)
         mine = tensors[: len(tensors) // num_replicas]
         shapes = ", ".join(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in mine[:4])

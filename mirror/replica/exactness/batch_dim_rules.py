@@ -1,20 +1,20 @@
-"""Meetings: where the examples of a part come together below a term, and how.
+"""Finds the nodes below a term that combine the examples of a part.
 
-A mean over examples may be taken in several steps (over the examples, then over the classes), and
-is then one of the whole batch still. Once something else has been made of a mean, a maximum or a
-variance over the part, it is not. The graph is walked from the term down to the layers:
+A mean over examples may be taken in several steps: over the examples, then over the classes. Such
+a mean can still be joined. A function of a mean, a maximum or a variance over the part cannot.
+The graph is walked from the term down to the layers:
 
     a node                                       what it does to the first dimension
-    Mean, Sum over it                            the examples meet, linearly
-    any other function with a ``dim`` over it    they meet
-    a function of all numbers (Var, Norm)        they meet
-    Mm, Bmm of one, Mv that contract it          they meet (a covariance, a Gram matrix)
-    Flip, Roll, Slice, Select along it           they meet: their order counts
+    Mean, Sum over it                            combines examples, linearly
+    any other function with a ``dim`` over it    combines examples
+    a function of all numbers (Var, Norm)        combines examples
+    Mm, Bmm of one, Mv that contract it          combines examples (a covariance, a Gram matrix)
+    Flip, Roll, Slice, Select along it           combines examples: their order matters
     Add, Neg, views, a product with a constant   nothing
     a product; a function of each number         nothing, and is not linear
     a layer, an index, a function in Python      the walk ends
 
-A dimension is taken for that of the examples by its size: a multiple of each part's number.
+A dimension is taken for the examples by its size: a multiple of each part's number of examples.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LINEAR = frozenset(
     "Add Alias Cat Clone Expand MaskedFill Mean Neg Permute ReshapeAlias Rsub Slice Split Squeeze "
     "Stack Sub Sum T ToCopy Transpose UnsafeView Unsqueeze View Where".split()
 )
-_SHAPING = frozenset(  # whose output is as its input, but for its shape
+_SHAPING = frozenset(  # the output has the input's numbers in another shape
     "Cat Diagonal Expand Permute ReshapeAlias Select Slice Split Squeeze Stack T Transpose "
     "UnsafeView Unsqueeze View".split()
 )
@@ -58,16 +58,16 @@ _LAYERS = (
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """One place below a term where examples may come together.
+class BatchDimUse:
+    """One node below a term that may combine examples.
 
     Attributes:
-        how: the function; what is linear in the examples is a "Mean" or "Sum".
-        is_linear: whether it is, and all that is made of it.
-        size: of the dimension that may be that of the examples.
-        kept: of the next one, which may be it instead.
-        rows: of the result's, which have all examples still if they are as many or a multiple.
-        constants: what it has been multiplied with, number by number.
+        how: the node's name; "Mean" and "Sum" are linear in the examples.
+        is_linear: whether the node, and everything above it, is linear.
+        size: the size of the dimension that may be the examples.
+        kept: the size of the next dimension, which may be the examples instead.
+        rows: the result's first size; a multiple of the number of examples keeps them all.
+        constants: tensors that multiply the values above the node, number by number.
     """
 
     how: str
@@ -77,9 +77,9 @@ class Meeting:
     rows: int | None = None
     constants: tuple[Tensor, ...] = ()
 
-    def is_of_examples(self, all_of_it: Sequence[Meeting], counts: Sequence[float]) -> bool:
-        """Whether this meeting, which is ``all_of_it`` on all replicas, is one of examples."""
-        sizes = [meeting.size for meeting in all_of_it]
+    def is_of_examples(self, all_of_it: Sequence[BatchDimUse], counts: Sequence[float]) -> bool:
+        """Returns whether this use, with the uses of all replicas, combines examples."""
+        sizes = [use.size for use in all_of_it]
         if all(m.rows and m.rows % c == 0 for m, c in zip(all_of_it, counts, strict=True)):
             return False
         if len(set(counts)) > 1 or len(set(sizes)) > 1:
@@ -89,12 +89,12 @@ class Meeting:
         return self.kept != counts[0] and self.size > 0 and self.size % counts[0] == 0
 
 
-def meetings_below(term: Term) -> list[Meeting]:
-    """Returns where examples may come together below a term."""
+def batch_dim_uses(term: Term) -> list[BatchDimUse]:
+    """Returns the nodes below a term that may combine examples."""
     if term.node is None:
         return []
     is_mean = name_of(term.node) in ("Mean", "Sum")
-    found: list[Meeting] = []
+    found: list[BatchDimUse] = []
     todo = deque((n, is_mean, ()) for n, _ in term.node.next_functions if n is not None)
     seen = set[Any]()
     while todo and len(seen) < _MOST_NODES:
@@ -106,22 +106,21 @@ def meetings_below(term: Term) -> list[Meeting]:
         if not is_of_torch(node) or name.startswith(_LAYERS):
             continue
         linear, constants = _linearity(node, name, linear, constants)
-        meeting = _meeting(node, name, linear, constants)
-        if meeting is not None and not is_of_parameters(node):
-            found.append(meeting)
-        if name not in _CONTRACTING and (meeting or _is_of_each_number(node, name)):
+        use = _use_of_batch_dim(node, name, linear, constants)
+        if use is not None and not is_of_parameters(node):
+            found.append(use)
+        if name not in _CONTRACTING and (use or _is_of_each_number(node, name)):
             todo += ((n, linear, constants) for n, _ in node.next_functions if n is not None)
     return found
 
 
-def are_linear(meetings: Sequence[Meeting]) -> bool:
-    """Whether a meeting, the same one on all replicas, is linear in the examples."""
-    if not all(m.is_linear and m.how in ("Mean", "Sum") for m in meetings):
+def are_linear(uses: Sequence[BatchDimUse]) -> bool:
+    """Returns whether one node, with its uses on all replicas, is linear in the examples."""
+    if not all(m.is_linear and m.how in ("Mean", "Sum") for m in uses):
         return False
-    first = meetings[0].constants
+    first = uses[0].constants
     return all(
-        len(m.constants) == len(first) and all(map(_are_equal, m.constants, first))
-        for m in meetings
+        len(m.constants) == len(first) and all(map(_are_equal, m.constants, first)) for m in uses
     )
 
 
@@ -129,10 +128,10 @@ def _are_equal(some: Tensor, other: Tensor) -> bool:
     return some.shape == other.shape and torch.equal(some.to(other.device), other)
 
 
-def _meeting(node: Any, name: str, linear: bool, constants: Any) -> Meeting | None:
+def _use_of_batch_dim(node: Any, name: str, linear: bool, constants: Any) -> BatchDimUse | None:
     if name in _CONTRACTING:
         return _contraction(node, name)
-    graphs = [i for i, (following, _) in enumerate(node.next_functions) if following is not None]
+    graphs = [i for i, (next_node, _) in enumerate(node.next_functions) if next_node is not None]
     if not graphs or name in _SHAPING - {"Select", "Slice"}:
         return None
     shape = shape_of(node, graphs[0])
@@ -141,9 +140,9 @@ def _meeting(node: Any, name: str, linear: bool, constants: Any) -> Meeting | No
     if not arriving_shape(node, 0) and math.prod(shape) > 1:
         reduction = getattr(node, "_saved_reduction", 0)
         how = ("Mean", "Sum")[reduction - 1] if reduction in (1, 2) else name
-        return Meeting(how, linear, shape[0], constants=constants)
+        return BatchDimUse(how, linear, shape[0], constants=constants)
     if name.startswith("Linalg") and len(shape) == 2 and not hasattr(node, "_saved_dim"):
-        return Meeting(name, False, shape[0])
+        return BatchDimUse(name, False, shape[0])
     dims = getattr(node, "_saved_dims" if name in _ORDERED else "_saved_dim", None)
     if dims is None:
         return None
@@ -152,37 +151,37 @@ def _meeting(node: Any, name: str, linear: bool, constants: Any) -> Meeting | No
         return None
     kept = shape[1] if len(shape) > 2 else None
     rows = arriving_shape(node, 0)[0] if name == "Slice" else None
-    return Meeting(name, linear, shape[0], kept, rows, constants)
+    return BatchDimUse(name, linear, shape[0], kept, rows, constants)
 
 
-def _contraction(node: Any, name: str) -> Meeting | None:
-    """Returns that of a product of matrices, over the columns of the first one."""
+def _contraction(node: Any, name: str) -> BatchDimUse | None:
+    """Returns the use by a product of matrices: it contracts the first one's columns."""
     output = arriving_shape(node, 0)
     if name == "Bmm" and output[0] != 1:
         return None
-    left, right = (following for following, _ in node.next_functions)
+    left, right = (next_node for next_node, _ in node.next_functions)
     shape = shape_of(node, 0) if left else tuple(saved(node, _CONTRACTING[name][0]).shape)
     for operand in (left, right):
         if operand is not None and _is_same(operand):
             return None
     rows = None if left is not None and _is_transposed(left) else shape[-2]
-    return Meeting(name, False, shape[-1], rows=rows)
+    return BatchDimUse(name, False, shape[-1], rows=rows)
 
 
 def _is_same(operand: Any) -> bool:
-    """Whether an operand is made of parameters alone."""
+    """Returns whether an operand depends on parameters only."""
     return name_of(operand) in OF_PARAMETERS and is_of_parameters(operand)
 
 
 def _is_transposed(node: Any) -> bool:
-    """Whether the columns of a matrix are the first dimension of what it is made of."""
+    """Returns whether a matrix is a transposed one, its columns the first dimension before."""
     for _ in range(8):
         name = name_of(node)
         if name == "Permute":
             return bool(node._saved_dims[-1] == 0)
         if name in ("T", "Transpose"):
             return name == "T" or 0 in (node._saved_dim0, node._saved_dim1)
-        graphs = [following for following, _ in node.next_functions if following is not None]
+        graphs = [next_node for next_node, _ in node.next_functions if next_node is not None]
         if not graphs or name.startswith(_LAYERS) or not _is_of_each_number(node, name):
             return False
         node = graphs[0]
@@ -190,21 +189,21 @@ def _is_transposed(node: Any) -> bool:
 
 
 def _is_of_each_number(node: Any, name: str) -> bool:
-    """Whether a node makes each number of its output of one of each input, or along a dimension.
+    """Returns whether each number of a node's output depends on one number of each input.
 
-    Not along the first one, which is a meeting.
+    A function along a dimension counts too; one along the first dimension is a use of it.
     """
     if name in _SHAPING or getattr(node, "_saved_dim", None) is not None:
         return True
     shape = arriving_shape(node, 0)
     return all(
-        following is None or _fits(shape_of(node, i), shape)
-        for i, (following, _) in enumerate(node.next_functions)
+        next_node is None or _fits(shape_of(node, i), shape)
+        for i, (next_node, _) in enumerate(node.next_functions)
     )
 
 
 def _fits(some: Shape, shape: Shape) -> bool:
-    """Whether a shape is broadcast to another one."""
+    """Returns whether a shape broadcasts to another one."""
     pairs = zip(reversed(some), reversed(shape), strict=False)
     return len(some) <= len(shape) and all(a in (1, b) for a, b in pairs)
 
@@ -214,11 +213,11 @@ def _linearity(node: Any, name: str, linear: bool, constants: Any) -> tuple[bool
         return linear, constants
     if name not in ("Mul", "Div"):
         return False, constants
-    inputs = [following for following, _ in node.next_functions]
+    inputs = [next_node for next_node, _ in node.next_functions]
     if len(inputs) == 1:
         return True, constants
     if None not in inputs:
-        are_same = [_is_same(following) for following in inputs]
+        are_same = [_is_same(next_node) for next_node in inputs]
         return are_same[1] or (are_same[0] and name == "Mul"), constants
     if name == "Div" and inputs[0] is None:
         return False, constants

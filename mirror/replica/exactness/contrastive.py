@@ -1,12 +1,15 @@
-"""Contrasts: whether a term is made of products or distances of examples with each other.
+"""Detects contrastive losses: terms that compare the examples of a part with each other.
 
-A contrastive loss (CLIP's, SimCLR's) compares every example of the batch with every other. Of a
-part each replica has the comparisons within it alone, and those between parts are missing: no
-weights make the whole batch's loss of that. What shows it is a product of two matrices, none of
-them a parameter, whose rows and whose columns are as many as the part has examples, or a multiple.
-A matrix without a graph (of a frozen encoder) is one of the examples if their numbers differ, or
-if it is another on every replica: a table of constants has a size of its own.
-So do differences of rows that are broadcast to each other. Parts of one example each do not.
+A contrastive loss (CLIP's, SimCLR's) compares every example of the batch with every other one. A
+replica computes the comparisons within its part only, and no weights make up for those between
+parts. Two patterns show such a loss; in both, the numbers of rows and of columns are multiples of
+the part's number of examples, which is at least two:
+
+    a product or distance of two matrices, neither of them a parameter
+    a sum, difference or product of rows that broadcast against each other
+
+A matrix without a graph (of a frozen encoder) holds examples if the parts differ in size, or if
+the matrix differs between replicas; else it may be a table of constants.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ _PASSED = frozenset(
 
 
 def compare_examples(terms: Sequence[Term], counts: Sequence[float]) -> bool:
-    """Whether the terms of all replicas compare the examples of each one's part.
+    """Returns whether the replicas' terms compare the examples of their own part.
 
     Args:
         counts: the replicas' numbers of examples.
@@ -56,14 +59,14 @@ def compare_examples(terms: Sequence[Term], counts: Sequence[float]) -> bool:
 
 
 def products_below(term: Term) -> list[tuple[int, int, Any]]:
-    """Returns the rows and columns of the products and distances below a term."""
+    """Returns rows, columns and constant operand of products and distances below a term."""
     return list(_products_below(term.node))
 
 
 def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
-    """Yields the rows and columns of the first products and distances below a node.
+    """Yields the first products and distances below a node.
 
-    And the operand without a graph, if there is one.
+    Each is its number of rows, of columns, and the operand without a graph or ``None``.
     """
     found = [root]
     for _ in range(_MOST_NODES):
@@ -75,7 +78,7 @@ def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
             rows = shape_of(node, 0)[0]
             yield rows, rows, None
         elif name in _PRODUCTS and not any(map(_is_parameter, node.next_functions)):
-            without = [i for i, (following, _) in enumerate(node.next_functions) if not following]
+            without = [i for i, (next_node, _) in enumerate(node.next_functions) if not next_node]
             shape = arriving_shape(node, 0)
             if without and name not in _SAVED:
                 continue
@@ -87,13 +90,13 @@ def _products_below(root: Any) -> Iterator[tuple[int, int, Any]]:
                 rows, columns = arriving_shape(node, 0)[:2]
                 yield rows, columns, None
                 continue
-            found += [following for following, _ in node.next_functions if following is not None]
+            found += [next_node for next_node, _ in node.next_functions if next_node is not None]
 
 
 def _are_rows_and_columns(node: Any) -> bool:
-    """Whether the inputs of a node are broadcast to each other along their first dimensions."""
+    """Returns whether a node's inputs broadcast to each other along their first dimensions."""
     operands = node.next_functions
-    if len(operands) != 2 or any(following is None for following, _ in operands):
+    if len(operands) != 2 or any(next_node is None for next_node, _ in operands):
         return False
     if any(map(_is_parameter, operands)):
         return False
@@ -104,16 +107,15 @@ def _are_rows_and_columns(node: Any) -> bool:
 
 
 def _differ(constants: Sequence[Any]) -> bool:
-    """Whether operands without a graph are not the same on all replicas; True if there is none."""
+    """Returns whether operands without a graph differ between replicas; True without any."""
     first = constants[0]
     if first is None:
         return True
-    here = [constant.to(first.device) for constant in constants]
-    return not all(torch.equal(constant, here[0]) for constant in here[1:])
+    return not all(torch.equal(constant.to(first.device), first) for constant in constants[1:])
 
 
 def _is_parameter(operand: tuple[Any, int]) -> bool:
-    """Whether an operand is made of parameters alone."""
+    """Returns whether an operand depends on parameters only."""
     node = operand[0]
     return node is not None and name_of(node) in OF_PARAMETERS and is_of_parameters(node)
 

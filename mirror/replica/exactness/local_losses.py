@@ -1,17 +1,17 @@
-"""Losses of replicas inside ``run``: whether their gradients add up to those of one device.
+"""Checks that replicas' losses inside ``run`` have the gradients of one device.
 
 [Note: Local losses]
-Inside ``run`` each replica has its own loss, and gradients count with the replicas' weights, their
-numbers of examples unless the program sets others. For a mean over examples that is one device's
-gradient. What the losses are is read of their graphs as for a split call, by the same rules:
+Inside ``run`` each replica has its own loss. Gradients are weighted by the replicas' numbers of
+examples, unless the program sets other weights. That is one device's gradient for a mean over
+examples, and not for other losses. The graphs show the loss by the rules of split calls:
 
-    in run             at a backward pass, of one replica after the other: what a graph tells is
-                       kept as numbers until all have come by, as the pass frees its values
+    in ``run``         at each replica's backward pass; facts of a graph are kept as numbers until
+                       all replicas have arrived, since the pass frees saved tensors
     in ``reduce``      of all replicas' losses at once
 
-The first passes from a line of the program are looked at, and the line is told of once. Where the
-program sets weights, or adds gradients up, how much a loss counts is its own affair: only that
-examples meet in another way than by means and sums is told then.
+The first passes from a line of the program are checked, and each line causes one warning. If the
+program sets weights or adds gradients up, only losses that combine examples in another way than
+by means and sums cause one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mirror.data.split_batch import GivenWeights, counts_of
 from mirror.execution.replicas import RunView
-from mirror.replica.exactness.batch_dim_rules import meetings_below
+from mirror.replica.exactness.batch_dim_rules import batch_dim_uses
 from mirror.replica.exactness.contrastive import products_below
 from mirror.replica.exactness.loss_graph import (
     Term,
@@ -36,7 +36,7 @@ from mirror.replica.exactness.loss_graph import (
     mask_sums,
     names_below,
     reaches_parameters,
-    terms_or_untold,
+    terms_or_unknown,
     total_weight,
     views_below,
 )
@@ -44,55 +44,76 @@ from mirror.replica.exactness.loss_reduction import Mixed, NotReducible, weights
 from mirror.threads.user_frames import warn_user
 from mirror.values import PerReplica
 
-_REDUCED = (products_below, meetings_below, is_same, is_loss, names_below, mask_sums, views_below)
+_REDUCED = (products_below, batch_dim_uses, is_same, is_loss, names_below, mask_sums, views_below)
 _FACTS = {
     "mean": _REDUCED,
     "sum": _REDUCED,
-    "cross entropy": (products_below, meetings_below, total_weight),
-    "untold": (meetings_below,),
+    "cross entropy": (products_below, batch_dim_uses, total_weight),
+    "unknown": (batch_dim_uses,),
 }
-_LOOKED = "_is_judged"  # of a loss that a backward pass in run has started from
+_CHECKED = "_is_judged"  # an attribute of losses that a backward pass in run has started from
+
+_MAX_CHECKS = 3
+
+
+_MAX_CALL_SITES = 1000
+
+
+_REMEDY = (
+    "Compute the loss outside run, over model(x) of the whole batch, or of values of all replicas "
+    "(all_reduce, all_gather of mirror.get_replica_context()); for a mean over something else "
+    "than examples, set mirror.get_replica_context().weight to the number in the replica's part"
+)
+
 
 Terms = list[Term]
 
 
 class LocalLosses:
-    """What one strategy's replicas have started backward passes from, in runs that go on."""
+    """The losses of one strategy's replicas, from which active runs have started passes."""
 
     def __init__(self) -> None:
         self._of_runs: weakref.WeakKeyDictionary[RunView, dict[Hashable, dict[int, Terms]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._told = set[Hashable]()
+        self._warned = set[Hashable]()
 
-    def note(
-        self, run: RunView, replica_id: int, place: Hashable, nth: int, outputs: Sequence[Any]
+    def record(
+        self, run: RunView, replica_id: int, call_site: Hashable, nth: int, outputs: Sequence[Any]
     ) -> None:
-        """Notes a replica's losses, before the ``nth`` pass from a place; judges the last one's.
+        """Records a replica's losses before its ``nth`` pass from a line of the program.
 
-        Warns if the gradients of all will not add up to those of one device.
+        The last replica's call compares them, and warns if their gradients do not add up to
+        those of one device.
         """
-        if run.is_split or run.counts is None or place in self._told or not _are_scalar(outputs):
+        if (
+            run.is_split
+            or run.counts is None
+            or call_site in self._warned
+            or not _are_scalar(outputs)
+        ):
             return
-        of_pass = self._of_runs.setdefault(run, {}).setdefault((place, nth), {})
+        of_pass = self._of_runs.setdefault(run, {}).setdefault((call_site, nth), {})
         of_pass[replica_id] = [term for output in outputs for term in _read(output)]
         for output in outputs:
-            setattr(output, _LOOKED, True)
+            setattr(output, _CHECKED, True)
         if len(of_pass) < len(run.active):
             return
-        of_replicas = [of_pass[r] for r in run.active]
+        terms_by_replica = [of_pass[r] for r in run.active]
         counts = [run.counts[r] for r in run.active]
+        if not all(counts):  # a worker without examples: its losses count nothing
+            return
         is_weighed = run.replicas.weighted and not run.is_given
         shares = run.shares() if is_weighed and not run.replicas.workers.is_multi_process else None
-        what = judge(
-            of_replicas, counts, None if shares is None else [shares[r] for r in run.active]
+        what = why_inexact(
+            terms_by_replica, counts, None if shares is None else [shares[r] for r in run.active]
         )
-        if what is not None and place not in self._told and _train(outputs):
-            self._told.add(place)
+        if what is not None and call_site not in self._warned and _reach_parameters(outputs):
+            self._warned.add(call_site)
             warn_user(
                 f"the loss of this backward pass inside run is {what}: the replicas' gradients "
-                f"{_do(run.shares())}, which is not what one device gives. {_REMEDY}; of a sum "
-                'use gradient_reduction="sum"'
+                f"{_describe_shares(run.shares())}, so they differ from one device's. {_REMEDY}; "
+                'for a sum use gradient_reduction="sum"'
             )
 
 
@@ -100,17 +121,21 @@ class ReducedLosses:
     """The losses that ``reduce("mean", losses)`` has been given, by the caller's line."""
 
     def __init__(self) -> None:
-        self._looks: dict[Hashable, int] = {}
+        self._num_checks: dict[Hashable, int] = {}
 
-    def look(self, value: PerReplica[Any], place: Hashable) -> None:
-        """Warns, once for a place, if the mean of losses is not the loss of one device."""
+    def check(self, value: PerReplica[Any], call_site: Hashable) -> None:
+        """Warns, once for each call site, if the mean of losses differs from one device's loss."""
         losses = dict(value.parts())
-        if len(losses) < 2 or self._looks.get(place, 0) >= _LOOKS or len(self._looks) > _PLACES:
+        if (
+            len(losses) < 2
+            or self._num_checks.get(call_site, 0) >= _MAX_CHECKS
+            or len(self._num_checks) > _MAX_CALL_SITES
+        ):
             return
-        self._looks[place] = self._looks.get(place, 0) + 1
+        self._num_checks[call_site] = self._num_checks.get(call_site, 0) + 1
         if not _are_scalar(list(losses.values())):
             return
-        if any(hasattr(loss, _LOOKED) for loss in losses.values()):
+        if any(hasattr(loss, _CHECKED) for loss in losses.values()):
             return
         assert value.weights is not None
         counts, weights = counts_of(value.weights), value.weights
@@ -122,28 +147,28 @@ class ReducedLosses:
         if not all(counted) or not total:
             return
         shares = {r: weights[r] / total for r in losses}
-        of_replicas = [_read(loss) for loss in losses.values()]
-        what = judge(of_replicas, counted, None if is_given else list(shares.values()))
-        if what is not None and _train(list(losses.values())):
-            self._looks[place] = _LOOKS
+        terms_by_replica = [_read(loss) for loss in losses.values()]
+        what = why_inexact(terms_by_replica, counted, None if is_given else list(shares.values()))
+        if what is not None and _reach_parameters(list(losses.values())):
+            self._num_checks[call_site] = _MAX_CHECKS
             warn_user(
                 f'the losses in reduce("mean", losses) are each {what}: they '
-                f"{_do(shares)}, which is not what one device gives. {_REMEDY}; of "
+                f"{_describe_shares(shares)}, so they differ from one device's. {_REMEDY}; for "
                 'sums use reduce("sum", losses)'
             )
 
 
-def judge(
-    of_replicas: Sequence[Terms], counts: Sequence[float], shares: Sequence[float] | None
+def why_inexact(
+    terms_by_replica: Sequence[Terms], counts: Sequence[float], shares: Sequence[float] | None
 ) -> str | None:
-    """Returns what keeps the replicas' losses from adding up to one device's, ``None``: nothing.
+    """Returns why the replicas' losses do not add up to one device's; ``None`` if they do.
 
     Args:
         counts: the replicas' numbers of examples.
-        shares: what their losses count with; ``None``: that is the program's affair.
+        shares: the shares of their losses; ``None`` if the program chooses them.
     """
     try:
-        kind, weights = weights_of_terms(_with_means(of_replicas), counts)
+        kind, weights = weights_of_terms(_with_means(terms_by_replica), counts)
     except Mixed as why:
         return str(why)
     except NotReducible as why:
@@ -160,12 +185,12 @@ def judge(
     return f"a mean over {', '.join(f'{number:g}' for number in numbers)} in the replicas' parts"
 
 
-def _with_means(of_replicas: Sequence[Terms]) -> list[Terms]:
-    """Returns the terms; a mean is what has been divided by just the number of its summands.
+def _with_means(terms_by_replica: Sequence[Terms]) -> list[Terms]:
+    """Returns the terms; a sum that is divided by the number of its summands becomes a mean.
 
-    In several steps, perhaps: by the number in the whole batch, and times that of the replicas.
+    The division may take several steps: by the whole batch's number, times that of replicas.
     """
-    rows = [list(terms) for terms in of_replicas]
+    rows = [list(terms) for terms in terms_by_replica]
     if len({tuple(term.kind for term in terms) for terms in rows}) > 1:
         return rows
     for i, column in enumerate(zip(*rows, strict=True)):
@@ -186,15 +211,15 @@ def _is_mean(term: Term) -> bool:
 
 
 def _read(loss: Tensor) -> Terms:
-    """Returns the terms of a loss, and all that will be asked of them, without its graph."""
+    """Returns the terms of a loss with the facts that ``why_inexact`` needs, without its graph."""
     terms = []
-    for term in terms_or_untold(loss.grad_fn):
+    for term in terms_or_unknown(loss.grad_fn):
         try:
             for fact in _FACTS.get(term.kind, ()):
                 term.read(fact)
             terms.append(term.without_graph())
-        except (UnknownNode, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
-            terms.append(Term("untold", facts={meetings_below: []}))
+        except (UnknownNode, AttributeError, RuntimeError):  # new torch, hook, or freed graph
+            terms.append(Term("unknown", facts={batch_dim_uses: []}))
     return terms
 
 
@@ -205,19 +230,10 @@ def _are_scalar(outputs: Sequence[Any]) -> bool:
     )
 
 
-def _train(outputs: Sequence[Tensor]) -> bool:
-    """Returns whether a pass from these reaches parameters; all else is the program's own."""
+def _reach_parameters(outputs: Sequence[Tensor]) -> bool:
+    """Returns whether a pass from one of these reaches mirrored parameters."""
     return any(reaches_parameters(output.grad_fn) for output in outputs)
 
 
-def _do(shares: Mapping[int, float]) -> str:
+def _describe_shares(shares: Mapping[int, float]) -> str:
     return f"are added up, multiplied with {', '.join(f'{s:.3g}' for s in shares.values())}"
-
-
-_LOOKS = 3
-_PLACES = 1000
-_REMEDY = (
-    "Compute the loss outside run, over model(x) of the whole batch, or of values of all replicas "
-    "(all_reduce, all_gather of mirror.get_replica_context()); of a mean over something else than "
-    "examples, set mirror.get_replica_context().weight to how many the replica's part has"
-)

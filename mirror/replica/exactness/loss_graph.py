@@ -1,4 +1,4 @@
-"""The terms of a 0-d value, and what its autograd graph tells about each."""
+"""Reads the terms of a 0-d value from its autograd graph, and facts about each term."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _ELEMENTWISE = frozenset(
 )
 _LINEAR = _PASSED | _RESHAPED | frozenset("Div MaskedFill Mul Where".split())
 _PRODUCTS = frozenset("Mm Bmm T Transpose Permute".split())
-_OF_ALL = "GradSend"  # what a collective gives, the same on all replicas
-OF_PARAMETERS = _ELEMENTWISE | _PRODUCTS | _RESHAPED | {ACCUMULATES, _OF_ALL}  # made of them
+_COLLECTIVE = "GradSend"  # a collective's result, the same on all replicas
+# Nodes of values that may depend on parameters only.
+OF_PARAMETERS = _ELEMENTWISE | _PRODUCTS | _RESHAPED | {ACCUMULATES, _COLLECTIVE}
 CHOICES = frozenset("Index MaskedSelect".split())
 _NONLINEAR = frozenset(
     "Abs Bmm Clamp ClampMax ClampMin Dot Exp Kthvalue LinalgVectorNorm Log Logsumexp Max Median "
     "Min Nanmedian Norm Pow Relu Sqrt Std StdMean Var VarMean".split()
 )
-_ORDERED = frozenset("Gather Sort Topk".split())  # of which one entry is not a sum's
+_ORDERED = frozenset("Gather Sort Topk".split())  # one entry of their result is no term
 _ALSO_OF_PARAMETERS = _NONLINEAR | frozenset("Mean Select Slice Stack Sum".split())
 
 
 class UnknownNode(Exception):
-    """The nodes do not tell."""
+    """The nodes do not show how a value was computed."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class Term:
     """One summand of one replica's value.
 
     Attributes:
-        kind: "same", "constant", "mean", "sum", "cross entropy", or what cannot be joined.
-        shape: of what is reduced.
-        node: which reduces it.
-        factors: whether it is divided by a number or multiplied, and that.
-        facts: what has been read of its graph.
+        kind: "same", "constant", "mean", "sum", "cross entropy", "unknown", or the description
+            of a value that cannot be joined.
+        shape: the shape of the tensor that is reduced.
+        node: the node that reduces it.
+        factors: numbers by which the term is divided (True) or multiplied (False).
+        facts: the results of ``read``, by function.
     """
 
     kind: str
@@ -62,27 +64,32 @@ class Term:
     facts: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def read(self, fact: Callable[[Term], T]) -> T:
-        """Returns what a function reads of the graph, once: a pass backward frees its values."""
+        """Returns a fact of the graph. It is kept, since a backward pass frees saved tensors."""
         if fact not in self.facts:
             self.facts[fact] = fact(self)
         found: T = self.facts[fact]
         return found
 
     def without_graph(self) -> Term:
-        """Returns what is known of it, as numbers."""
+        """Returns the term with its facts and numbers, without its graph."""
         factors = tuple((is_div, abs(float(value))) for is_div, value in self.factors)
         return Term(self.kind, self.shape, None, factors, self.facts)
 
 
-def terms_or_untold(root: Any) -> list[Term]:
-    """Returns the terms of a value; one of kind "untold" if the nodes do not tell of any."""
+def terms_or_unknown(root: Any) -> list[Term]:
+    """Returns the terms of a value; one of kind "unknown" if the nodes show none."""
     try:
         return list(terms_of(root))
-    except (UnknownNode, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
-        return [Term("untold")]
+    except (UnknownNode, AttributeError, RuntimeError):  # new torch, hook, or freed graph
+        return [Term("unknown")]
 
 
 def terms_of(root: Any) -> Iterator[Term]:
+    """Yields the terms of a value.
+
+    Raises:
+        UnknownNode: the graph has too many nodes.
+    """
     found: list[tuple[Any, tuple[tuple[bool, Any], ...]]] = [(root, ())]
     seen = 0
     while found:
@@ -93,25 +100,25 @@ def terms_of(root: Any) -> Iterator[Term]:
         if node is None:
             yield Term("constant")
             continue
-        name, inputs = name_of(node), [following for following, _ in node.next_functions]
+        name, inputs = name_of(node), [next_node for next_node, _ in node.next_functions]
         if name in ("Add", "Sub", "Rsub"):
-            found += [(following, factors) for following in inputs]
+            found += [(next_node, factors) for next_node in inputs]
         elif name in _PASSED or (name in _RESHAPED and math.prod(node._saved_self_sym_sizes) == 1):
             found.append((inputs[0], factors))
         elif name in ("Mean", "Sum") and _is_stack_of_scalars(inputs[0]):
-            found += [(following, factors) for following, _ in inputs[0].next_functions]
-        elif name == "Where" and sum(following is not None for following in inputs) == 1:
-            # Else a constant: what Keras makes of a regularizer's value over no examples.
-            found += [(following, factors) for following in inputs if following is not None]
+            found += [(next_node, factors) for next_node, _ in inputs[0].next_functions]
+        elif name == "Where" and sum(next_node is not None for next_node in inputs) == 1:
+            # The other branch is a constant: Keras writes regularizers over no examples so.
+            found += [(next_node, factors) for next_node in inputs if next_node is not None]
         elif name in ("Mul", "Div"):
             yield from _of_product(node, name == "Div", inputs, factors, found)
         else:
             try:
                 term = _of_reduction(node, name, inputs)
             except UnknownNode:
-                term = Term("untold", node=node)  # others may tell
-            within = _factors_within(inputs[0]) if term.kind in ("mean", "sum") else ()
-            yield replace(term, factors=(*factors, *within))
+                term = Term("unknown", node=node)  # the other terms may be known
+            inner = _inner_factors(inputs[0]) if term.kind in ("mean", "sum") else ()
+            yield replace(term, factors=(*factors, *inner))
 
 
 def _of_product(
@@ -133,12 +140,12 @@ def _is_stack_of_scalars(node: Any) -> bool:
     return name_of(node) == "Stack" and len(arriving_shape(node, 0)) == 1
 
 
-def _factors_within(node: Any) -> Iterator[tuple[bool, Any]]:
-    """Yields the numbers by which what is reduced is multiplied or divided, all of it."""
+def _inner_factors(node: Any) -> Iterator[tuple[bool, Any]]:
+    """Yields the numbers by which the whole reduced tensor is multiplied or divided."""
     for _ in range(_MOST_BELOW):
         name = name_of(node)
-        inputs = [following for following, _ in node.next_functions] if node else []
-        graphs = [following for following in inputs if following is not None]
+        inputs = [next_node for next_node, _ in node.next_functions] if node else []
+        graphs = [next_node for next_node in inputs if next_node is not None]
         if len(graphs) != 1 or name not in _LINEAR | {"Sum"}:
             return
         if name in ("Mul", "Div") and (inputs[0] is not None or name == "Mul"):
@@ -167,7 +174,7 @@ def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
         return Term(f"what {name.lower()} makes of the part")
     elif name in ("Lerp", "Select") and name_of(inputs[0]) in _ORDERED:
         return Term("one of the part's values in their order")
-    elif name == _OF_ALL or (is_of_torch(node) and _is_same(node)):
+    elif name == _COLLECTIVE or (is_of_torch(node) and _is_same(node)):
         return Term("same")
     elif _is_function_of_numbers(node):
         return Term(f"what {name.lower()} makes of numbers of the part")
@@ -175,26 +182,26 @@ def _of_reduction(node: Any, name: str, inputs: list[Any]) -> Term:
 
 
 def _is_function_of_numbers(node: Any) -> bool:
-    """Whether a node of torch's own makes a number of numbers, at least one from a graph."""
+    """Returns whether a node of torch computes a number from numbers that have a graph."""
     if not is_of_torch(node) or name_of(node) in _LINEAR:
         return False
-    inputs = [i for i, (following, _) in enumerate(node.next_functions) if following is not None]
+    inputs = [i for i, (next_node, _) in enumerate(node.next_functions) if next_node is not None]
     return bool(inputs) and all(math.prod(shape_of(node, i)) == 1 for i in inputs)
 
 
 def _is_same(node: Any) -> bool:
-    """Whether a 0-d value is one of parameters alone."""
+    """Returns whether a 0-d value depends on parameters only."""
     return node is not None and is_of_parameters(node, also=_ALSO_OF_PARAMETERS)
 
 
 def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
-    """Whether what a node reduces is made of parameters, elementwise or by products.
+    """Returns whether a node's value is computed from parameters, elementwise or by products.
 
-    Or of what collectives give, which is the same on all replicas, too.
+    Results of collectives count as parameters: they are the same on all replicas too.
     """
     if name_of(node) == ACCUMULATES:
         return _is_parameter(node.variable)
-    if name_of(node) == _OF_ALL:
+    if name_of(node) == _COLLECTIVE:
         return True
     found = [node]
     for seen in range(_MOST_OF_PARAMETERS):
@@ -206,15 +213,15 @@ def is_of_parameters(node: Any, also: frozenset[str] = frozenset()) -> bool:
             if not _is_parameter(below.variable):
                 return False
             continue
-        if name == _OF_ALL:
+        if name == _COLLECTIVE:
             continue
         if seen and name not in _ELEMENTWISE | _PRODUCTS | _RESHAPED | _JOINED | also:
             return False
-        inputs = [(i, following) for i, (following, _) in enumerate(below.next_functions)]
-        for i, following in inputs:
-            if following is not None:
-                found.append(following)
-                # A larger result is one of something else, too.
+        inputs = [(i, next_node) for i, (next_node, _) in enumerate(below.next_functions)]
+        for i, next_node in inputs:
+            if next_node is not None:
+                found.append(next_node)
+                # A result that is larger than this input also depends on something else.
                 if len(inputs) > 1 and name in _ELEMENTWISE:
                     if shape_of(below, i) != arriving_shape(below, 0):
                         return False
@@ -234,25 +241,25 @@ def reaches_parameters(node: Any) -> bool:
         below = found.pop()
         if name_of(below) == ACCUMULATES and _is_parameter(below.variable):
             return True
-        for following, _ in below.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                found.append(following)
+        for next_node, _ in below.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                found.append(next_node)
     return False
 
 
 def _below(term: Term) -> Iterator[Any]:
-    """Yields the nodes that lead to what a term reduces, elementwise, and the first other one."""
+    """Yields the elementwise nodes below a term, and the first other node of each branch."""
     if term.node is None:
         return
-    found = [following for following, _ in term.node.next_functions[:1] if following is not None]
+    found = [next_node for next_node, _ in term.node.next_functions[:1] if next_node is not None]
     for _ in range(_MOST_BELOW):
         if not found:
             return
         node = found.pop()
         yield node
         if name_of(node) in _ELEMENTWISE | _RESHAPED:
-            found += [following for following, _ in node.next_functions if following is not None]
+            found += [next_node for next_node, _ in node.next_functions if next_node is not None]
 
 
 def names_below(term: Term) -> set[str]:
@@ -266,12 +273,12 @@ def views_below(term: Term) -> list[Shape]:
 
 
 def is_same(term: Term) -> bool:
-    """Whether a term is one of parameters alone, or of values of all replicas."""
+    """Returns whether a term depends on parameters or on values of all replicas only."""
     return term.node is not None and is_of_parameters(term.node)
 
 
 def is_loss(term: Term) -> bool:
-    """Whether a loss function of torch's reduces."""
+    """Returns whether one of torch's loss functions reduces the term."""
     return hasattr(term.node, "_saved_reduction")
 
 
@@ -281,7 +288,7 @@ def total_weight(term: Term) -> Any:
 
 
 def mask_sums(term: Term) -> list[float]:
-    """Returns the sums of what may be the mask of a sum."""
+    """Returns the sums of all tensors that may be the mask of a sum."""
     return list(_mask_sums(term))
 
 
@@ -302,7 +309,11 @@ def _mask_sums(term: Term) -> Iterator[float]:
 
 
 def saved(node: Any, name: str) -> Any:
-    """Returns what a node has saved, unless a hook would have to make it anew."""
+    """Returns a value that a node has saved.
+
+    Raises:
+        UnknownNode: an unpack hook would have to compute the value again.
+    """
     raw = getattr(node, f"_raw_saved_{name}", None)
     if getattr(raw, "unpack_hook", None) is not None:
         raise UnknownNode
@@ -311,15 +322,15 @@ def saved(node: Any, name: str) -> Any:
 
 def shape_of(node: Any, i: int) -> Shape:
     """Returns the shape of a node's i-th input that has a graph."""
-    following, number = node.next_functions[i]
-    return arriving_shape(following, number)
+    next_node, number = node.next_functions[i]
+    return arriving_shape(next_node, number)
 
 
 def is_of_torch(node: Any) -> bool:
-    """Whether a node is none that is written in Python."""
+    """Returns whether a node is one of torch's, not a Python ``autograd.Function``."""
     return type(node).__name__[-1:].isdigit()
 
 
 def name_of(node: Any) -> str:
-    """Returns what a node is the backward of: "Mul" of a ``MulBackward0``."""
+    """Returns the name of a node's forward function: "Mul" for ``MulBackward0``."""
     return type(node).__name__.partition("Backward")[0]

@@ -1,24 +1,22 @@
-"""0-d outputs of a split call: what a replica's counts with in that of the whole batch.
+"""Finds the weights by which the replicas' 0-d outputs add up to the whole batch's value.
 
 [Note: Scalar outputs]
-A 0-d output is mostly a loss, and how the replicas' join depends on how each has come about. The
-few 0-d nodes on top of its graph tell: sums, differences and multiples of terms, and each term is
+A 0-d output is usually a loss, and the right weights depend on how it was computed. The 0-d nodes
+on top of its autograd graph show that: they are sums, differences and multiples of terms.
 
-    over the replica's part             in the whole batch's      counts with
+    a term over the replica's part      is in the whole batch     its weight
     mean over examples                  mean                      its number of examples
     sum, divided by their number        mean                      its number of examples
-    mean of what a mask has chosen      mean                      the number of the chosen
-    sum, divided by that of its mask    mean                      that sum
-    cross entropy with targets ignored  mean                      the weight of its other targets
-    sum, multiplied with a constant     sum                       1
-    of parameters alone                 the same                  anything of sum 1
+    mean of what a mask selects         mean                      the number of selected values
+    sum, divided by its mask's sum      mean                      the mask's sum
+    cross entropy with ignored targets  mean                      the weight of its other targets
+    sum, multiplied by a constant       sum                       1
+    of parameters only                  the same                  any weights of sum 1
 
-Terms that count with the same are joined exactly. Others, and what is none of these though it
-comes from the batch (a root of a mean, a sum over an unknown number), stay means over examples,
-with a warning, and so do comparisons of the examples with each other (``contrasts.py``) and what
-is made of reduced values (``meetings.py``). What nodes do not tell (compiled code, a function
-written in Python, no graph) is taken for a mean over examples; of compiled code that got labels
-below zero, which losses ignore, ``inexact.py`` tells.
+Terms with the same weights are joined exactly. Any other value of the batch (a root of a mean, a
+sum over an unknown number, ``batch_dim_rules.py``, ``contrastive.py``) is averaged by examples,
+with a warning. Without known nodes (compiled code, a Python function, no graph) the value is
+taken for a mean over examples.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import torch
 from torch import Tensor
 
 from mirror.replica.collectives.reduce_ops import summed
-from mirror.replica.exactness.batch_dim_rules import are_linear, meetings_below
+from mirror.replica.exactness.batch_dim_rules import are_linear, batch_dim_uses
 from mirror.replica.exactness.contrastive import compare_examples
 from mirror.replica.exactness.loss_graph import (
     CHOICES,
@@ -41,7 +39,7 @@ from mirror.replica.exactness.loss_graph import (
     is_same,
     mask_sums,
     names_below,
-    terms_or_untold,
+    terms_or_unknown,
     total_weight,
     views_below,
 )
@@ -50,60 +48,60 @@ Weights = Sequence[float | Tensor]
 
 
 class NotReducible(Exception):
-    """Values that no weights join into the whole batch's; says what they are."""
+    """No weights make the whole batch's value; the message describes the replicas' values."""
 
 
 class Mixed(NotReducible):
-    """Values in which examples have come together in a way that is not linear."""
+    """The values combine examples in a way that is not linear."""
 
 
 def weights_of(parts: Sequence[Tensor], counts: Sequence[float], has_shares: bool) -> Weights:
-    """Returns what the replicas' values are multiplied with, to be added then.
+    """Returns the weights of the replicas' values; their weighted sum is the whole batch's value.
 
     Args:
         counts: the replicas' numbers of examples.
-        has_shares: whether a number by which the model divides came as each replica's share.
+        has_shares: whether each replica got its share of a number by which the model divides.
 
     Raises:
-        Undecided: no weights make the value of the whole batch of these.
+        NotReducible: no weights make the whole batch's value.
     """
     means = [count / sum(counts) for count in counts]
     if len(parts) == 1 or not all(part.grad_fn is not None for part in parts):
         return means
-    of_replicas = [terms_or_untold(part.grad_fn) for part in parts]
-    kind, weights = weights_of_terms(of_replicas, counts, has_shares)
+    terms_by_replica = [terms_or_unknown(part.grad_fn) for part in parts]
+    kind, weights = weights_of_terms(terms_by_replica, counts, has_shares)
     if kind == "weighted":
         return _normal(weights, parts[0].device)
     return weights if kind == "sum" else means
 
 
 def weights_of_terms(
-    of_replicas: Sequence[Sequence[Term]], counts: Sequence[float], has_shares: bool = False
+    terms_by_replica: Sequence[Sequence[Term]], counts: Sequence[float], has_shares: bool = False
 ) -> tuple[str, list[Any]]:
-    """Returns what the replicas' values are, and what they are multiplied with.
+    """Returns the kind of the replicas' values, and their weights.
 
-    A "sum", each with 1; a "mean" over the examples, or untold, or "weighted" by others numbers:
-    of these the weights are yet to be divided by their sum.
+    The kind is "sum", with weights of 1; "mean" over examples, also if nothing is known; or
+    "weighted" by other numbers. Weights of a mean are not divided by their sum yet.
 
     Raises:
-        Undecided: no weights make the value of the whole batch of these.
+        NotReducible: no weights make the whole batch's value.
     """
     means = "mean", list(counts)
-    if len({tuple(term.kind for term in terms) for terms in of_replicas}) > 1:
+    if len({tuple(term.kind for term in terms) for terms in terms_by_replica}) > 1:
         return means
     found = []
-    for column in zip(*of_replicas, strict=True):
+    for column in zip(*terms_by_replica, strict=True):
         try:
-            found.append(_Column(column, counts, has_shares).decided())
-        except (UnknownNode, AttributeError, RuntimeError):  # another torch; a hook, a freed graph
-            found.append(("untold", []))
+            found.append(_TermOfReplicas(column, counts, has_shares).classify())
+        except (UnknownNode, AttributeError, RuntimeError):  # new torch, hook, or freed graph
+            found.append(("unknown", []))
     kinds = {kind for kind, _ in found}
-    if "untold" in kinds:
+    if "unknown" in kinds:
         return means
     if "sum" in kinds:
         if len(kinds) > 1:
             raise NotReducible("a sum over the examples, and something else added to it")
-        return "sum", [1.0] * len(of_replicas)
+        return "sum", [1.0] * len(terms_by_replica)
     known = [weights for kind, weights in found if kind == "weighted"]
     if not known:
         return means
@@ -115,12 +113,12 @@ def weights_of_terms(
 
 
 def is_compiled(parts: Sequence[Tensor]) -> bool:
-    """Whether compiled code has given the values, whose nodes tell nothing."""
+    """Returns whether compiled code has computed the values: its nodes show no terms."""
     return all("CompiledFunction" in type(part.grad_fn).__name__ for part in parts)
 
 
-def joined_value(parts: Sequence[Tensor], weights: Weights) -> Tensor:
-    """Returns the weighted sum; what counts nothing may be nan, and gets no gradient."""
+def weighted_sum(parts: Sequence[Tensor], weights: Weights) -> Tensor:
+    """Returns the weighted sum; a part of weight 0 may be nan, and gets no gradient."""
     terms: list[Tensor] = []
     for part, weight in zip(parts, weights, strict=True):
         if isinstance(weight, Tensor):
@@ -131,28 +129,28 @@ def joined_value(parts: Sequence[Tensor], weights: Weights) -> Tensor:
     return summed(terms, terms[0].device)
 
 
-class _Column:
-    """One term of all replicas that ran."""
+class _TermOfReplicas:
+    """The same term of every replica that ran."""
 
     def __init__(self, terms: Sequence[Term], counts: Sequence[float], has_shares: bool) -> None:
         self._terms = terms
         self._counts = counts
         self._has_shares = has_shares
 
-    def decided(self) -> tuple[str, list[Any]]:
-        """Returns "same", "constant", "mean", "sum", or "weighted" and with what."""
+    def classify(self) -> tuple[str, list[Any]]:
+        """Returns "same", "constant", "mean", "sum" or "weighted", and the weights of the last."""
         first = self._terms[0]
         if first.kind in ("same", "constant"):
             return first.kind, []
-        if first.kind == "untold":
-            self._inner()  # what is below may tell
+        if first.kind == "unknown":
+            self._inner()  # raises if the nodes below show how examples are combined
             raise UnknownNode
         if first.kind not in ("mean", "sum", "cross entropy"):
             raise Mixed(first.kind)
         if compare_examples(self._terms, self._counts):
             raise Mixed(
-                "made of comparisons of the examples with each other (a contrastive loss), of "
-                "which those of unlike parts are missing"
+                "made of comparisons of the examples with each other (a contrastive loss): "
+                "comparisons between examples of different parts are missing"
             )
         inner = self._inner()
         if first.kind == "cross entropy":
@@ -175,20 +173,20 @@ class _Column:
         return [term.read(fact) for term in self._terms]
 
     def _inner(self) -> str | None:
-        """Returns how the examples have come together before: "Mean", "Sum", or not at all."""
-        found = self._read(meetings_below)
-        if len({tuple((m.how, m.rows is None) for m in meetings) for meetings in found}) > 1:
+        """Returns how the examples were reduced below the term: "Mean", "Sum" or ``None``."""
+        found = self._read(batch_dim_uses)
+        if len({tuple((m.how, m.rows is None) for m in uses) for uses in found}) > 1:
             raise UnknownNode
         hows = set()
-        for meetings in zip(*found, strict=True):
-            if meetings[0].is_of_examples(meetings, self._counts):
-                if not are_linear(meetings):
-                    what = meetings[0].how.lower()
+        for uses in zip(*found, strict=True):
+            if uses[0].is_of_examples(uses, self._counts):
+                if not are_linear(uses):
+                    what = uses[0].how.lower()
                     raise Mixed(
-                        "a function of what has been reduced over the examples before, or of "
+                        "a function of values that were reduced over the examples before, or of "
                         f"their order ({what})"
                     )
-                hows.add(meetings[0].how)
+                hows.add(uses[0].how)
         if len(hows) > 1:
             raise Mixed("means and sums over the examples together")
         return hows.pop() if hows else None
@@ -209,7 +207,7 @@ class _Column:
     def _refuse_varying_factors(self) -> None:
         for values in self._factors():
             if not _are_close(values, values[:1] * len(values)):
-                raise NotReducible("a mean multiplied with what differs from part to part")
+                raise NotReducible("a mean multiplied by a number that differs from part to part")
 
     def _factors(self) -> Iterator[list[float]]:
         if len({tuple(is_div for is_div, _ in term.factors) for term in self._terms}) > 1:
@@ -218,7 +216,7 @@ class _Column:
             yield [abs(float(value)) for _, value in column]
 
     def _has_batch(self) -> bool:
-        """Whether the first dimension of what is summed is that of the examples."""
+        """Returns whether the summed tensor's first dimension is the examples."""
         if not all(term.shape for term in self._terms):
             return False
         sizes = [term.shape[0] for term in self._terms]
@@ -264,8 +262,8 @@ class _Column:
             raise NotReducible(
                 "a sum divided by a number that may be the part's of examples, or a constant"
             )
-        for of_replicas in zip(*self._read(mask_sums), strict=False):
-            if _are_close(of_replicas, [1.0] * len(of_replicas)):
+        for terms_by_replica in zip(*self._read(mask_sums), strict=False):
+            if _are_close(terms_by_replica, [1.0] * len(terms_by_replica)):
                 raise NotReducible("a sum with weights whose sum is 1 in every part")
         return "sum", []
 
@@ -278,7 +276,7 @@ class _Column:
         return _are_close(numbers, self._counts)
 
     def _may_be_of_examples(self, number: float, is_div: bool) -> bool:
-        """Whether a number, equal on all parts, may come from their size."""
+        """Returns whether a number that is equal on all parts may come from their size."""
         if len(set(self._counts)) > 1 or not math.isfinite(number):
             return False
         quotient = number / self._counts[0]
@@ -288,18 +286,18 @@ class _Column:
         return math.prod(self._terms[0].shape) % round(number) == 0
 
     def _masks(self, numbers: Sequence[float]) -> list[float] | None:
-        """Returns the sums of the masks by which the sums are divided, if they are."""
-        for of_replicas in zip(*self._read(mask_sums), strict=False):
-            pairs = zip(of_replicas, numbers, strict=True)
-            # Of an empty mask the divisor may be another, so that it is not 0.
+        """Returns the sums of the masks if the terms are divided by them, else ``None``."""
+        for terms_by_replica in zip(*self._read(mask_sums), strict=False):
+            pairs = zip(terms_by_replica, numbers, strict=True)
+            # A program may replace the divisor 0 of an empty mask.
             if all(not mask or math.isclose(mask, n, rel_tol=1e-5) for mask, n in pairs):
-                if any(of_replicas):
-                    return list(of_replicas)
+                if any(terms_by_replica):
+                    return list(terms_by_replica)
         return None
 
 
 def _normal(weights: Sequence[Any], device: torch.device) -> Weights:
-    """Returns weights of sum 1; tensors as tensors, so that no device is waited for."""
+    """Returns weights of sum 1; tensors stay tensors, so the host waits for no device."""
     if not any(isinstance(weight, Tensor) for weight in weights):
         total = sum(weights)
         return [weight / total if total else 1.0 for weight in weights]

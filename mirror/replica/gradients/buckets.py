@@ -1,25 +1,25 @@
-"""Buckets: gradients that are reduced beside the backward pass that brings the next ones.
+"""Buckets: gradients that are reduced while the backward pass still computes the next ones.
 
 [Note: Buckets]
-The order in which gradients arrive is learnt from the first pass, cut into buckets, and kept; it
-is learnt anew when another one has come twice in a row. On every replica the last parameter of a
-bucket has a hook. When it fires and all replicas' gradients of the bucket have arrived, in the
-order learnt, the bucket is reduced on the side (``streams.Side``): whoever comes last launches it,
-and moves the gradients into a flat buffer before, on the streams of computation, so that theirs is
-free for the rest of the pass: [Note: Gradients in flat buffers].
-Buckets are launched in one fixed order, and the last one not at all: nothing is left to hide it
-behind. So a model of less than a bucket pays nothing.
+The first pass records the order in which gradients arrive. The order is cut into buckets, and
+recorded again when another order has come twice in a row. On every replica the last parameter of a
+bucket has a hook. When the gradients of all replicas have arrived, in this order, the replica that
+comes last launches the bucket. First it moves the gradients into a flat buffer, on the compute
+streams, which frees their memory for the rest of the pass: [Note: Gradients in flat buffers]. Then
+a ``SideStream`` reduces the buffer. Buckets are launched in one fixed order. The last bucket is
+reduced when the pass has ended, since no computation is left to overlap with. So a model smaller
+than one bucket has no overhead.
 
     replica 0  | forward | backward ......... |
     replica 1  |         | forward | backward 1 2 3 4 |
-    beside                                    [1][2][3]
-    settled                                            [4]
+    overlapped                                [1][2][3]
+    at the end                                         [4]
 
-Whatever does not fit (another order, an unused parameter, a second pass, sparse gradients, hooks,
-replicas that sit out or count nothing) is left to the reduction that ends every pass; see
-[Note: Lazy gradients]. So is a pass whose gradients a replica has set before all have arrived: the
-others' may be those from before. And so are passes of replicas that run at once, when one of them
-is in its second: autograd may be adding to the very slots that the bucket would be taken from.
+All other cases are left to the reduction at the end of the pass, see [Note: Lazy gradients]:
+another order, an unused parameter, sparse gradients, hooks, idle replicas and replicas of weight
+0. Also a pass in which a replica sets a gradient before all have arrived, as the other replicas'
+gradients may be older. Also a second pass of a replica while others still run: autograd may be
+adding to the slots from which the bucket would be taken.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedP
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The order in which gradients arrive, and where the buckets end that are launched."""
+    """The order in which gradients arrive, and the ends of the buckets that hooks launch."""
 
     order: ReadyGrads
     ends: list[int]
@@ -68,12 +68,12 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Reduction:
-    """One bucket on its way.
+    """One bucket in flight.
 
     Attributes:
         columns: per replica, the gradients that are being reduced.
-        wait: waits for them.
-        dropped: those that nobody wants any more, by variable and replica.
+        wait: waits for the reduction.
+        dropped: the variables and replicas whose reduced gradients are thrown away.
     """
 
     variables: list[ReplicatedParam]
@@ -85,15 +85,15 @@ class _Reduction:
 
 
 class Buckets:
-    """The buckets that gradients are reduced in, and those on their way.
+    """The buckets of a strategy's gradients, and those in flight.
 
     Args:
-        may_launch: whether gradients are to be reduced now, and not kept back.
-        finite: what looks whether gradients are; others are left to the end of the pass.
+        may_launch: returns whether gradients may be reduced now; False under ``no_sync``.
+        finite: checks gradients; a bucket with others is left to the end of the pass.
 
     Attributes:
-        on_their_way: the reductions launched and not collected.
-        is_disordered: whether gradients have come in another order than that learnt.
+        in_flight: the reductions launched and not collected.
+        is_disordered: whether gradients have arrived in another order than the recorded one.
     """
 
     def __init__(
@@ -101,23 +101,23 @@ class Buckets:
         replicas: Replicas,
         runner: Runner,
         reducer: Reducer,
-        watch: GradTracker,
+        tracker: GradTracker,
         may_launch: Callable[[], bool],
         finite: NonFiniteCheck | None,
     ) -> None:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
-        self._watch = watch
+        self._tracker = tracker
         self._are_wanted, self._finite = may_launch, finite
         self._side = SideStream(replicas.places.devices)
-        self._streams = watch.streams
+        self._streams = tracker.streams
         self._plan: _Plan | None = None
         self._hooks: list[Any] = []
-        self.on_their_way: list[_Reduction] = []
-        self._is_held = False  # until what has arrived is reduced
+        self.in_flight: list[_Reduction] = []
+        self._is_held = False  # no launches until all that has arrived is reduced
         self.is_disordered = False
 
     def learn(self, arrivals: ReadyGrads, *, again: bool) -> None:
-        """Takes the order of a pass for that of the next ones.
+        """Records the order of a pass, for the buckets of the next passes.
 
         Args:
             again: whether the pass before had the same order.
@@ -126,7 +126,7 @@ class Buckets:
         if not arrivals.is_regular or (plan is not None and arrivals is plan.order):
             return
         if any(not copy.requires_grad for mine in arrivals.copies for copy in mine):
-            return  # the next pass will be another one
+            return  # a parameter was frozen since: the next pass will have another order
         if plan is None or again:
             self.forget_order()
             ends = self._ends(arrivals.variables)[:-1]
@@ -134,10 +134,13 @@ class Buckets:
             for index, end in enumerate(ends):
                 for copies in arrivals.copies:
                     launch = partial(self._arrived, plan, index)
-                    self._hooks.append(copies[end - 1].watch(launch))
+                    self._hooks.append(copies[end - 1].on_accumulate(launch))
 
     def _ends(self, variables: Sequence[ReplicatedParam]) -> list[int]:
-        """Returns where buckets end: each is of one position, whose stream its hook can tell."""
+        """Returns the ends of the buckets; one bucket has variables of one mesh position.
+
+        Its hook can then record the stream of all its gradients.
+        """
         ends: list[int] = []
         for _, mine in groupby(variables, attrgetter("devices")):
             sizes = [variable.targets[0].nbytes for variable in mine]
@@ -146,18 +149,18 @@ class Buckets:
         return ends
 
     def forget_order(self) -> None:
-        """Drops the order learnt."""
+        """Drops the recorded order."""
         for hook in self._hooks:
             hook.remove()
         self._plan, self._hooks, self.is_disordered = None, [], False
 
     def forget(self, variable: ReplicatedParam) -> None:
-        """Drops the order learnt, and what is on its way of a variable that is gone.
+        """Drops the order, and the gradients in flight of a variable that was freed.
 
-        Takes no lock: a garbage collection may come here at any time.
+        Takes no lock: a garbage collection may call it at any time.
         """
         self.forget_order()
-        for reduction in tuple(self.on_their_way):
+        for reduction in tuple(self.in_flight):
             if variable in reduction.variables:
                 reduction.dropped.update((variable, r) for r in range(len(reduction.targets)))
                 reduction.copies = [
@@ -166,40 +169,40 @@ class Buckets:
                 ]
 
     def close(self) -> None:
-        """Ends what reduces on the side; idempotent."""
+        """Closes the side stream; idempotent."""
         self._side.close()
 
     def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        """Has what is on its way for these replicas' copies thrown away when it arrives."""
-        with self._watch.lock:
+        """Marks gradients in flight to be thrown away when they arrive, for these replicas."""
+        with self._tracker.lock:
             self._is_held = True
-            for reduction in self.on_their_way:
+            for reduction in self.in_flight:
                 if variable in reduction.variables:
                     reduction.dropped.update((variable, r) for r in replica_ids)
 
     def launched(self) -> list[list[ReplicaParameter]]:
-        """Returns each replica's copies whose gradients are on their way, in order."""
-        if not self.on_their_way:
-            return [[] for _ in self._watch.pending]
-        parts = [reduction.copies for reduction in self.on_their_way]
-        return [[*chain(*(part[r] for part in parts))] for r in range(len(self._watch.pending))]
+        """Returns each replica's copies whose gradients are in flight, in order."""
+        if not self.in_flight:
+            return [[] for _ in self._tracker.pending]
+        parts = [reduction.copies for reduction in self.in_flight]
+        return [[*chain(*(part[r] for part in parts))] for r in range(len(self._tracker.pending))]
 
     def discard(self) -> None:
-        """Waits for what is on its way, and throws it away."""
+        """Waits for the reductions in flight, and throws the gradients away."""
         for reduction in self._take():
-            with suppress(Exception):  # whatever it is, the run has failed already
+            with suppress(Exception):  # the run has failed already, with its own error
                 reduction.wait()
-        for unsettled in self._watch.unsettled:  # nobody moves: what is there, is left over
+        for unsettled in self._tracker.unsettled:  # no pass runs now: these entries are stale
             unsettled.clear()
 
     def collect(self) -> None:
-        """Waits for what is on its way, and accumulates it."""
+        """Waits for the reductions in flight, and accumulates the gradients."""
         timeline = self._replicas.timeline
         for reduction in self._take():
             timeline.begin(CROSS, EXPOSED)
             reduction.wait()
             timeline.end(CROSS, EXPOSED)
-            self._runner.unfinished = True  # while some have it: see [Note: Interrupts]
+            self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
             for r, targets in enumerate(reduction.targets):
                 kept = [
                     i
@@ -211,10 +214,10 @@ class Buckets:
             self._runner.unfinished = self._runner.running is not None
 
     def _take(self) -> list[_Reduction]:
-        reductions = self.on_their_way
+        reductions = self.in_flight
         if reductions:
-            self.on_their_way = []
-            for unsettled in self._watch.unsettled:
+            self.in_flight = []
+            for unsettled in self._tracker.unsettled:
                 unsettled[:] = [one for one in unsettled if one is not reductions]
         self._is_held = False
         return reductions
@@ -222,13 +225,13 @@ class Buckets:
     @disable_dynamo
     def _arrived(self, plan: _Plan, index: int, copy: ReplicaParameter) -> None:
         """Launches a bucket if it is complete and its turn has come."""
-        with self._watch.lock:
+        with self._tracker.lock:
             if self._streams is not None:
                 self._streams.record(copy.replica_id, copy.device)
-            if index > len(self.on_their_way):
+            if index > len(self.in_flight):
                 before = plan.order.copies[copy.replica_id][plan.ends[index - 1] - 1]
                 self.is_disordered |= local_grad(before) is None
-            if plan is self._plan and index == len(self.on_their_way) and not self._is_held:
+            if plan is self._plan and index == len(self.in_flight) and not self._is_held:
                 part = slice(plan.ends[index - 1] if index else 0, plan.ends[index])
                 if self._may_launch(copy.variable.devices):
                     with (
@@ -242,10 +245,10 @@ class Buckets:
         if not self._are_wanted():
             return False
         if self._streams is not None and not self._streams.are_complete(devices):
-            return False  # a slot is filled before the hook tells on which stream
+            return False  # a slot is filled, but its hook has not recorded the stream yet
         running = self._runner.running
         is_alone = running is None or running.lockstep.takes_turns
-        return is_alone or not self._watch.may_be_in_second_pass()
+        return is_alone or not self._tracker.may_be_in_second_pass()
 
     @torch.no_grad()
     def _launch(self, order: ReadyGrads, part: slice) -> None:
@@ -254,15 +257,15 @@ class Buckets:
         if shares is None or any(variable.hooks for variable in variables) or order.is_complex:
             return
         copies = [mine[part] for mine in order.copies]
-        if not self._watch.are_in_order(copies):
+        if not self._tracker.are_in_order(copies):
             return
         grads = [list(map(local_grad, mine)) for mine in copies]
         if not all(map(are_usual, grads)):
             return
         if self._finite is not None and not self._finite.all_finite(grads):
             return
-        del grads  # who else holds them is about to be counted
-        self._watch.remove(copies)
+        del grads  # unshare counts the references to their memory
+        self._tracker.remove(copies)
         columns = take(copies)
         moved = self._reducer.move(columns, self._streams)
         unshare(columns, moved.staying)
@@ -270,7 +273,7 @@ class Buckets:
         if scale is None:
             scale = 1.0
             weigh(columns, shares)
-        name = f"bucket {len(self.on_their_way) + 1}: {len(variables)} parameters"
+        name = f"bucket {len(self.in_flight) + 1}: {len(variables)} parameters"
 
         def reduce() -> None:
             self._replicas.timeline.begin(OVERLAPPED, REDUCTION, name)
@@ -279,15 +282,15 @@ class Buckets:
             self._replicas.timeline.end(OVERLAPPED, REDUCTION)
 
         targets = [mine[part] for mine in order.targets]
-        if not self.on_their_way:
-            for unsettled in self._watch.unsettled:
-                unsettled.append(self.on_their_way)
-        self.on_their_way.append(
+        if not self.in_flight:
+            for unsettled in self._tracker.unsettled:
+                unsettled.append(self.in_flight)
+        self.in_flight.append(
             _Reduction(variables, copies, targets, columns, self._side.start(reduce))
         )
 
     def _shares(self) -> dict[int, float] | None:
-        """Returns what each replica's gradient counts for; ``None`` where not all count."""
+        """Returns each replica's share; ``None`` if a replica is idle or counts nothing."""
         replica, running = current.replica, self._runner.running
         num_replicas = self._replicas.num_replicas
         if replica is None:
@@ -299,11 +302,11 @@ class Buckets:
 
 
 def bucket_ends(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[int]:
-    """Cuts a sequence of gradients into buckets; returns where each ends.
+    """Cuts a sequence of gradients into buckets; returns the end index of each.
 
     A bucket holds at most ``bytes_per_pack``, the first at most 1 MiB, or one gradient.
 
         sizes 1 1 3 1 1 1, 3 bytes per pack  ->  2 3 6
     """
-    one_kind = [torch.uint8] * len(sizes_bytes)  # a bucket may mix dtypes; packs are made of it
+    one_kind = [torch.uint8] * len(sizes_bytes)  # a bucket may mix dtypes; packs do not
     return [pack[-1] + 1 for pack in plan_packs(sizes_bytes, one_kind, bytes_per_pack)]

@@ -1,11 +1,11 @@
-"""CentralAccess: the reduced gradients that the cross-replica context sees, at home.
+"""Gradients on the parameter device: ``p.grad`` in the cross-replica context.
 
-[Note: Gradients at home]
-A reduction leaves the gradient with every replica, on its device. ``p.grad`` in the cross-replica
-context is at home, where ``p`` is: a copy, made when somebody looks, and as long as it is the same
-gradient the same object. From then on it is carried to all replicas before these next run, or
-add to theirs, because it may have been changed; and it follows what the replicas add to theirs.
-A step needs every gradient at home: those that nobody has seen are there for its duration alone.
+A reduction leaves the reduced gradient with every replica, on its device. The parameter ``p`` is
+on the parameter device, so ``p.grad`` is a copy there. It is made at the first read, and stays the
+same object as long as it is the same gradient. From then on the program may change the copy, so it
+is broadcast to all replicas before they next run or add to their gradients. In the other direction
+it follows what the replicas add. An optimizer step needs every gradient on the parameter device:
+the copies that the program has not read are dropped after the step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mirror.replica.params.subclasses import same_kind
 
 
 @dataclass(slots=True)
-class _Shown:
-    """What the cross-replica context has seen.
+class _GradCopy:
+    """A gradient that the cross-replica context has read.
 
     Attributes:
-        grad: home's gradient.
-        source: the first replica's, of which it is a copy.
-        version: of that, when they were last equal.
+        grad: the gradient on the parameter device.
+        source: the first replica's gradient, from which it was copied.
+        version: the version of ``source`` when both were last equal.
     """
 
     grad: Tensor
@@ -42,53 +42,56 @@ class _Shown:
 
 
 class CentralGradReducer(GradReducer):
-    """Gradients of parameters that live at home; it has what changed there carried before."""
+    """The gradients of parameters on a parameter device.
+
+    Broadcasts the copies there before each reduction, and updates them after it.
+    """
 
     access: CentralAccess
 
     def _prepare(self) -> None:
         if not self._shown and not self.have_arrived():
             return
-        self.access.carry_shown()
+        self.access.sync_shown()
         super()._prepare()
         self.access.refresh()
 
     def flush(self) -> None:
         """Reduces what backward passes in the cross-replica context left pending."""
         if self.have_arrived() or self.deferred:
-            self.access.carry_shown()
+            self.access.sync_shown()
             self.reduce(self.equal_shares())
             self.access.refresh()
 
 
 class CentralAccess(GradAccess):
-    """The reduced gradients of parameters that live at home. See [Note: Gradients at home]."""
+    """The reduced gradients of parameters on a parameter device."""
 
     def __init__(self, replicas: Replicas, runner: Runner, gradients: CentralGradReducer) -> None:
         super().__init__(replicas, runner, gradients)
-        self._seen: dict[ReplicatedParam, _Shown] = {}
+        self._seen: dict[ReplicatedParam, _GradCopy] = {}
         gradients.access = self
 
     def part(self, variables: ReplicatedParams) -> LifecycleHooks:
-        """Returns what keeps the reduced gradients of ``variables`` equal, as values are now."""
-        others = super().part(variables)
+        """Returns the hooks that keep the reduced gradients of ``variables`` equal."""
+        hooks = super().part(variables)
 
         def recover() -> None:
-            others.recover()
+            hooks.recover()
             self.refresh()
 
         return LifecycleHooks(
-            name=others.name,
-            prepare=self.carry_shown,
-            sync_idle=others.sync_idle,
+            name=hooks.name,
+            prepare=self.sync_shown,
+            sync_idle=hooks.sync_idle,
             on_synced=self.refresh,
             recover=recover,
         )
 
-    # Between home and the replicas
+    # Between the parameter device and the replicas
 
     def fetch(self, variable: ReplicatedParam, source: int = 0) -> Tensor | None:
-        """Gives home a replica's gradient, unless it has it, and returns it."""
+        """Copies a replica's gradient to the parameter device if it is not there; returns it."""
         home, grad = variable.home, variable.targets[source].grad
         known = self._seen.get(variable)
         if grad is not None and known is not None and known.source is grad:
@@ -108,11 +111,11 @@ class CentralAccess(GradAccess):
         if grad is None or source is None:
             return None
         if variable not in self._seen:
-            self._seen[variable] = _Shown(grad, source, source._version)
+            self._seen[variable] = _GradCopy(grad, source, source._version)
         return copy_without_bucket(grad)
 
-    def carry_shown(self) -> None:
-        """Gives all replicas what the cross-replica context has seen, and may have changed."""
+    def sync_shown(self) -> None:
+        """Broadcasts the gradients that the program has read, and may have changed."""
         for variable, known in list(self._seen.items()):
             if variable.targets[0].grad is not known.source:
                 self._forget_shown(variable)
@@ -128,7 +131,7 @@ class CentralAccess(GradAccess):
             known.source, known.version = source, source._version
 
     def refresh(self) -> None:
-        """Has home follow what the replicas have done to gradients that have been seen there."""
+        """Updates the gradients that the program has read to what the replicas now have."""
         for variable, known in list(self._seen.items()):
             if variable.targets[0].grad is not known.source:
                 self._forget_shown(variable)
@@ -136,7 +139,7 @@ class CentralAccess(GradAccess):
                 self.fetch(variable)
 
     def drop_unseen(self, variables: Iterable[ReplicatedParam]) -> None:
-        """Drops the gradients at home that only a step needed."""
+        """Drops the gradients that were copied for a step only."""
         for variable in variables:
             if variable not in self._seen:
                 variable.home.grad = None
@@ -154,18 +157,18 @@ class CentralAccess(GradAccess):
 
     def _write_outside(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         self._runner.check_between_runs("a gradient")
-        everybody = range(len(variable.targets))
+        all_replicas = range(len(variable.targets))
         copied = None if value is None else _copy_at(value.detach(), variable.targets[0].device)
-        self._put(variable, copied, 0, everybody)
+        self._put(variable, copied, 0, all_replicas)
         self._seen.pop(variable, None)
         variable.home.grad = value
         if value is not None and copied is not None:
-            self._seen[variable] = _Shown(value, copied, copied._version)
+            self._seen[variable] = _GradCopy(value, copied, copied._version)
 
     def clear(
         self, variables: Sequence[ReplicatedParam], targets: Sequence[Sequence[nn.Parameter]]
     ) -> bool:
-        """Drops reduced gradients, as ``Access.clear``, and home's with them."""
+        """Drops reduced gradients, as ``GradAccess.clear`` does, and the copies of them."""
         if not super().clear(variables, targets):
             return False
         if self._runner.running is None:
@@ -174,15 +177,15 @@ class CentralAccess(GradAccess):
         return True
 
     def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
-        """Notes nothing: that the gradient is another one is seen at the next look."""
+        """Does nothing: ``fetch`` and ``refresh`` compare the identity of the gradient."""
 
     def forget(self, variable: ReplicatedParam) -> None:
-        """Drops what there is of a variable that is gone; takes no lock."""
+        """Drops the state of a variable that was freed; takes no lock."""
         self._seen.pop(variable, None)
         super().forget(variable)
 
 
 def _copy_at(grad: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on a device, with the gradient's graph if it has one."""
+    """Returns a copy on a device; it carries the gradient's graph if there is one."""
     with torch.inference_mode(False), torch.set_grad_enabled(grad.requires_grad):
         return grad.clone().to(device)

@@ -1,28 +1,28 @@
-"""Gradients: who has which, how they are weighted, and when they are reduced.
+"""GradReducer: when local gradients are reduced, and how they are weighted.
 
 [Note: Lazy gradients]
-A backward pass leaves each replica's own gradient in the C++ slot of its copies, and that it did
-is noted: [Note: Silent copies]. The reduction runs at its first observation (``p.grad``,
-``optimizer.step()``: a merge point inside ``run``) or when ``run`` ends, whichever comes first;
-several backward passes before that cost one reduction. A hook never waits. What a replica has not
-yet reduced is noted per replica: with one note for all, replica 1's ``zero_grad`` would meet
-replica 0's pending reduction.
+A backward pass leaves each replica's local gradient in the C++ slot of its copies, and
+``GradTracker`` records it: [Note: Silent copies]. The reduction runs when a gradient is first used
+(``p.grad`` or ``optimizer.step()``, a merge point inside ``run``), or when ``run`` ends. Several
+backward passes before that cost one reduction. A hook never waits. Pending gradients are recorded
+per replica: with one record for all, replica 1's ``zero_grad`` would reduce replica 0's gradients.
 
-Until it is reduced, a local gradient is in one of three places, and in no other:
+Until it is reduced, a local gradient is in exactly one of three places:
 
-    the slot of its copy        ``pending`` names the copy, or ``Watch.find`` will
-    a bucket on its way         taken out of the slots of all replicas at once: [Note: Buckets]
+    the slot of its copy        ``pending`` names the copy, or ``GradTracker.find`` will find it
+    a bucket in flight          taken out of the slots of all replicas at once: [Note: Buckets]
     ``deferred``                taken out of the slot under ``no_sync``
 
-There is something to reduce while any of them holds something: each alone may hold all.
+There is something to reduce while any of the three is not empty.
 
 [Note: Shares]
 A backward pass inside ``run`` starts from each replica's own loss, the mean over its own
-examples; its gradient counts with ``weight / sum of weights`` ("mean", one device on the whole
-batch) or 1 ("sum"). A backward pass in the cross-replica context starts from the loss of the
-whole batch, so its local gradients are plain summands. Under ``no_sync`` the shares of a run are
-applied when it ends, and the summands are kept in ``deferred`` until the next reduction. Among
-several workers: [Note: Shares of workers] in ``agreed/weights.py``.
+examples. Its gradient counts with the replica's share, ``weight / sum of weights`` ("mean": the
+result of one device on the whole batch), or with 1 ("sum"). A backward pass in the cross-replica
+context starts from the loss of the whole batch, so its local gradients are added unweighted. Under
+``no_sync`` the shares of a run are applied when it ends, and the weighted gradients are kept in
+``deferred`` until the next reduction. Over several workers: [Note: Shares of workers] in
+``multi_worker/pass_weights.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from mirror.execution.runner import Runner
 from mirror.replica.collectives.packed_reducer import Reducer
 from mirror.replica.gradients.backward_interceptor import register_listener
 from mirror.replica.gradients.buckets import Buckets
-from mirror.replica.gradients.grad_hooks import run_hooks
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.non_finite import NonFiniteCheck
 from mirror.replica.gradients.ready_grads import (
@@ -58,6 +57,7 @@ from mirror.replica.gradients.ready_grads import (
     or_zeros,
     plus,
     reduce_non_dense,
+    run_hooks,
     set_local_grad,
     take,
     weigh,
@@ -67,16 +67,15 @@ from mirror.threads.merge_point import MergePoint
 
 
 class GradReducer:
-    """The gradients of all mirrored parameters of a strategy: those that are not reduced yet.
+    """The gradients of a strategy's mirrored parameters that are not reduced yet.
 
     Args:
-        finite: what looks whether gradients are, before they are reduced.
+        finite: checks gradients before they are reduced; ``None`` for no check.
 
     Attributes:
-        watch: sees local gradients arrive.
-        pending: per replica, the copies with a local gradient, in the order of arrival.
-        unsettled: see ``GradTracker``.
-        deferred: per variable the replicas' summands kept back under ``no_sync``.
+        tracker: records local gradients as they arrive.
+        pending, unsettled: see ``GradTracker``.
+        deferred: per variable, the replicas' weighted gradients from under ``no_sync``.
         deferring: whether a ``no_sync`` is open.
     """
 
@@ -85,25 +84,25 @@ class GradReducer:
     ) -> None:
         self._replicas, self._runner, self._reducer = replicas, runner, reducer
         self._finite = finite
-        self.watch = GradTracker(replicas)
-        self.pending, self.unsettled = self.watch.pending, self.watch.unsettled
-        self._noted = (*self.pending, *self.unsettled)
+        self.tracker = GradTracker(replicas)
+        self.pending, self.unsettled = self.tracker.pending, self.tracker.unsettled
+        self._sources = (*self.pending, *self.unsettled)
         self.deferred = DeferredGrads()
         self.deferring = False
         self.buckets = Buckets(
             replicas,
             runner,
             reducer,
-            self.watch,
+            self.tracker,
             lambda: not (self.deferring or self.deferred),
             finite,
         )
-        self._arrivals: ReadyGrads | None = None  # those of the last pass: the next is like it
-        self._may_be_silent = replicas.mirrors and register_listener(self.watch)
-        self._shown: list[tuple[Tensor, int]] = []  # sums that local() made, and their versions
+        self._arrivals: ReadyGrads | None = None  # of the last pass, for the next one
+        self._may_be_silent = replicas.mirrors and register_listener(self.tracker)
+        self._shown: list[tuple[Tensor, int]] = []  # sums that local() returned, their versions
 
     def part(self) -> LifecycleHooks:
-        """Returns what reduces gradients, or keeps them back, when a run is over."""
+        """Returns the hooks that reduce or defer gradients at the end of a run."""
         return LifecycleHooks(
             name="gradients",
             prepare=self._prepare,
@@ -112,43 +111,43 @@ class GradReducer:
         )
 
     def _prepare(self) -> None:
-        if self._shown or self.watch.may_have_arrived or any(self._noted):
+        if self._shown or self.tracker.may_have_arrived or any(self._sources):
             self.finish(self.equal_shares)
 
     def _finish(self, run: Run) -> None:
-        if self._shown or self.watch.may_have_arrived or any(self._noted):
+        if self._shown or self.tracker.may_have_arrived or any(self._sources):
             self.finish(partial(self.shares_in, run))
 
-    def awaited(self, replica_id: int) -> bool:
-        """Whether a replica that looks at a gradient must wait for a reduction first."""
+    def must_reduce(self, replica_id: int) -> bool:
+        """Whether a replica that reads a gradient must wait for a reduction first."""
         return bool(self.has_arrived(replica_id) or self.deferred)
 
     def has_arrived(self, replica_id: int) -> bool:
-        """Whether backward passes have brought a replica what is not reduced."""
+        """Whether a replica has unreduced gradients from backward passes."""
         if self.unsettled[replica_id]:
-            self.watch.scan_replica(replica_id)
-        return bool(self.pending[replica_id] or self.buckets.on_their_way)
+            self.tracker.scan_replica(replica_id)
+        return bool(self.pending[replica_id] or self.buckets.in_flight)
 
     def have_arrived(self) -> bool:
-        """Whether backward passes have brought any replica what is not reduced."""
-        if not (self.watch.may_have_arrived or any(self._noted)):
+        """Whether any replica has unreduced gradients from backward passes."""
+        if not (self.tracker.may_have_arrived or any(self._sources)):
             return False
-        self.watch.scan()
-        return any(self.pending) or bool(self.buckets.on_their_way)
+        self.tracker.scan()
+        return any(self.pending) or bool(self.buckets.in_flight)
 
     def observe(self, replica: Replica) -> None:
-        """Merges the replicas of the current run and reduces what is pending."""
+        """Merges the replicas of the current run, and reduces the pending gradients."""
         run = replica.run
 
         def action(payloads: dict[int, None]) -> dict[int, None]:
-            self.settle(self.shares_in(run))
+            self.reduce_pending(self.shares_in(run))
             return payloads
 
         point = MergePoint("the first look at the gradients", (), None, action)
         run.merge(replica.replica_id, point)
 
     def close_with_weight(self, replica: Replica) -> None:
-        """Reduces what passes have brought before a replica's weight changes, by the old one."""
+        """Reduces gradients with a replica's old weight before that weight changes."""
         if not self.has_arrived(replica.replica_id):
             return
 
@@ -160,13 +159,13 @@ class GradReducer:
         replica.run.merge(replica.replica_id, point)
 
     def flush(self) -> None:
-        """Reduces what backward passes in the cross-replica context left pending."""
+        """Reduces the gradients of backward passes in the cross-replica context."""
         if self.have_arrived() or self.deferred:
             self.reduce(self.equal_shares())
 
     @contextmanager
     def deferred_within(self) -> Iterator[None]:
-        """Keeps gradients back; the first reduction after it reduces their sum."""
+        """Defers gradients inside the ``with`` block; the next reduction reduces their sum."""
         self._runner.check_between_runs("no_sync")
         outer = self.deferring
         self.flush()
@@ -185,13 +184,17 @@ class GradReducer:
         """Returns the shares of backward passes in the cross-replica context."""
         return dict.fromkeys(range(len(self.pending)), 1.0)
 
-    def settle(self, shares: Mapping[int, float]) -> None:
-        """Reduces all there is: pending gradients by ``shares``, and deferred ones."""
+    def reduce_pending(self, shares: Mapping[int, float]) -> None:
+        """Reduces the pending gradients, weighted by ``shares``, and the deferred ones."""
         if self.have_arrived() or self.deferred:
             self.reduce(shares)
 
     def finish(self, shares: Callable[[], Mapping[int, float]]) -> None:
-        """Ends a run, or a stretch of the cross-replica context: reduces or defers the rest."""
+        """Reduces or defers the remaining gradients of a run, or of the code between two runs.
+
+        Raises:
+            StrategyError: the program has changed a sum that ``local`` returned, which is a copy.
+        """
         shown = self._shown
         if shown:
             self._shown = []
@@ -207,32 +210,32 @@ class GradReducer:
                 self.reduce(shares())
 
     def discard(self) -> None:
-        """Drops what is not reduced."""
+        """Drops all gradients that are not reduced."""
         self.buckets.discard()
-        self.watch.drop_interrupted()
-        self.watch.find()
+        self.tracker.drop_interrupted()
+        self.tracker.find()
         for copies in self.pending:
             for copy in copies:
                 set_local_grad(copy, None)
-        self.watch.clear()
-        self.watch.forget_streams()
+        self.tracker.clear()
+        self.tracker.forget_streams()
 
     def forget(self, variable: ReplicatedParam) -> None:
-        """Drops what is pending of a variable that is gone."""
+        """Drops the pending gradients of a variable that was freed."""
         self._arrivals = None
         self.buckets.forget(variable)
-        self.watch.forget(variable)
+        self.tracker.forget(variable)
         self.deferred.pop(variable, None)
 
     def drop(self, variable: ReplicatedParam, replicas: Iterable[int]) -> None:
-        """Forgets what is elsewhere of a variable's gradients: deferred, or being reduced."""
-        self.watch.scan()
-        if any(self.pending[r] for r in replicas) or self.buckets.on_their_way:
+        """Drops a variable's gradients that are deferred or in flight, for these replicas."""
+        self.tracker.scan()
+        if any(self.pending[r] for r in replicas) or self.buckets.in_flight:
             self.buckets.drop(variable, replicas)
         self.deferred.drop(variable, replicas)
 
     def local(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
-        """Returns what one replica has gathered under ``no_sync``, not reduced."""
+        """Returns the sum of one replica's gradients under ``no_sync``, not reduced."""
         parts = [
             variable.targets[replica_id].grad,
             self.deferred.grads_of(variable, replica_id),
@@ -249,8 +252,8 @@ class GradReducer:
     def reduce(self, shares: Mapping[int, float]) -> None:
         """Sums the local gradients, weighted by ``shares``, into every replica's ``.grad``.
 
-        A variable that only some replicas used counts zero for the others; one that none used
-        keeps its gradient, or none.
+        A replica that did not use a variable counts zero for it; if no replica used it, ``.grad``
+        is unchanged.
         """
         arrivals, columns = self._take(shares)
         self.buckets.collect()
@@ -266,19 +269,19 @@ class GradReducer:
             self._replicas.timeline.begin(
                 CROSS, REDUCTION, f"gradients of {len(variables)} parameters"
             )
-            self._reducer.all_reduce(self._reducer.move(columns, self.watch.streams), scale)
+            self._reducer.all_reduce(self._reducer.move(columns, self.tracker.streams), scale)
             self._replicas.timeline.end(CROSS, REDUCTION)
             run_hooks(variables, columns)
-        self._runner.unfinished = True  # while some have it: see [Note: Interrupts]
+        self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
         for mine, reduced in zip(targets, columns, strict=True):
             accumulate(mine, reduced)
         self._runner.unfinished = self._runner.running is not None
-        self.watch.forget_streams()
+        self.tracker.forget_streams()
 
     def _without_unusual(
         self, variables: list[ReplicatedParam], columns: list[ReplicaGrads], scale: float
     ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
-        """Reduces what no list of dense tensors can hold; fills in the zeros of the rest."""
+        """Reduces sparse and other non-dense gradients; returns the rest, filled with zeros."""
         variables, columns = self.deferred.take_with(variables, columns)
         usual = []
         for i, variable in enumerate(variables):
@@ -296,7 +299,14 @@ class GradReducer:
         return [variables[i] for i in usual], filled
 
     def _take(self, shares: Mapping[int, float]) -> tuple[ReadyGrads, list[ReplicaGrads]]:
-        """Takes the local gradients out of their slots: the variables, one list per replica."""
+        """Takes the local gradients out of their slots.
+
+        Returns:
+            The variables, and per replica the list of gradients.
+
+        Raises:
+            GradientError: a gradient is not finite, and ``finite`` checks that.
+        """
         launched = self.buckets.launched()
         arrived = [[*on, *rest] for on, rest in zip(launched, self.pending, strict=True)]
         known = self._arrivals is not None and self._arrivals.are_ready(arrived)
@@ -306,21 +316,21 @@ class GradReducer:
         rest = self._arrivals.after(len(launched[0]))
         if self._finite is not None:
             grads = [
-                list(map(local_grad, mine)) if shares.get(r) else []  # counts nothing
+                list(map(local_grad, mine)) if shares.get(r) else []  # a share of 0 is not checked
                 for r, mine in enumerate(rest.copies)
             ]
             if not self._finite.all_finite(grads):
                 self.discard()
                 self._finite.raise_error(grads, rest.variables)
-            del grads  # who else holds them is about to be counted
+            del grads  # unshare counts the references to their memory
         self.buckets.learn(self._arrivals, again=known)
         if self.buckets.is_disordered:
             self.buckets.forget_order()
-            self.watch.restore_hooks()
+            self.tracker.restore_hooks()
         elif known and self._may_be_silent and self._arrivals.is_regular:
-            self.watch.drop_hooks(self._arrivals)
+            self.tracker.drop_hooks(self._arrivals)
         taken = take(rest.copies)
-        self.watch.clear()  # last: what an interrupt has left in the slots is found again
+        self.tracker.clear()  # last, so that gradients are found again after an interrupt
         return rest, taken
 
     @torch.no_grad()
@@ -329,4 +339,4 @@ class GradReducer:
         self.buckets.collect()
         weigh(columns, shares)
         self.deferred.add(arrivals.variables, columns)
-        self.watch.forget_streams()
+        self.tracker.forget_streams()

@@ -1,16 +1,17 @@
-"""Watch: which copies have a local gradient that is not reduced yet, and how that is noted.
+"""GradTracker: which copies have a local gradient that is not reduced yet.
 
 [Note: Silent copies]
-A post-accumulate hook, which is ``list.append`` itself, notes each copy that gets a gradient.
-Every hook takes the GIL, in the middle of a backward pass that otherwise does without it, while
-another replica's Python wants it. So once a pass has brought the same gradients in the same order
-as the one before, those copies lose their hooks. What a pass leaves in their slots is found when
-it ends, at a look while it goes on, or at the next look after a pass outside ``run``: every pass
-begins and ends in ``passes.py``. ``pending`` lacks it until then. Buckets that fill in another
-order than the one learnt bring the hooks back, to learn it.
+A post-accumulate hook, ``list.append`` itself, records each copy that gets a gradient. Every hook
+takes the GIL in the middle of a backward pass, which otherwise runs without it, while another
+replica's Python needs it. So when a pass has brought the same gradients in the same order as the
+pass before, those copies lose their hooks and become silent. Their slots are searched when a pass
+ends, when a replica reads gradients during a pass, and when the strategy is next used after a pass
+outside ``run``; ``pending`` is incomplete until then. ``backward_interceptor.py`` reports the
+begin and end of every pass. If buckets fill in another order than the recorded one, the copies get
+their hooks back, to record the new order.
 
-The slot tells whether there is a gradient; ``pending`` only where to look, and in which order they
-came. A copy that stands there without one (its gradient was set, or is in a bucket) does no harm.
+The slot says whether there is a gradient; ``pending`` only says where to search, and the order of
+arrival. An entry without a gradient (the gradient was set, or is in a bucket) does no harm.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class BackwardPass:
     """A backward pass.
 
     Attributes:
-        is_over: whether it has ended; an interrupt may keep that from being told.
+        is_over: whether it has ended; after an interrupt, ``end_pass`` may not have been called.
     """
 
     __slots__ = ("is_over",)
@@ -42,18 +43,18 @@ class BackwardPass:
 
 
 class GradTracker:
-    """Sees local gradients arrive.
+    """Tracks the local gradients of one strategy's replicas.
 
     Attributes:
-        replicas: whose gradients they are.
-        pending: per replica, the copies with a local gradient, in the order of arrival, less those
-            in buckets on their way.
-        unsettled: per replica, the backward passes that go on and the buckets that have some of
-            its gradients on their way: while there are any, ``pending`` does not tell all.
-        may_have_arrived: whether a pass outside ``run`` has to be looked after.
-        changes: how often a copy has come, or has come or ceased to require a gradient.
-        streams: of GPUs, those on which passes have brought what is not reduced.
-        lock: held while ``pending`` loses or changes entries that others may want, too.
+        replicas: the replicas.
+        pending: per replica, the copies with a local gradient, in the order of arrival; without
+            those in buckets in flight.
+        unsettled: per replica, the running backward passes, and the buckets in flight with its
+            gradients: while there are any, ``pending`` is incomplete.
+        may_have_arrived: whether a pass outside ``run`` may have brought gradients.
+        changes: how often a copy was added, or its ``requires_grad`` has changed.
+        streams: on GPUs, the streams on which passes have brought unreduced gradients.
+        lock: held while entries of ``pending`` are removed or changed.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -65,28 +66,28 @@ class GradTracker:
         self.changes = 0
         self.streams = None if replicas.are_simulated else ReplicaStreams(replicas.places.replicas)
         self._silent: list[list[ReplicaParameter]] = [[] for _ in self.pending]
-        self._silent_order: ReadyGrads | None = None  # in which the last ones came that lost hooks
+        self._silent_order: ReadyGrads | None = None  # of the copies that last lost their hooks
         self._num_passes = [0] * replicas.num_replicas  # inside run, since the last reduction
         self.after_fork()
         reinit_after_fork(self)
 
     def after_fork(self) -> None:
-        """Makes the lock, which in a forked process nobody has."""
+        """Creates a free lock: a thread that does not exist in the fork may have held the old."""
         self.lock = threading.Lock()
 
     def add(self, copy: ReplicaParameter) -> None:
-        """Has the arrival of every local gradient of ``copy`` noted, once it requires any."""
+        """Tracks the local gradients of ``copy``, if it requires any."""
         if copy.arrival_hook is None and copy.requires_grad:
-            copy.arrival_hook = copy.watch(self.pending[copy.replica_id].append)
+            copy.arrival_hook = copy.on_accumulate(self.pending[copy.replica_id].append)
 
     # Passes
 
     def begin_pass(self, this: BackwardPass, replica_id: int | None, *, within: bool) -> None:
-        """Notes that a backward pass begins.
+        """Records that a backward pass begins.
 
         Args:
-            replica_id: whose pass it is; ``None`` for one outside ``run``.
-            within: whether another pass of the same thread goes on.
+            replica_id: the replica that runs it; ``None`` outside ``run``.
+            within: whether it runs inside another pass of the same thread.
         """
         if replica_id is None:
             for unsettled, passes in zip(self.unsettled, self._passes, strict=True):
@@ -100,94 +101,97 @@ class GradTracker:
                 self._num_passes[replica_id] += 1
 
     def end_pass(self, this: BackwardPass, replica_id: int | None) -> None:
-        """Notes that a backward pass has ended, and what it has brought."""
+        """Records that a backward pass has ended, and the gradients that it has brought."""
         if replica_id is None:
-            self.may_have_arrived = True  # should an interrupt come between
+            self.may_have_arrived = True  # before, in case an interrupt comes between
             self._remove(this, (*self.unsettled, *self._passes))
-            self.may_have_arrived = True  # looked for when the strategy is used next
+            self.may_have_arrived = True  # the next use of the strategy searches the slots
             if self.streams is not None:
                 self.scan()
-                self._note_streams(range(len(self.pending)))
+                self._record_streams(range(len(self.pending)))
             return
         self._remove(this, (self.unsettled[replica_id], self._passes[replica_id]))
         self.find(replica_id)
-        self._note_streams((replica_id,))
+        self._record_streams((replica_id,))
 
     def _remove(self, this: BackwardPass, lists: Iterable[Any]) -> None:
         for passes in lists:
             try:
                 passes.remove(this)
-            except ValueError:  # another thread has found that it is over
+            except ValueError:  # another thread has removed it
                 continue
 
     def drop_interrupted(self) -> None:
-        """Strikes off the passes that are over, of which an interrupt has kept from telling."""
+        """Removes passes that are over, but whose ``end_pass`` an interrupt has prevented."""
         for passes, unsettled in zip(self._passes, self.unsettled, strict=True):
             for this in tuple(passes):
                 if this.is_over:
                     self._remove(this, (unsettled, passes))
 
     def may_be_in_second_pass(self) -> bool:
-        """Whether a replica that others have not caught up with may be writing to its slots."""
+        """Whether a replica may be adding to its slots in a second pass before the reduction."""
         return max(self._num_passes) > 1
 
-    # What has arrived
+    # Gradients that have arrived
 
     def scan(self) -> None:
-        """Finds what passes outside ``run``, or passes that go on, have brought."""
+        """Finds the gradients of passes outside ``run``, and of running passes."""
         if self.may_have_arrived or any(self._passes):
             self.drop_interrupted()
             self.find()
             self.may_have_arrived = False
 
     def scan_replica(self, replica_id: int) -> None:
-        """Finds what a replica's pass that goes on has brought."""
+        """Finds the gradients that a replica's running passes have brought."""
         if self._passes[replica_id]:
             self.drop_interrupted()
             self.find(replica_id)
 
     def find(self, replica_id: int | None = None) -> None:
-        """Notes what has come to copies without hooks, of one replica or of all."""
+        """Adds silent copies that have a gradient to ``pending``, of one replica or of all."""
         for r in range(len(self.pending)) if replica_id is None else (replica_id,):
             pending, silent = self.pending[r], self._silent[r]
             if silent:
                 with self.lock:
                     found = [copy for copy in silent if local_grad(copy) is not None]
                     if found or pending:
-                        others = [copy for copy in pending if not copy.is_silent]
-                        pending[:] = [*found, *others]
+                        with_hooks = [copy for copy in pending if not copy.is_silent]
+                        pending[:] = [*found, *with_hooks]
 
     def are_in_order(self, order: Sequence[Sequence[ReplicaParameter]]) -> bool:
-        """Whether these have arrived first on every replica; the slots tell of silent ones."""
+        """Whether these copies have arrived first on every replica, in this order.
+
+        True for silent copies, whose order is not recorded.
+        """
         return all(
             copies[-1].is_silent or are_identical(pending[: len(copies)], copies)
             for pending, copies in zip(self.pending, order, strict=True)
         )
 
     def remove(self, taken: Sequence[Sequence[ReplicaParameter]]) -> None:
-        """Strikes each replica's copies off once, whose gradients were taken; wants the lock.
+        """Removes one entry per copy whose gradient was taken. The caller holds the lock.
 
-        What came again meanwhile, from another pass, stays.
+        A second entry, from another pass that has begun since, stays.
         """
         for pending, copies in zip(self.pending, taken, strict=True):
             if are_identical(pending[: len(copies)], copies):
                 del pending[: len(copies)]
                 continue
             first = {id(copy): i for i, copy in reversed(list(enumerate(pending)))}
-            places = (first[id(copy)] for copy in copies if id(copy) in first)
-            for i in sorted(places, reverse=True):  # others may append meanwhile
+            indices = (first[id(copy)] for copy in copies if id(copy) in first)
+            for i in sorted(indices, reverse=True):  # hooks may append at the same time
                 del pending[i]
 
     def clear(self) -> None:
-        """Strikes all off: it was taken."""
+        """Removes all entries: their gradients were taken."""
         for copies in self.pending:
             copies.clear()
         self._num_passes = [0] * len(self.pending)
 
-    def _note_streams(self, replica_ids: Iterable[int]) -> None:
-        """Notes the streams that are current, of replicas to which a pass has brought gradients.
+    def _record_streams(self, replica_ids: Iterable[int]) -> None:
+        """Records the current streams of replicas to which a pass has brought gradients.
 
-        Their memory is used there, and may be by what follows the pass.
+        Work on these streams uses the gradients' memory now, and may use it after the pass.
         """
         if self.streams is not None:
             for r in replica_ids:
@@ -195,23 +199,23 @@ class GradTracker:
                     self.streams.record(r)
 
     def forget_streams(self) -> None:
-        """Drops what was noted of streams: what came on them has been seen to."""
+        """Drops the recorded streams, after the gradients on them were reduced."""
         if self.streams is not None:
             self.streams.forget()
 
     def forget(self, variable: ReplicatedParam) -> None:
-        """Strikes off a variable that is gone. A garbage collection may come here: no lock."""
+        """Removes a variable that was freed. Takes no lock: a garbage collection may call it."""
         self._silent_order = None
         self._silent = [_without(variable, silent) for silent in self._silent]
         for copies in self.pending:
-            for i in reversed(range(len(copies))):  # others may append meanwhile
+            for i in reversed(range(len(copies))):  # hooks may append at the same time
                 if copies[i].variable is variable:
                     del copies[i]
 
     # Hooks
 
     def drop_hooks(self, arrivals: ReadyGrads) -> None:
-        """Does without the hooks of copies whose gradients come in a known order."""
+        """Removes the hooks of copies that arrive in a known order. See [Note: Silent copies]."""
         if arrivals is self._silent_order:
             return
         self._silent_order = arrivals
@@ -224,12 +228,12 @@ class GradTracker:
             self._silent[r] = [*copies, *older]
 
     def restore_hooks(self) -> None:
-        """Gives all copies their hooks back, to learn another order."""
+        """Gives all copies their hooks back, to record another order."""
         silent, self._silent = self._silent, [[] for _ in self._silent]
         self._silent_order = None
         for copy in chain(*silent):
             copy.is_silent, copy.arrival_hook = False, None
-            self.add(copy)  # one that is frozen now has it back when it is not any more
+            self.add(copy)  # a frozen copy gets its hook when it is unfrozen
 
 
 def _without(

@@ -1,34 +1,34 @@
-"""Seams: where the replicas' graphs are joined, and backward passes that come apart there.
+"""Boundaries: nodes where the replicas' graphs meet, and where a backward pass can be split.
 
-[Note: Seams]
-Outside ``run`` one backward pass goes through the graphs of all replicas in one thread. What joins
-the replicas' tensors there (a split call, ``reduce``, ``gather``) therefore takes a view of each,
-whose node, the seam, carries the replica's index. Nobody else holds that view, so the seam has no
-hooks. A pass that reaches seams is run in two steps:
+[Note: Graph boundaries]
+Outside ``run`` one backward pass goes through the graphs of all replicas in one thread. To split
+it, every operation that joins the replicas' tensors (a split call, ``reduce``, ``gather``) takes a
+view of each. The view's node is the boundary; it carries the replica's index. No other code holds
+the view, so the boundary has no hooks. A pass that reaches boundaries runs in two steps:
 
-    loss -> cat -+-> seam -> graph of replica 0     1. down to the seams, in the calling thread
-                 +-> seam -> graph of replica 1     2. beyond them, in the replicas' threads
+    loss -> cat -+-> boundary -> graph of replica 0    1. to the boundaries, in the calling thread
+                 +-> boundary -> graph of replica 1    2. behind them, in the replicas' threads
 
-A walk over the nodes shows first that the graphs beyond the seams have no node in common, with
-each other or with step 1, and that nothing in them may concern another replica:
+First a walk over the nodes checks that the graphs behind the boundaries share no node with each
+other or with step 1, and that they contain nothing that may concern another replica:
 
-    a node written in Python            collectives, compiled code, checkpointing with reentrance;
-                                        it needs the GIL anyway
+    a node written in Python            collectives, compiled code, reentrant checkpointing; it
+                                        needs the GIL anyway
     saved tensors unpacked by a hook    checkpointing: it sets the state of the random generator
-    a node that hides what it saves     maybe the same
+    a node that hides what it saves     may do the same
     a parameter with hooks              they see the reduced gradient when the pass ends
 
-Else the pass is run as it is. Each replica's nodes run in the order in which one pass would run
-them: gradients have the bits that one pass on as many intra-op threads gives.
+Otherwise the pass runs unsplit. Each replica's nodes run in the same order as in one pass, so the
+gradients have the same bits as one pass with the same number of intra-op threads.
 
-A hook of a tensor may ask for a gradient, which merges the replicas: it waits until the others
-have ended, or wait there too, and from then on goes alone. A hook of several tensors
-(``register_multi_grad_hook``) is called for each part of the pass, with what that part has.
+A tensor's hook may read a gradient, which merges the replicas. It then waits until every other
+replica has ended or waits in a hook too, and from then on its replica runs alone. A hook of
+several tensors (``register_multi_grad_hook``) is called once per split part, with its gradients.
 
-Simulated devices alone have seams, where runs start all at once, see [Note: Turns], or where
-"auto" has found such passes faster, see [Note: Measured manners]. There they come apart only while
-the program makes no hooks, which would be called in another order. GPUs work beside each other
-anyway.
+Only simulated devices have boundaries: where all replicas of a run start at once, see
+[Note: Turns], or where "auto" has measured split passes as faster, see [Note: Measured manners].
+In the second case a pass is split only while the program has no hooks of its own, because the
+hooks would be called in another order. GPUs overlap without this.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.values import PerReplica, map_structure
 
 Node = Any
-_KEY = "mirror.seam"
-_MOST_NODES = 256  # of step 1: what it holds runs in one thread
-live_seams: weakref.WeakSet[Boundary] = weakref.WeakSet()
-_hooks_of: dict[type, Callable[[Node], Sequence[Any]] | None] = {}  # by kind; see _unpacking
+_KEY = "mirror.boundary"
+_MAX_SHARED_NODES = 256  # in step 1, which runs in one thread
+live_boundaries: weakref.WeakSet[Boundary] = weakref.WeakSet()
+# By class of node, the function that returns the unpack hooks; see _unpack_hooks_getter.
+_hook_getters: dict[type, Callable[[Node], Sequence[Any]] | None] = {}
 
 
 class Boundary:
-    """What the node of a seam carries."""
+    """The metadata of a boundary's node: its runner, its replica, and the thread of forward."""
 
     __slots__ = ("__weakref__", "replica_id", "runner", "thread_id")
 
@@ -69,28 +70,32 @@ class Boundary:
         self.runner = weakref.ref(runner)
         self.replica_id = replica_id
         self.thread_id = threading.get_ident()
-        live_seams.add(self)
+        live_boundaries.add(self)
 
 
 def mark_boundary(runner: Runner, replica_ids: Iterable[int], parts: Sequence[Any]) -> list[Any]:
-    """Returns views of the replicas' parts with seams, where backward passes may come apart."""
+    """Returns views of the replicas' tensors, with boundaries where backward may be split.
+
+    Args:
+        parts: one value per replica; values that are no dense tensors with a graph are unchanged.
+    """
     if len(parts) < 2 or not _starts_all_at_once(runner) or not torch.is_grad_enabled():
         return list(parts)
     return [_mark_boundary(runner, r, part) for r, part in zip(replica_ids, parts, strict=True)]
 
 
 def mark_boundaries(runner: Runner, tree: Any) -> Any:
-    """Returns a structure with the parts of its PerReplica values ``mark_boundary``."""
+    """Returns a nested structure with ``mark_boundary`` applied to its PerReplica values."""
     if not _starts_all_at_once(runner):
         return tree
 
-    def sew(leaf: Any) -> Any:
+    def mark(leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica) or len(leaf.values) != runner.replicas.num_replicas:
             return leaf
         views = mark_boundary(runner, range(runner.replicas.num_replicas), leaf.values)
         return PerReplica(views, weights=leaf.weights)
 
-    return map_structure(sew, tree)
+    return map_structure(mark, tree)
 
 
 def _starts_all_at_once(runner: Runner) -> bool:
@@ -101,67 +106,67 @@ def _mark_boundary(runner: Runner, replica_id: int, part: Any) -> Any:
     if type(part) is not Tensor or not part.requires_grad or part.layout is not torch.strided:
         return part
     view = part.view_as(part)
-    seam: Any = view.grad_fn
-    if seam is None:  # something follows the thread
+    node: Any = view.grad_fn
+    if node is None:  # a tracer or a transform hides the graph
         return part
-    seam.metadata[_KEY] = Boundary(runner, replica_id)
+    node.metadata[_KEY] = Boundary(runner, replica_id)
     return view
 
 
 @dataclass(slots=True)
 class SplitGraph:
-    """What a pass comes apart into.
+    """A backward pass in two steps.
 
     Attributes:
-        ends: the nodes of step 1 where it ends but for the seams: it accumulates there.
-        seams: those of each replica.
+        ends: the nodes of step 1, other than boundaries, where gradients accumulate.
+        boundaries: by replica, the nodes where step 2 begins.
     """
 
     runner: Runner
     ends: list[Node]
-    seams: dict[int, list[Node]]
+    boundaries: dict[int, list[Node]]
 
 
 def split_at_boundaries(outputs: Sequence[Any]) -> SplitGraph | None:
-    """Returns what the pass from ``outputs`` comes apart into, ``None`` where it does not."""
+    """Returns the split of the pass from ``outputs``; ``None`` if it cannot be split."""
     if not all(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
         return None
     owners: dict[Node, int] = {}
-    ends, seams = [], dict[Boundary, Node]()
+    ends, boundaries = [], dict[Boundary, Node]()
     nodes = [o.node if isinstance(o, GradientEdge) else get_gradient_edge(o).node for o in outputs]
     while nodes:
         node = nodes.pop()
         if node in owners:
             continue
         owners[node] = CROSS
-        if len(owners) > _MOST_NODES:
+        if len(owners) > _MAX_SHARED_NODES:
             return None
         metadata: Any = node.metadata
-        seam = metadata.get(_KEY)
-        if seam is not None:
-            seams[seam] = node
+        boundary = metadata.get(_KEY)
+        if boundary is not None:
+            boundaries[boundary] = node
             continue
         following = _following(node)
         nodes += following
         if not following:
             ends.append(node)
-    runner = _runner_of(seams)
+    runner = _free_runner(boundaries)
     if runner is None or not runner.schedule.may_go_backward_at_once():
         return None
-    parts = SplitGraph(runner, ends, {})
-    for seam, node in sorted(seams.items(), key=lambda item: item[0].replica_id):
-        parts.seams.setdefault(seam.replica_id, []).append(node)
-    if len(parts.seams) < 2:
+    split = SplitGraph(runner, ends, {})
+    for boundary, node in sorted(boundaries.items(), key=lambda item: item[0].replica_id):
+        split.boundaries.setdefault(boundary.replica_id, []).append(node)
+    if len(split.boundaries) < 2:
         return None
-    for r, mine in parts.seams.items():
-        if not _is_apart(runner, r, mine, owners):
+    for r, nodes_of_replica in split.boundaries.items():
+        if not _is_separate(runner, r, nodes_of_replica, owners):
             return None
-    return parts
+    return split
 
 
-def _runner_of(seams: Iterable[Boundary]) -> Runner | None:
-    """Returns the runner of all seams, if its threads are free for this one."""
-    runners = {(seam.runner(), seam.thread_id) for seam in seams}
+def _free_runner(boundaries: Iterable[Boundary]) -> Runner | None:
+    """Returns the common runner of the boundaries, if its threads can run for this thread."""
+    runners = {(boundary.runner(), boundary.thread_id) for boundary in boundaries}
     if len(runners) != 1:
         return None
     ((runner, thread_id),) = runners
@@ -170,11 +175,14 @@ def _runner_of(seams: Iterable[Boundary]) -> Runner | None:
     return runner if runner.is_free else None
 
 
-def _is_apart(
-    runner: Runner, replica_id: int, seams: Iterable[Node], owners: dict[Node, int]
+def _is_separate(
+    runner: Runner, replica_id: int, boundaries: Iterable[Node], owners: dict[Node, int]
 ) -> bool:
-    """Whether the graph beyond one replica's seams is its own; notes its nodes in ``owners``."""
-    nodes = [node for seam in seams for node in _following(seam)]
+    """Whether no other replica shares the graph behind a replica's boundaries.
+
+    Records the graph's nodes in ``owners``.
+    """
+    nodes = [node for boundary in boundaries for node in _following(boundary)]
     while nodes:
         node = nodes.pop()
         owner = owners.get(node)
@@ -189,16 +197,16 @@ def _is_apart(
 
 
 def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
-    """Whether what a node does concerns no replica but one."""
+    """Whether running a node affects only one replica."""
     kind = type(node)
-    if kind not in _hooks_of:
-        _hooks_of[kind] = _unpacking(kind)
-    hooks_of = _hooks_of[kind]
-    if hooks_of is None:
+    if kind not in _hook_getters:
+        _hook_getters[kind] = _unpack_hooks_getter(kind)
+    get_hooks = _hook_getters[kind]
+    if get_hooks is None:
         return False
     try:
-        hooks = hooks_of(node)
-    except (AttributeError, RuntimeError):  # an older torch does not tell; the graph is freed
+        hooks = get_hooks(node)
+    except (AttributeError, RuntimeError):  # an older torch, or a graph that was freed
         return False
     if hooks.count(None) < len(hooks):
         return False
@@ -214,27 +222,31 @@ def _concerns_only(runner: Runner, replica_id: int, node: Node) -> bool:
     return not isinstance(leaf, MirroredTensor)
 
 
-def _unpacking(kind: type) -> Callable[[Node], Sequence[Any]] | None:
-    """Returns what tells the hooks that unpack a node's saved tensors; ``None``: nothing does."""
+def _unpack_hooks_getter(kind: type) -> Callable[[Node], Sequence[Any]] | None:
+    """Returns a function of a node: the hooks that unpack its saved tensors.
+
+    ``None`` if nodes of this class do not show them.
+    """
     is_python = issubclass(kind, torch.autograd.function.BackwardCFunction)
     if is_python or kind.__name__ in HIDES_ANOTHER:
         return None
     names = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     if not names:
         return lambda node: ()
-    # Two at least, for a tuple; in C, as this takes most of the walk.
+    # attrgetter runs in C; the walk spends most of its time here. Two names at least, so that it
+    # returns a tuple.
     of_tensors = attrgetter(*(f"{name}.unpack_hook" for name in names + names[:1]))
     saved_by = attrgetter(*names, names[0])
 
-    def hooks_of(node: Node) -> Sequence[Any]:
+    def get_hooks(node: Node) -> Sequence[Any]:
         try:
             found: Sequence[Any] = of_tensors(node)
-        except AttributeError:  # a list of tensors among them
+        except AttributeError:  # one of the attributes is a list of tensors
             lists = (one if isinstance(one, (tuple, list)) else (one,) for one in saved_by(node))
             found = [one.unpack_hook for one in chain(*lists) if one is not None]
         return found
 
-    return hooks_of
+    return get_hooks
 
 
 def _following(node: Node) -> list[Node]:

@@ -1,8 +1,9 @@
-"""Arrivals: the local gradients of a pass, and what is done with lists of them.
+"""ReadyGrads: the local gradients of a pass, and operations on lists of gradients.
 
-Gradients that are no dense tensors to sum: sparse, complex, carrying a graph, or absent.
-
-Deferred gradients: what replicas gather under ``no_sync``, until the next reduction.
+The file follows a gradient from its slot to ``.grad``: it is recorded (``ReadyGrads``), taken out
+of the slot, weighted, changed by hooks and accumulated. Functions for gradients that are not dense
+follow: sparse, complex, with a graph, or absent. ``DeferredGrads`` keeps gradients under
+``no_sync``.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from mirror.replica.params.mirrored_tensor import GRAD
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 from mirror.values import are_identical
 
-ReplicaGrads = list[Any]  # one replica's local gradients, None where it has none
+ReplicaGrads = list[Any]  # one replica's local gradients; None where it has none
 
-# The C++ slot of a copy, where its local gradient is.
+# Read and write the C++ slot of a copy, which holds its local gradient.
 local_grad = GRAD.__get__
 set_local_grad = GRAD.__set__
 
 
 class ReadyGrads:
-    """The copies whose local gradients arrived in a pass, and what follows from that.
+    """The copies whose local gradients arrived in a pass, and the lists derived from them.
 
-    One pass is like the other, so this is computed once; ``are`` tells in 20 ns a copy.
+    Passes repeat, so the lists are computed once; ``are_ready`` compares in 20 ns per copy.
 
     Attributes:
-        variables: those of the copies, in the order of arrival.
-        copies, targets: per replica, of each variable, whether the replica has a gradient or not.
-        is_complex: whether a variable is, which communicators do not take.
-        is_regular: whether every replica had one gradient of each variable, in one order.
+        variables: the variables of the copies, in the order of arrival.
+        copies, targets: per replica, those of all variables, with or without a gradient.
+        is_complex: whether a variable is complex; communicators take real tensors only.
+        is_regular: whether every replica had one gradient of each variable, in the same order.
     """
 
     __slots__ = ("_arrived", "_rest", "copies", "is_complex", "is_regular", "targets", "variables")
@@ -56,7 +57,7 @@ class ReadyGrads:
         return all(map(are_identical, self._arrived, arrived))
 
     def after(self, num_taken: int) -> ReadyGrads:
-        """Returns the arrivals without the first ones of every replica."""
+        """Returns the arrivals without the first ``num_taken`` of every replica."""
         if num_taken == 0:
             return self
         if self._rest is None or self._rest[0] != num_taken:
@@ -65,7 +66,7 @@ class ReadyGrads:
 
 
 def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
-    """Takes the local gradients out of the slots of copies, a list per replica."""
+    """Takes the local gradients out of the slots of copies; returns a list per replica."""
     columns: list[ReplicaGrads] = [list(map(local_grad, mine)) for mine in copies]
     for mine in copies:
         for copy in mine:
@@ -74,13 +75,14 @@ def take(copies: Sequence[Sequence[ReplicaParameter]]) -> list[ReplicaGrads]:
 
 
 def unshare(columns: list[ReplicaGrads], positions: Sequence[int]) -> None:
-    """Clones the gradients whose memory others hold as well, so that it can be written to.
+    """Clones gradients whose memory has other holders, so that it can be written.
 
-    While a backward pass goes on, what it has yet to pass on may lie there: the gradient of ``p``
-    in ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd looks at the tensor alone.
+    During a backward pass another gradient may lie in the same memory: the gradient of ``p`` in
+    ``x + p.view(1, -1)`` is a view of that of ``x``. Autograd counts holders of the tensor only,
+    not of its memory.
 
     Args:
-        positions: of those that are to be written to.
+        positions: the indices of the gradients that will be written.
     """
     for column in columns:
         counts = num_sharers([column[i] for i in positions])
@@ -99,7 +101,7 @@ def weigh(columns: list[ReplicaGrads], shares: Mapping[int, float]) -> None:
     """Multiplies each replica's gradients by its share, in place where that is possible."""
     for r, column in enumerate(columns):
         share = shares.get(r, 0.0)
-        if share == 0.0:  # counts nothing, not even a NaN
+        if share == 0.0:  # dropped, since 0 * NaN is NaN
             column[:] = [None] * len(column)
         present = [grad for grad in column if grad is not None]
         if present and share != 1.0:
@@ -115,7 +117,7 @@ def _scaled(grad: Tensor, share: float) -> Tensor:
 
 
 def are_usual(grads: Sequence[Tensor | None]) -> bool:
-    """Whether all are there, dense and without a graph."""
+    """Whether all gradients are present, dense and without a graph."""
     return not [g for g in grads if g is None or g.requires_grad or g.is_sparse]
 
 
@@ -124,13 +126,13 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     if a.is_sparse and not b.is_sparse:
-        a, b = b, a  # torch has a sum in this order alone
+        a, b = b, a  # torch adds sparse to dense only in this order
     with torch.set_grad_enabled(a.requires_grad or b.requires_grad):
         return a + b
 
 
 def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> None:
-    """Adds reduced gradients to those already there."""
+    """Adds reduced gradients to the targets' ``.grad``."""
     sums, summands = [], []
     for target, grad in zip(targets, reduced, strict=True):
         if target.grad is None:
@@ -145,7 +147,7 @@ def accumulate(targets: Sequence[nn.Parameter], reduced: Sequence[Tensor]) -> No
 
 
 def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
-    """Adds a gradient, which may be sparse or carry a graph, in place where autograd does."""
+    """Adds a gradient that may be sparse or carry a graph; in place where autograd does it."""
     known = target.grad
     if known is None:
         target.grad = grad
@@ -160,21 +162,39 @@ def accumulate_one(target: nn.Parameter, grad: Tensor) -> None:
 
 
 def or_zeros(grad: Tensor | None, variable: ReplicatedParam, replica_id: int) -> Tensor:
-    """Returns a replica's gradient, or what it counts for where there is none."""
+    """Returns a replica's gradient, or zeros if there is none."""
     if grad is None:
         return torch.zeros_like(variable.targets[replica_id])
     return grad
 
 
+def run_hooks(variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
+    """Calls the gradient hooks of variables, and replaces the reduced gradients by the results.
+
+    Args:
+        columns: per replica, the reduced gradients of ``variables``. Hooks get replica 0's.
+    """
+    for i, variable in enumerate(variables):
+        if variable.hooks:
+            home, device = variable.home.device, columns[0][i].device
+            grad = through_hooks(variable.hooks, columns[0][i].to(home))
+            columns[0][i] = grad.to(device)
+            for column in columns[1:]:
+                column[i] = grad.to(column[i].device, copy=True)
+
+
 def are_non_dense(grads: Sequence[Tensor | None]) -> bool:
-    """Whether any of one variable's gradients is none that a communicator takes."""
+    """Whether a communicator cannot take one of a variable's gradients."""
     return any(g is not None and (g.is_sparse or g.requires_grad or g.is_complex()) for g in grads)
 
 
 def reduce_non_dense(
     variable: ReplicatedParam, grads: Sequence[Tensor | None], scale: float
 ) -> None:
-    """Reduces sparse gradients, as sparse, and those that carry a graph, keeping it."""
+    """Reduces one variable's gradients that are sparse, complex or carry a graph, into ``.grad``.
+
+    The sum is sparse if all gradients are, and keeps their graphs.
+    """
     present = [grad for grad in grads if grad is not None]
     if not all(grad.is_sparse for grad in present):
         present = [grad.to_dense() if grad.is_sparse else grad for grad in present]
@@ -190,10 +210,10 @@ def reduce_non_dense(
 
 
 class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
-    """Per variable the replicas' summands, weighted by the shares of their passes."""
+    """Per variable, each replica's gradient from under ``no_sync``, weighted by its shares."""
 
     def add(self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]) -> None:
-        """Adds the gradients of a pass to what was kept back before."""
+        """Adds the gradients of a pass."""
         for i, variable in enumerate(variables):
             if any(column[i] is not None for column in columns):
                 summands = self.setdefault(variable, [None] * len(columns))
@@ -203,7 +223,7 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
     def take_with(
         self, variables: Sequence[ReplicatedParam], columns: Sequence[ReplicaGrads]
     ) -> tuple[list[ReplicatedParam], list[ReplicaGrads]]:
-        """Returns the gradients of a pass with all that was kept back, which is let go."""
+        """Returns the gradients of a pass plus all deferred ones, and empties this dict."""
         variables, columns = list(variables), [list(column) for column in columns]
         position = {variable: i for i, variable in enumerate(variables)}
         while self:
@@ -218,11 +238,11 @@ class DeferredGrads(dict[ReplicatedParam, list["Tensor | None"]]):
         return variables, columns
 
     def grads_of(self, variable: ReplicatedParam, replica_id: int) -> Tensor | None:
-        """Returns what one replica has kept back."""
+        """Returns the deferred gradient of one replica."""
         return self[variable][replica_id] if variable in self else None
 
     def drop(self, variable: ReplicatedParam, replica_ids: Iterable[int]) -> None:
-        """Forgets what these replicas have kept back."""
+        """Drops the deferred gradients of these replicas."""
         summands = self.get(variable)
         if summands is not None:
             for r in replica_ids:

@@ -1,17 +1,17 @@
-"""Plain variables that somebody trains beside a strategy: what tells of a forgotten scope.
+"""Unmirrored parameters that are trained while a strategy exists: signs of a forgotten scope.
 
-[Note: Plain variables]
 A variable that no strategy mirrors is one tensor for all replicas. Inside ``run`` every replica
-would add its gradient to the one ``.grad``, and every replica's optimizer would step it: N
-gradients summed, N steps for one. So a plain leaf that two replicas of one run train is an error.
-What a single replica trains is its own, made inside ``run``; of that the user is told.
+would add its gradient to the same ``.grad``, and every replica's optimizer would step it: the sum
+of N gradients, and N steps instead of one. So training an unmirrored leaf by two replicas of one
+run raises StrategyError. A leaf that only one replica trains was created inside ``run``; for that
+a warning is issued.
 
-    where                   what is looked at
-    a backward pass in run  the leaves of its graph, in the first passes from a place in the code:
-                            the walk costs a microsecond a node, a steady step nothing
-    a step in run           what the optimizer holds
-    a step outside run      whether a strategy is there for nothing: its scope is open, or it has
-                            been used and has nothing mirrored
+    occasion                check
+    a backward pass in run  the leaves of its graph, in the first passes from one line of code:
+                            the walk costs a microsecond per node, later passes cost nothing
+    a step in run           the optimizer's parameters
+    a step outside run      whether a strategy has nothing to do: its scope is open, or it was
+                            used, and it mirrors nothing
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from mirror.replica.params.replicated_param import ReplicaParameter
 from mirror.replica.params.replicated_params import MirroredTensors
 from mirror.threads.user_frames import warn_user
 
-_PASSES = 3  # of a replica from one place in the code that are looked at
-_PLACES = 1000  # in the code that are looked at
-_NODES = 20_000  # of one graph
+_MAX_PASSES = 3  # that are checked, of one replica and one call site
+_MAX_CALL_SITES = 1000  # that are checked
+_MAX_NODES = 20_000  # that are visited, of one graph
 
-_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class UnmirroredParams:
-    """Notices the plain variables that a strategy's replicas train, or that are trained beside it.
+    """Detects unmirrored variables that a strategy's replicas train, or that train outside it.
 
     Attributes:
-        replicas: those of the strategy.
-        leaves: what the replicas of a run have trained of them.
-        losses: what they have started backward passes from.
+        replicas: the strategy's replicas.
+        leaves: by run, the unmirrored leaves that its replicas have trained.
+        losses: the losses from which they have started backward passes.
     """
 
     def __init__(
@@ -60,57 +60,57 @@ class UnmirroredParams:
     ) -> None:
         self.replicas = replicas
         self._registry, self._recorded = registry, recorded
-        self._passes: dict[tuple[CodeType, int, int], int] = {}  # looked at; by place, replica
+        # The number of checked passes, by code, instruction and replica.
+        self._passes: dict[tuple[CodeType, int, int], int] = {}
         self.losses = LocalLosses()
         self.leaves: weakref.WeakKeyDictionary[RunView, UnmirroredLeaves] = (
             weakref.WeakKeyDictionary()
         )
         self._unused = [replicas]  # until their first use
-        self._has_told = self._has_leaves = False
+        self._has_warned = self._has_leaves = False
         _by_replicas.put(replicas, self)
 
     def part(self) -> LifecycleHooks:
-        """Returns what notes that the strategy is used, and tells of models made in a run."""
-        prepare = WhilePending(self._unused, self.note_use)
+        """Returns the hooks that record the strategy's use and warn of models made in a run."""
+        prepare = WhilePending(self._unused, self.record_use)
         return LifecycleHooks(name="plain", prepare=prepare, finish=self._warn)
 
-    def note_use(self) -> None:
-        """Notes the first use of a strategy, if it has mirrored nothing yet."""
+    def record_use(self) -> None:
+        """Records the first use of a strategy, if it has mirrored nothing yet."""
         self._unused.clear()
         if self.replicas.mirrors and not self._registry.has_owned:
             _used.add(self)
 
     @property
     def has_nothing(self) -> bool:
-        """Whether there is a strategy, and nothing that it mirrors or is about to."""
-        # What was made in its scope is mirrored at the next use.
+        """Whether the strategy mirrors nothing, now or at its next use."""
         return not (self._registry.has_owned or self._recorded)
 
     @property
     def is_over(self) -> bool:
-        """Whether this strategy is none that has been forgotten."""
+        """Whether warnings for this strategy end: it is closed, or has mirrored something."""
         return runner_of(self.replicas).is_closed or self._registry.has_owned
 
-    def looks_at(self, place: tuple[CodeType, int, int]) -> int:
-        """Returns the number of a pass from a place in the code; 0 of one not to be looked at."""
+    def count_pass(self, place: tuple[CodeType, int, int]) -> int:
+        """Counts a pass from a call site; returns its number, 0 if it needs no check."""
         seen = self._passes.get(place, 0)
-        if seen >= _PASSES or len(self._passes) >= _PLACES:
+        if seen >= _MAX_PASSES or len(self._passes) >= _MAX_CALL_SITES:
             return 0
         self._passes[place] = seen + 1
         return seen + 1
 
     def leaves_in(self, run: RunView) -> UnmirroredLeaves:
-        """Returns what the replicas of a run have trained."""
+        """Returns the unmirrored leaves that the replicas of a run have trained."""
         self._has_leaves = True
         return self.leaves.setdefault(run, UnmirroredLeaves())
 
     def _warn(self, run: Run) -> None:
-        """Warns, once per strategy, of a model that a replica of the run has made and trained."""
-        if not self._has_leaves or self._has_told:
+        """Warns once per strategy if a replica of the run has made and trained a model."""
+        if not self._has_leaves or self._has_warned:
             return
         leaves = self.leaves.get(run)
         if leaves is not None and leaves.has_stepped:
-            self._has_told = True
+            self._has_warned = True
             warn_user(
                 "a model made inside strategy.run was trained there: every replica has one of its "
                 "own, with its own gradients, which nothing reduces or keeps equal; make the "
@@ -118,26 +118,27 @@ class UnmirroredParams:
             )
 
 
-_used: weakref.WeakSet[UnmirroredParams] = weakref.WeakSet()  # when there was nothing mirrored
+_used: weakref.WeakSet[UnmirroredParams] = weakref.WeakSet()  # used with nothing mirrored
 _by_replicas: WeakReplicaMap[UnmirroredParams] = WeakReplicaMap()
-_plain_of = _by_replicas.get
+_unmirrored_of = _by_replicas.get
 
 
 class UnmirroredLeaves:
-    """The plain leaves that the replicas of one run have trained, and which replica that was.
+    """The unmirrored leaves that the replicas of one run have trained, each by one replica.
 
     Attributes:
-        has_stepped: whether an optimizer has stepped parameters that are the replica's own.
+        has_stepped: whether an optimizer has stepped parameters that a replica has created.
     """
 
     __slots__ = ("_owners", "has_stepped")
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[Tensor, int]] = {}  # with the leaf: an id may be used again
+        # By id; the tensor is kept so that its id is not reused.
+        self._owners: dict[int, tuple[Tensor, int]] = {}
         self.has_stepped = False
 
     def claim(self, leaves: Iterable[Tensor], replica_id: int, what: str) -> None:
-        """Notes that a replica trains the leaves.
+        """Records that a replica trains the leaves.
 
         Raises:
             StrategyError: another replica has trained one of them.
@@ -154,7 +155,7 @@ class UnmirroredLeaves:
                 )
 
     def claim_step(self, optimizer: Optimizer, replica_id: int) -> None:
-        """Notes that a replica steps an optimizer whose parameters are plain.
+        """Records that a replica steps an optimizer over unmirrored parameters.
 
         Raises:
             StrategyError: another replica has stepped one of the parameters.
@@ -166,20 +167,23 @@ class UnmirroredLeaves:
         )
 
 
-def note_pass(run: RunView, replica_id: int, args: Sequence[Any]) -> None:
-    """Looks at what a backward pass of a replica starts from, and will accumulate into.
+def check_pass(run: RunView, replica_id: int, args: Sequence[Any]) -> None:
+    """Checks the loss of a replica's backward pass, and the leaves that it accumulates into.
+
+    Args:
+        args: the arguments of the function that starts the engine.
 
     Raises:
-        StrategyError: into a plain leaf that another replica trains, too.
+        StrategyError: another replica trains one of the leaves too, and it is not mirrored.
     """
     if len(run.active) < 2 and not run.replicas.workers.is_multi_process:
         return
-    plain = _plain_of(run.replicas)
+    unmirrored = _unmirrored_of(run.replicas)
     caller = sys._getframe(4)  # of Tensor.backward, past torch.autograd.backward and our wrapper
-    nth = plain.looks_at((caller.f_code, caller.f_lasti, replica_id))
+    nth = unmirrored.count_pass((caller.f_code, caller.f_lasti, replica_id))
     if not nth:
         return
-    plain.losses.note(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
+    unmirrored.losses.record(run, replica_id, (caller.f_code, caller.f_lasti), nth, args[0])
     if not run.replicas.weighted:
         return
     leaves = [
@@ -188,26 +192,26 @@ def note_pass(run: RunView, replica_id: int, args: Sequence[Any]) -> None:
         if not isinstance(leaf, (ReplicaParameter, MirroredTensor))
     ]
     if leaves:
-        plain.leaves_in(run).claim(
+        unmirrored.leaves_in(run).claim(
             leaves, replica_id, "their gradients would be added up, not averaged"
         )
 
 
-def note_step(optimizer: Optimizer) -> None:
-    """Looks at a step of an optimizer that holds nothing mirrored.
+def check_step(optimizer: Optimizer) -> None:
+    """Checks a step of an optimizer that holds nothing mirrored; outside ``run`` it may warn.
 
     Raises:
-        StrategyError: inside ``run``, of what another replica has stepped, too.
+        StrategyError: inside ``run``, if another replica has stepped the same parameters.
     """
     replica = current.replica
     if replica is not None:
         if len(replica.run.active) > 1:
-            leaves = _plain_of(replica.replicas).leaves_in(replica.run)
+            leaves = _unmirrored_of(replica.replicas).leaves_in(replica.run)
             leaves.claim_step(optimizer, replica.replica_id)
-    elif (_used or current.strategy is not None) and optimizer not in _told:
+    elif (_used or current.strategy is not None) and optimizer not in _warned:
         idle = _idle_strategy()
         if idle is not None and _trains_parameters(optimizer):
-            _told.add(optimizer)
+            _warned.add(optimizer)
             warn_user(
                 "the parameters of this optimizer are not mirrored: they train on one device, "
                 f"and {idle} has no part in it; make the model inside `with strategy.scope():`, "
@@ -216,17 +220,17 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def _idle_strategy() -> object:
-    """Returns a strategy that is meant to train, and has nothing to."""
+    """Returns a strategy that is in use and mirrors nothing; ``None`` if there is none."""
     strategy = current.strategy
     if strategy is not None and strategy.num_replicas_in_sync > 1:
-        for plain in _by_replicas.all():
-            if plain.replicas.strategy is strategy:
-                return strategy if plain.has_nothing else None
-    for plain in list(_used):
-        if plain.is_over:
-            _used.discard(plain)
-        elif plain.has_nothing:
-            return plain.replicas.strategy
+        for unmirrored in _by_replicas.all():
+            if unmirrored.replicas.strategy is strategy:
+                return strategy if unmirrored.has_nothing else None
+    for unmirrored in list(_used):
+        if unmirrored.is_over:
+            _used.discard(unmirrored)
+        elif unmirrored.has_nothing:
+            return unmirrored.replicas.strategy
     return None
 
 
@@ -236,21 +240,22 @@ def _trains_parameters(optimizer: Optimizer) -> bool:
 
 
 def leaves_of(args: Sequence[Any]) -> list[Tensor]:
-    """Returns the leaves that a backward pass accumulates into; of a huge graph, some.
+    """Returns the leaves that a backward pass accumulates into; of a huge graph, some of them.
 
-    Not a leaf that replicas have slices of: the input, whose gradient is each one's own part.
+    Leaves of which replicas have slices are left out: these are inputs, and each replica's slice
+    has its own gradient.
 
     Args:
-        args: of the function that starts the engine.
+        args: the arguments of the function that starts the engine.
     """
     inputs = args[4] if len(args) > 4 else ()
-    return [leaf for leaf in inputs if isinstance(leaf, Tensor)] or _of_graph(args[0])
+    return [leaf for leaf in inputs if isinstance(leaf, Tensor)] or _leaves_of_graph(args[0])
 
 
-def _of_graph(outputs: Sequence[Any]) -> list[Tensor]:
+def _leaves_of_graph(outputs: Sequence[Any]) -> list[Tensor]:
     leaves, seen = [], set[Any]()
     nodes: list[Any] = [o.node if isinstance(o, GradientEdge) else o.grad_fn for o in outputs]
-    while nodes and len(seen) < _NODES:
+    while nodes and len(seen) < _MAX_NODES:
         node = nodes.pop()
         if node is None or node in seen:
             continue
@@ -271,8 +276,8 @@ def _is_of_input(node: Any) -> bool:
 
 
 def _leaf_of(node: Any) -> Tensor | None:
-    """Returns the leaf that a node accumulates into.
+    """Returns the leaf that a node accumulates into; ``None`` for other nodes.
 
-    By its class: a custom function's node has attributes of the user's, whatever their names.
+    The class decides, not ``hasattr``: users may set any attribute on a custom function's node.
     """
     return node.variable if type(node).__name__ == "AccumulateGrad" else None

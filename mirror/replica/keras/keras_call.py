@@ -1,9 +1,8 @@
-"""The transparent call of a Keras layer: it joins what its call has written, too.
+"""Calls of mirrored Keras layers: the variables that replicas assign are merged too.
 
-Masks, which Keras keeps on tensors, go where these go.
-
-See [Note: State of Keras layers]. ``compute_loss``, metrics, ``optimizer.apply`` and callbacks of
-``fit`` run once, in the cross-replica context, on the whole batch, and need nothing.
+Masks, which Keras stores on tensors, are split with the tensors. ``compute_loss``, metrics,
+``optimizer.apply`` and callbacks of ``fit`` run once, in the cross-replica context, on the whole
+batch. See [Note: State of Keras layers] in ``layer_writes.py``.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from mirror.execution.replicas import Replica
 from mirror.execution.run_state import Run
 from mirror.execution.runner import Runner
 from mirror.replica.keras.keras_library import (
-    CallersState,
-    computing_on,
+    KerasThreadState,
     imported,
     is_stateless,
+    keras_device,
     library,
 )
-from mirror.replica.keras.keras_metrics import watch_metrics
-from mirror.replica.keras.keras_optimizers import watch_optimizers
-from mirror.replica.keras.layer_writes import LayerWrites, assign_joined
+from mirror.replica.keras.keras_metrics import wrap_metrics
+from mirror.replica.keras.keras_optimizers import wrap_optimizers
+from mirror.replica.keras.layer_writes import LayerWrites, assign_merged
 from mirror.replica.modules.recording import recording
 from mirror.replica.modules.split_call import CallInterceptor
 from mirror.threads.merge_point import MergePoint
@@ -41,39 +40,39 @@ _MASK = "_keras_mask"
 
 
 class KerasCall(CallInterceptor):
-    """What calling a mirrored Keras layer does."""
+    """The call interceptor of a mirrored Keras layer."""
 
     __slots__ = ()
 
     def __init__(self, module: nn.Module, *args: Any) -> None:
         super().__init__(module, *args)
         self.is_plain = False
-        watch_keras()  # strategy.mirror() needs no scope
+        wrap_keras()  # strategy.mirror() needs no scope
 
     def _call_outside(self, module: Any, args: Any, kwargs: Any, each: Any = None) -> Any:
         if current.in_whole_call or not self.replicas.mirrors:
             return super()._call_outside(module, args, kwargs)
-        if is_stateless():  # the variables' values are the scope's, which replicas do not see
+        if is_stateless():  # the scope's values belong to this thread; replicas do not see them
             return self._call_whole(module, args, kwargs)
         if any(isinstance(leaf, np.ndarray) for leaf in leaves_of((args, kwargs))):
             args, kwargs = map_structure(_as_tensor, (args, kwargs))
         calls = _Calls(module, _masks_of((args, kwargs)))
         outputs = super()._call_outside(module, args, kwargs, each=calls.call)
-        return calls.finished(outputs, self.replicas.devices[0])
+        return calls.finish(outputs, self.replicas.devices[0])
 
     def _call_inside(self, module: Any, replica: Replica, args: Any, kwargs: Any) -> Any:
         call = partial(getattr(module, WHOLE_CALL), *args, **kwargs)
-        if is_stateless() or not self.replicas.mirrors:  # a layer around it has done all this
+        if is_stateless() or not self.replicas.mirrors:  # an outer layer's call does the rest
             return call()
         written = LayerWrites(replica.replica_id)
-        with computing_on(replica.device):
-            outputs = written.of_layer(call)
+        with keras_device(replica.device):
+            outputs = written.call_layer(call)
         if written.losses:
             raise StrategyError(
                 f"{type(module).__name__} was called inside run, or by a module that is no Keras "
-                "layer, and adds losses (add_loss, or an activity regularizer), which would be "
-                "of one replica's part; call the Keras model outside run, as fit does, or "
-                "compute this term in the step"
+                "layer, and adds losses (add_loss, or an activity regularizer), which would "
+                "cover one replica's part only; call the Keras model outside run, as fit does, "
+                "or compute this term in the step"
             )
         if written.values:
             if replica.tracing is not None:
@@ -93,7 +92,7 @@ class KerasCall(CallInterceptor):
 
 
 def _masks_of(tree: Any) -> dict[int, Any]:
-    """Returns the masks of the tensors of a structure, by their number among its leaves."""
+    """Returns the masks of a structure's tensors, by leaf index."""
     masks = ((i, getattr(leaf, _MASK, None)) for i, leaf in enumerate(leaves_of(tree)))
     return {i: mask for i, mask in masks if mask is not None}
 
@@ -105,25 +104,25 @@ def _set_masks(tree: Any, masks: dict[int, Any]) -> None:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Makes tensors of arrays, as Keras would, so that they are split."""
+    """Returns an array as a tensor, as Keras would make it, so that it is split."""
     is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and leaf.dtype.kind in "biuf"
     return library().ops.convert_to_tensor(leaf) if is_array else leaf
 
 
 class _Calls:
-    """The replicas' calls of one split call of a layer, whose arguments have masks."""
+    """The replicas' calls in one split call of a layer, whose arguments may have masks."""
 
     def __init__(self, layer: Any, masks: dict[int, Any]) -> None:
         self._layer, self._masks = layer, masks
-        self._state = CallersState()
+        self._state = KerasThreadState()
         self._written: dict[int, LayerWrites] = {}
         self._sizes: dict[int, float] = {}
 
     def call(self, replica_id: int, call: partial[Any]) -> tuple[Any, list[Any], dict[int, Any]]:
-        """Calls the layer on a replica; returns its outputs, losses it has added, and masks.
+        """Calls the layer on a replica; returns its outputs, its added losses and its masks.
 
         Args:
-            call: the last of its arguments are those of the layer.
+            call: its last two arguments are the layer's ``args`` and ``kwargs``.
         """
         replica = current.replica
         assert replica is not None
@@ -134,13 +133,13 @@ class _Calls:
         self._sizes[replica_id] = replica.weight
         before = self._state.enter()
         try:
-            with computing_on(replica.device):
-                outputs = written.of_layer(call)
+            with keras_device(replica.device):
+                outputs = written.call_layer(call)
         finally:
-            self._state.leave(before)
+            self._state.restore(before)
         losses = written.losses
         if self._layer.activity_regularizer is not None:
-            # That of its own outputs comes last; the call around the split adds it for all.
+            # The losses of its own outputs come last; Keras adds them to the joined outputs.
             tensors = sum(hasattr(leaf, "dtype") for leaf in leaves_of(outputs))
             losses = losses[: len(losses) - tensors]
         return outputs, losses, _masks_of(outputs)
@@ -155,29 +154,29 @@ class _Calls:
             for i, mask in self._masks.items()
         }
 
-    def finished(self, joined: Any, home: Any) -> Any:
-        """Assigns what was written; returns the joined outputs, of a call that was split."""
+    def finish(self, joined: Any, device: Any) -> Any:
+        """Assigns the merged writes, and returns the joined outputs."""
         if not self._written:
             return joined
         outputs, losses, masks = joined
         _set_masks(outputs, masks)
         active = sorted(self._written)
         written = [self._written[r] for r in active]
-        assign_joined(written, [self._sizes[r] for r in active], home)
+        assign_merged(written, [self._sizes[r] for r in active], device)
         for loss in losses:
-            library().Layer.add_loss(self._layer, loss)  # functional models have none of their own
+            library().Layer.add_loss(self._layer, loss)  # functional models override add_loss
         return outputs
 
 
 def _merge(runner: Runner, replica: Replica, name: str, written: LayerWrites) -> None:
-    """Assigns what all replicas have written, when the last of them has called."""
+    """Assigns the replicas' merged writes at a merge point."""
     run = replica.run
     assert isinstance(run, Run)
 
     def action(payloads: dict[int, Any]) -> dict[int, Any]:
         weights = run.weights()
         join = partial(
-            assign_joined,
+            assign_merged,
             list(payloads.values()),
             [weights[r] for r in payloads],
             replica.replicas.devices[0],
@@ -190,11 +189,12 @@ def _merge(runner: Runner, replica: Replica, name: str, written: LayerWrites) ->
     run.merge(replica.replica_id, point)
 
 
-def watch_keras() -> None:
-    """Has Keras layers recorded when they are made; once, for good.
+def wrap_keras() -> None:
+    """Makes a scope record Keras layers when they are created. Idempotent.
 
-    A layer that is not built has no variables by which the scope would notice it. Those of other
-    libraries than torch would train on one device, and nobody would say so: they are refused.
+    A layer that is not built has no variables yet by which the scope could find it. Creating a
+    layer in a scope raises StrategyError if Keras computes with another library than torch: the
+    layer would silently train on one device.
     """
     keras = library()
     if keras is None:
@@ -202,8 +202,8 @@ def watch_keras() -> None:
             wrap_once(imported().Layer, "__init__", _refusing_init)
         return
     if wrap_once(keras.Layer, "__init__", _recording_init):
-        watch_optimizers()
-        watch_metrics()
+        wrap_optimizers()
+        wrap_metrics()
 
 
 def _recording_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -212,7 +212,7 @@ def _recording_init(original: Callable[..., None]) -> Callable[..., None]:
         if recording.recorders and current.replica is None:
             recording.recorders[-1].record(self)
 
-    # Keras reads it to find out what a layer was made with.
+    # Keras reads the signature to find the arguments of a layer.
     vars(__init__)["__signature__"] = inspect.signature(original)
     return __init__
 

@@ -1,4 +1,4 @@
-"""Keras as others have imported it; nothing in mirror but ``mirror.keras`` imports it."""
+"""Access to Keras after the program has imported it; only ``mirror.keras`` imports it itself."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import Any
 
 import torch
 
-# What Keras keeps for a thread (training, dtype, names). It has no public name.
+# The module with Keras's state of a thread (training, dtype, names). It has no public name.
 _TRACKER = "keras.src.backend.common.global_state"
 
 
 def library() -> Any:
-    """Returns Keras, once it has been imported wholly and computes with torch, else ``None``."""
+    """Returns Keras if it is completely imported and computes with torch, else ``None``."""
     keras = imported()
     return keras if keras is not None and keras.config.backend() == "torch" else None
 
 
 def imported() -> Any:
-    """Returns Keras, whatever it computes with, once it is imported wholly, else ``None``."""
+    """Returns Keras with any backend if it is completely imported, else ``None``."""
     keras = sys.modules.get("keras")
     is_whole = hasattr(keras, "StatelessScope") and hasattr(keras, "config")
     return keras if is_whole else None
 
 
 def is_layer(module: object) -> bool:
-    """Whether a module is a Keras layer; asks only if there are any."""
+    """Returns whether a module is a Keras layer; False without importing Keras."""
     keras = library()
     return keras is not None and isinstance(module, keras.Layer)
 
 
-def computing_on(device: torch.device) -> AbstractContextManager[Any]:
+def keras_device(device: torch.device) -> AbstractContextManager[Any]:
     """Returns a context in which Keras computes on a device."""
     context: AbstractContextManager[Any] = library().device(str(device))
     return context
 
 
 def is_stateless() -> bool:
-    """Whether the calling thread is in a ``keras.StatelessScope``, whose values are its own."""
+    """Returns whether this thread is in a ``keras.StatelessScope``, which has its own values."""
     return vars(_state_of_thread()).get("stateless_scope") is not None
 
 
-class CallersState:
-    """What Keras keeps for the thread that makes a call: training, dtype, names, masks.
+class KerasThreadState:
+    """Keras's state of the calling thread: training, dtype, names, masks.
 
-    Replicas run in threads of their own, or change it between them.
+    Each replica gets a copy, since replicas run in their own threads and change the state.
     """
 
     def __init__(self) -> None:
         self._held = dict(vars(_state_of_thread()))
 
     def enter(self) -> dict[str, Any]:
-        """Makes it that of the calling thread; returns what to give ``leave``."""
+        """Copies the state to this thread; returns the thread's previous state."""
         state = vars(_state_of_thread())
         before = dict(state)
         state.clear()
@@ -60,8 +60,8 @@ class CallersState:
         state.update({k: list(v) if type(v) is list else v for k, v in self._held.items()})
         return before
 
-    def leave(self, before: dict[str, Any]) -> None:
-        """Gives the calling thread back what it had."""
+    def restore(self, before: dict[str, Any]) -> None:
+        """Gives this thread its previous state back."""
         state = vars(_state_of_thread())
         state.clear()
         state.update(before)

@@ -1,4 +1,4 @@
-"""Keras's BatchNormalization over the whole batch, however it is split over replicas."""
+"""Keras's BatchNormalization over the whole batch, for any split over replicas."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from mirror.replica.modules.call_interceptor import owner_of
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Batch normalisation with the statistics of the whole batch; N replicas equal one device.
 
-    The arguments are those of ``keras.layers.BatchNormalization``; masks are respected. Elsewhere
-    than in a mirrored model it is that layer. One collective in the forward and one in the
-    backward pass; see [Note: One collective of deviations] in ``layers/normalization.py``.
+    The arguments are those of ``keras.layers.BatchNormalization``; masks are respected. Outside a
+    mirrored model it is that layer. There is one collective in the forward and one in the backward
+    pass; see [Note: One collective of deviations] in ``layers/sync_batch_norm.py``.
 
     Raises:
-        StrategyError: ``synchronized=True``, which is Keras's own way, for other backends.
+        StrategyError: ``synchronized=True`` is given, which Keras has for other backends.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.pop("synchronized", False):
             raise StrategyError(
-                "synchronized=True is Keras's own way, which torch has no part in; leave it out, "
-                "this layer spans the replicas by itself"
+                "synchronized=True is Keras's own way, which does not work over torch; leave it "
+                "out, this layer synchronizes the replicas by itself"
             )
         super().__init__(*args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what the layer is made again from."""
+        """Returns the arguments from which Keras creates the layer again."""
         config: dict[str, Any] = super().get_config()
         config.pop("synchronized", None)
         return config
@@ -50,7 +50,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         return _whole_batch(replica, inputs.movedim(self.axis, -1), mask)
 
 
-# The name is Keras's own; if it were gone the layer would quietly be that of one replica's part.
+# The method is private to Keras: without it the layer would silently normalise one replica's part.
 if not hasattr(keras.layers.BatchNormalization, "_moments"):
     raise ImportError(
         f"keras {keras.__version__} takes the moments of BatchNormalization in another way than "
@@ -74,7 +74,7 @@ def _whole_batch(replica: Replica, x: Tensor, mask: Tensor | None) -> tuple[Tens
     table = all_reduce(replica, "sum", table)
     means, squares, counts = table.split([channels, channels, 1], dim=1)
     counts = counts.detach()
-    # With a mask Keras itself divides by a little more than there is.
+    # With a mask Keras adds epsilon to the divisor.
     total = counts.sum() if mask is None else counts.sum() + keras.config.epsilon()
     whole = (means * counts).sum(0) / total
     return whole, (squares + counts * (means - whole).square()).sum(0) / total

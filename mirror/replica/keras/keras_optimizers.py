@@ -1,6 +1,7 @@
-"""Keras optimizers: where they end steps; inside ``run`` their variables are there once.
+"""Keras optimizers: ``apply`` ends a step, and inside ``run`` runs once for all replicas.
 
-So replicas step together. Outside ``run`` their steps are those of one device.
+Their variables are not mirrored, so replicas step together. Outside ``run`` a step is that of one
+device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mirror.execution.run_state import Run
 from mirror.execution.runner import runner_of
 from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.backward_interceptor import lane_here
-from mirror.replica.keras.keras_library import computing_on, library
+from mirror.replica.keras.keras_library import keras_device, library
 from mirror.threads.merge_point import MergePoint
 
 
@@ -33,12 +34,12 @@ class _StepState(threading.local):
 _thread = _StepState()
 
 
-def watch_optimizers() -> None:
-    """Has ``apply`` end a step, and inside ``run`` done once for all replicas; once, for good."""
+def wrap_optimizers() -> None:
+    """Makes ``apply`` end a step, and run once for all replicas inside ``run``. Idempotent."""
     base = library().optimizers.Optimizer
-    wrap_once(base, "apply", _once_for_all)
+    wrap_once(base, "apply", _call_once_for_all)
     kinds = [base]
-    while kinds:  # those that wrap others apply these within their own
+    while kinds:  # an optimizer that wraps another calls the inner apply inside its own
         kind = kinds.pop()
         kinds += type.__subclasses__(kind)
         if "apply" in vars(kind):
@@ -46,7 +47,7 @@ def watch_optimizers() -> None:
 
 
 def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tells the timeline and the listeners, as the hooks of torch's optimizers do."""
+    """Reports the step to the timeline and the listeners, like the hooks of torch's optimizers."""
 
     @disable_dynamo
     def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,24 +69,24 @@ def _ending_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _once_for_all(original: Callable[..., Any]) -> Callable[..., Any]:
+def _call_once_for_all(original: Callable[..., Any]) -> Callable[..., Any]:
     @disable_dynamo
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         replica = current.replica
         if replica is None or not replica.replicas.mirrors:
             return original(optimizer, grads, trainable_variables)
         call = functools.partial(original, optimizer)
-        return _merged(replica, call, grads, trainable_variables)
+        return _apply_merged(replica, call, grads, trainable_variables)
 
     return apply
 
 
-def _merged(replica: Replica, call: Callable[..., Any], grads: Any, variables: Any) -> Any:
+def _apply_merged(replica: Replica, call: Callable[..., Any], grads: Any, variables: Any) -> Any:
     grads = list(grads)
     variables = None if variables is None else list(variables)
     run = replica.run
     assert isinstance(run, Run)
-    runner, home = runner_of(replica.replicas), replica.replicas.devices[0]
+    runner, device = runner_of(replica.replicas), replica.replicas.devices[0]
 
     def action(payloads: dict[int, Any]) -> dict[int, Any]:
         (own, named), *others = payloads.values()
@@ -93,8 +94,8 @@ def _merged(replica: Replica, call: Callable[..., Any], grads: Any, variables: A
             _check_equal(own, theirs)
 
         def step() -> Any:
-            with computing_on(home), torch.no_grad():
-                return call([None if g is None else g.to(home) for g in own], named)
+            with keras_device(device), torch.no_grad():
+                return call([None if g is None else g.to(device) for g in own], named)
 
         result = runner.call_cross_replica(run, step)
         return dict.fromkeys(payloads, result)
@@ -104,13 +105,13 @@ def _merged(replica: Replica, call: Callable[..., Any], grads: Any, variables: A
 
 
 def _check_equal(own: list[Any], theirs: list[Any]) -> None:
-    """Refuses gradients of the replicas' own, of which the first alone would be applied."""
+    """Raises StrategyError if replicas have different gradients: only the first's would apply."""
     for one, other in zip(own, theirs, strict=True):
         if (one is None) is not (other is None) or (
             one is not None and not torch.equal(one, other.to(one.device))
         ):
             raise StrategyError(
-                "the replicas call apply of a Keras optimizer with different gradients; give it "
-                "[v.value.grad for v in variables] after backward(), which is the reduced one, "
-                'or reduce them: context.all_reduce("mean", gradients)'
+                "the replicas call apply of a Keras optimizer with different gradients; pass "
+                "[v.value.grad for v in variables] after backward(), which are reduced, or "
+                'reduce your own: context.all_reduce("mean", gradients)'
             )

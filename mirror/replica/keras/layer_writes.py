@@ -1,17 +1,18 @@
-"""What a replica's call of a Keras layer writes, and how the replicas' values become one.
+"""Records the variables that a replica's call of a Keras layer assigns, and merges the values.
 
 [Note: State of Keras layers]
 A Keras layer keeps moving statistics, seeds and counters in variables that its call assigns. On a
-replica the outermost call runs in a ``keras.StatelessScope``: what is assigned lands there, not in
-the variable. When all replicas have called, each variable is assigned once:
+replica the outermost call runs in a ``keras.StatelessScope``, which records the values instead of
+assigning them. After all replicas have called, each variable is assigned once:
 
-    a seed                          the first replica's; the others draw from seeds of their own
-    ``aggregation="sum"``           what it was, and the sum of the changes
+    a variable                      its new value
+    a seed                          the first replica's; each replica draws from its own seed
+    ``aggregation="sum"``           the old value, plus the sum of the changes
     ``"only_first_replica"``        the first replica's
     other floats                    the mean, weighted by examples
-    other integers                  that, if all are equal; or it has counted examples: their sum,
-                                    which one example for each replica does not tell apart
-    a trainable variable            refused: its gradient belongs to the value it had
+    other integers                  the value, if all are equal; the old value plus the sum of the
+                                    changes, if these are the numbers of examples
+    a trainable variable            StrategyError: its gradient belongs to the old value
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from mirror.errors import StrategyError
 from mirror.replica.collectives.reduce_ops import weighted_mean
 from mirror.replica.keras.keras_library import library
 
-_STRIDE = 0x1000003  # Keras adds its counter to the seed: replicas are further apart than it gets
+_STRIDE = 0x1000003  # between replicas' seeds; larger than the counter that Keras adds to a seed
 _SEED = "seed_generator_state"
-_COUNTS = "_mirror_counts_examples"  # on a variable, once that has been seen
+_COUNTS = "_mirror_counts_examples"  # an attribute of variables, set once it is known
 
 
 class LayerWrites:
-    """What one replica's call has assigned, and the losses it has added.
+    """The values that one replica's call has assigned, and the losses that it has added.
 
     Attributes:
-        variables: what was assigned, in order, by id.
-        losses: what ``add_loss`` and activity regularizers have given.
+        variables: the assigned variables in order, by id.
+        values: the assigned values, by id of the variable.
+        losses: the losses of ``add_loss`` and activity regularizers.
     """
 
     def __init__(self, replica_id: int) -> None:
@@ -46,8 +48,8 @@ class LayerWrites:
         self.losses: list[Tensor] = []
         self._is_reading = False
 
-    def of_layer(self, call: Callable[[], Any]) -> Any:
-        """Calls, and notes what is assigned instead of assigning it."""
+    def call_layer(self, call: Callable[[], Any]) -> Any:
+        """Returns the result of a call, and records its assignments instead of making them."""
         scope = _scope_class()(self)
         with scope:
             result = call()
@@ -55,7 +57,7 @@ class LayerWrites:
         return result
 
     def read(self, variable: Any, value: Any) -> Any:
-        """Returns what the replica sees of a variable; ``None`` for what it is."""
+        """Returns a variable's value on this replica; ``None`` for its true value."""
         if value is not None or self._is_reading or variable.name != _SEED or not self.replica_id:
             return value
         self._is_reading = True
@@ -66,40 +68,40 @@ class LayerWrites:
         return seed + seed.new_tensor([(self.replica_id * _STRIDE) & 0x7FFFFFFF, 0])
 
     def write(self, variable: Any, value: Tensor) -> None:
-        """Notes what the replica has assigned.
+        """Records an assignment.
 
         Raises:
-            StrategyError: to a trainable variable.
+            StrategyError: the variable is trainable.
         """
         if variable.trainable:
             raise StrategyError(
-                f"the call of a Keras layer assigns trainable variable {variable.path!r}, on "
-                "every replica another value; assign it outside the call, in train_step or in a "
-                "callback, or make it with trainable=False"
+                f"the call of a Keras layer assigns trainable variable {variable.path!r}, a "
+                "different value on each replica; assign it outside the call, in train_step or "
+                "in a callback, or create it with trainable=False"
             )
         self.variables[id(variable)] = variable
         self.values[id(variable)] = value.detach()
 
 
-def assign_joined(
+def assign_merged(
     written: Sequence[LayerWrites],
     sizes: Sequence[float],
-    home: torch.device,
+    device: torch.device,
     *,
     counted: bool = True,
 ) -> None:
-    """Assigns what the replicas' calls have written, once, in the cross-replica context.
+    """Assigns each variable once, with the merged value; in the cross-replica context.
 
     Args:
-        written: by the replicas that have called.
-        sizes: how many examples each of them had.
-        home: where the variables are.
-        counted: whether the sizes are numbers of examples, not just equal.
+        written: the assignments of each replica that has called.
+        sizes: these replicas' numbers of examples.
+        device: the device of the variables.
+        counted: whether the sizes are true numbers of examples, not just equal weights.
     """
     variables = {key: v for one in written for key, v in one.variables.items()}
     for key, variable in variables.items():
         before = variable.value.detach()
-        values = [one.values.get(key, before).to(home) for one in written]
+        values = [one.values.get(key, before).to(device) for one in written]
         if variable.name == _SEED and key not in written[0].values:
             continue
         variable.assign(_join(variable, before, values, sizes, counted))
@@ -122,7 +124,7 @@ def _join(
             bool((change == size).all()) for change, size in zip(changes, sizes, strict=True)
         )
         if counts_examples and all(size == 1 for size in sizes):
-            # Of one example each: a number of calls looks the same.
+            # With one example per replica, a count of calls looks the same.
             known = getattr(variable, _COUNTS, None)
             counts_examples = known is True
             are_equal = known is False or len(values) == 1
@@ -130,31 +132,31 @@ def _join(
             setattr(variable, _COUNTS, counts_examples)
         if counts_examples:
             return torch.stack([before, *changes]).sum(0).to(before.dtype)
-        # Equal changes may be equal numbers of examples, of which nobody has told.
+        # Without known sizes, equal changes above 1 may be equal numbers of examples.
         are_equal = are_equal and (counted or bool(((changes[0] == 0) | (changes[0] == 1)).all()))
     if not are_equal:
         raise StrategyError(
-            f"what the replicas have assigned to integer variable {variable.path!r} of a Keras "
-            'layer cannot be joined; make it with add_weight(..., aggregation="sum") if the '
-            'changes add up, or "only_first_replica"'
+            "the values that the replicas have assigned to integer variable "
+            f"{variable.path!r} of a Keras layer cannot be joined; create it with "
+            'add_weight(..., aggregation="sum") if the changes add up, or "only_first_replica"'
         )
     return first
 
 
 def _scope_class() -> Any:
-    """Returns the scope of a replica's call, a class that Keras must be there for."""
+    """Returns the class of a replica's scope; created on first use, when Keras is imported."""
     global _scope
     if _scope is None:
-        _scope = _made_scope()
+        _scope = _make_scope_class()
     return _scope
 
 
 _scope: Any = None
 
 
-def _made_scope() -> Any:
+def _make_scope_class() -> Any:
     class ReplicaScope(library().StatelessScope):  # type: ignore[misc]
-        """Notes which variables are assigned, which Keras's own scope does not keep."""
+        """Records which variables are assigned; Keras's own scope keeps only the values."""
 
         def __init__(self, written: LayerWrites) -> None:
             super().__init__(collect_losses=True, initialize_variables=False)

@@ -1,4 +1,4 @@
-"""Losses of a replica as its summand of the whole batch's loss, as in tf.nn."""
+"""A replica's summand of the whole batch's loss: the functions of ``tf.nn`` for losses."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def compute_average_loss(
     ``"mean"``, a backward pass inside ``run`` starts from the plain mean over the replica's part.)
 
     Args:
-        per_example_loss: of shape ``(N, ...)``; summed over all dimensions, averaged over the
-            first.
-        sample_weight: a number, or of the shape of the loss, of its leading dimensions, or with
-            one more dimension of size 1. Does not change the number of examples.
-        global_batch_size: the number of examples of the whole batch. ``None``: the true one. The
-            replicas meet to add up their numbers, on the host: no device communicates or waits.
+        per_example_loss: the losses, of shape ``(N, ...)``; summed over all dimensions, averaged
+            over the first.
+        sample_weight: a number, or a tensor with the shape of the loss, with its leading
+            dimensions, or with one more dimension of size 1. Does not change the number of
+            examples.
+        global_batch_size: the number of examples of the whole batch. By default the replicas add
+            up their numbers at a merge point, on the host: no device communicates or waits.
 
     Raises:
-        ValueError: a 0-d loss, a ``sample_weight`` that does not fit it, a
-            ``global_batch_size`` that is not positive or not a scalar.
-        TypeError: a ``global_batch_size`` that is not an integer.
-        StrategyError: without a ``global_batch_size`` in the cross-replica context.
-        DivergenceError: without one, and not all replicas call it.
+        ValueError: the loss is 0-d, ``sample_weight`` does not fit it, or ``global_batch_size``
+            is not positive or not a scalar.
+        TypeError: ``global_batch_size`` is not an integer.
+        StrategyError: it is called without ``global_batch_size`` in the cross-replica context.
+        DivergenceError: not all replicas call it without ``global_batch_size``.
     """
     losses = torch.as_tensor(per_example_loss)
     if losses.dim() == 0:
@@ -48,35 +49,37 @@ def compute_average_loss(
     dtype = losses.dtype
     num_examples = losses.shape[0]
     if sample_weight is not None:
-        losses = (losses * _fitted(sample_weight, losses)).to(dtype)
+        losses = (losses * _fit_weight(sample_weight, losses)).to(dtype)
     if global_batch_size is None:
         _check_context("compute_average_loss without a global_batch_size")
-        total = _total("compute_average_loss", num_examples)
+        total = _sum_over_replicas("compute_average_loss", num_examples)
     else:
-        total = _checked(global_batch_size)
-    # An empty batch: no losses, and no examples to divide them by.
+        total = _check_batch_size(global_batch_size)
+    # An empty batch has no losses, and no examples to divide them by.
     return losses.sum() / max(1, total)
 
 
 def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
-    """Returns the sum of a loss that is the same on all replicas, over their number.
+    """Returns the sum of a loss that is equal on all replicas, divided by their number.
 
-    So that the sum over the replicas that take part is that loss once. Where there are several
-    workers, all replicas must call it.
+    The sum over the participating replicas is then that loss, once. With several workers all
+    replicas must call it.
 
     Raises:
-        StrategyError: in the cross-replica context.
+        StrategyError: it is called in the cross-replica context.
     """
     _check_context("scale_regularization_loss")
     replica = current.replica
     num_replicas = 1 if replica is None else len(replica.run.active)
     if replica is not None and replica.replicas.workers.is_multi_process:
-        num_replicas = _total("scale_regularization_loss", 1)  # others may sit out, elsewhere
+        num_replicas = _sum_over_replicas(
+            "scale_regularization_loss", 1
+        )  # other workers may have idle replicas
     return torch.as_tensor(regularization_loss).sum() / num_replicas
 
 
-def _total(what: str, number: int) -> int:
-    """Returns the sum over the replicas that take part, of all workers."""
+def _sum_over_replicas(what: str, number: int) -> int:
+    """Returns the sum over the participating replicas of all workers."""
     replica = current.replica
     if replica is None:
         return number
@@ -84,8 +87,8 @@ def _total(what: str, number: int) -> int:
 
     def action(payloads: dict[int, int]) -> dict[int, int]:
         own = sum(payloads.values())
-        said = workers.exchange(what, None, lambda: b"%d" % own)
-        return dict.fromkeys(payloads, sum(map(int, said)))
+        numbers = workers.exchange(what, None, lambda: b"%d" % own)
+        return dict.fromkeys(payloads, sum(map(int, numbers)))
 
     point = MergePoint(what, (), number, action)
     total: int = replica.run.merge(replica.replica_id, point)
@@ -100,8 +103,8 @@ def _check_context(what: str) -> None:
         )
 
 
-def _fitted(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
-    """Returns the weights in a shape that broadcasts to that of the losses."""
+def _fit_weight(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
+    """Returns the weights in a shape that broadcasts to the losses' shape."""
     given = torch.as_tensor(sample_weight, device=losses.device)
     weight = given
     if weight.dim() == losses.dim() + 1 and weight.shape[-1] == 1:
@@ -119,7 +122,7 @@ def _fitted(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
     return weight
 
 
-def _checked(global_batch_size: Any) -> int:
+def _check_batch_size(global_batch_size: Any) -> int:
     if isinstance(global_batch_size, Tensor) and global_batch_size.dim():
         raise ValueError(
             "global_batch_size must be a scalar, got a tensor of shape "

@@ -1,4 +1,4 @@
-"""Embeddings with ``max_norm``, whose forward writes to the weight the rows it looks up."""
+"""Embeddings with ``max_norm``: their forward writes the rows of the weight that it looks up."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MOST_ROUNDS = 8
 
 
 def renormalizes(module: nn.Module) -> bool:
-    """Whether calling the module renormalizes rows of its weight."""
+    """Returns whether calling the module renormalizes rows of its weight."""
     is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     return is_embedding and module.max_norm is not None
 
 
 @disable_dynamo
 def renormalize_everywhere(module: Any, replica: Replica, indices: Tensor) -> None:
-    """Renormalizes, on every replica alike, the rows that any replica is about to look up.
+    """Renormalizes, on every replica, the rows that any replica is about to look up.
 
-    A collective: all replicas must call the module.
+    This is a collective: all replicas must call the module.
 
     Raises:
-        CompileError: a step is being traced: how many rows are looked up depends on values.
+        CompileError: a step is being traced, but the number of rows depends on values.
     """
     if replica.tracing is not None:
         replica.tracing.refuse(
@@ -38,8 +38,8 @@ def renormalize_everywhere(module: Any, replica: Replica, indices: Tensor) -> No
     rows = torch.unique(all_gather(replica, indices.detach().reshape(-1)))
     weight = module.weight.detach()
     with torch.no_grad():
-        # Rounding may leave a norm above the bound, which the module's own call would shrink once
-        # more: go on until nothing changes.
+        # Rounding may leave a norm above the bound, and the module's own call would then shrink
+        # it on this replica only: repeat until nothing changes.
         for _ in range(MOST_ROUNDS):
             before = weight[rows]
             torch.embedding_renorm_(weight, rows, module.max_norm, module.norm_type)

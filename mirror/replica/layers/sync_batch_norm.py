@@ -1,4 +1,4 @@
-"""SyncBatchNorm: batch normalisation over the whole batch, however it is split over replicas."""
+"""SyncBatchNorm: batch normalisation over the whole batch, for any split over replicas."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from mirror.replica.modules.call_interceptor import owner_of
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def watch_torchs_own() -> None:
-    """Has ``torch.nn.SyncBatchNorm`` do in mirrored modules what ours does; once, for good."""
-    wrap_once(nn.SyncBatchNorm, "forward", _synchronizing)
+def wrap_torch_sync_batch_norm() -> None:
+    """Makes ``torch.nn.SyncBatchNorm`` in mirrored modules compute what ours does. Idempotent."""
+    wrap_once(nn.SyncBatchNorm, "forward", _synchronized_forward)
 
 
-def _synchronizing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _synchronized_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:  # noqa: A002
         owner = owner_of(self)
         if owner is None or not owner.mirrors:
             return original(self, input)
-        return _synchronized(self, input)
+        return _normalize(self, input)
 
     return forward
 
@@ -40,28 +40,28 @@ def _synchronizing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation with the statistics of the whole batch; N replicas equal one device.
 
-    For inputs ``(N, C)`` and ``(N, C, ...)``; the arguments are those of ``nn.BatchNorm2d``. One
-    collective in the forward and one in the backward pass. Half precision is computed in float32.
-    Replicas may have parts of different sizes, or none. In eval mode, and outside ``run``, it is
-    ``nn.BatchNorm``; but where there are no running statistics, the batch's are taken over all
-    replicas in eval mode, too.
+    For inputs ``(N, C)`` and ``(N, C, ...)``; the arguments are those of ``nn.BatchNorm2d``. There
+    is one collective in the forward and one in the backward pass. Half precision is computed in
+    float32. Replicas may have parts of different sizes, or none. In eval mode, and outside
+    ``run``, it is ``nn.BatchNorm``; without running statistics, eval mode also takes the
+    statistics of the whole batch.
 
     [Note: One collective of deviations]
-    ``E[x^2] - E[x]^2`` loses all digits where the mean is large. So every replica gives its count,
-    its mean and its sum of squared deviations, and these combine as in Chan, Golub and LeVeque
-    (1979). They cannot be summed, so each replica puts them into a row of its own of a table of
-    zeros; the sum of the tables, which is exact, is the table of all. Everything downstream of it
-    is the same computation on the same bits on every replica.
+    ``E[x^2] - E[x]^2`` loses all digits if the mean is large. So each replica contributes its
+    count, mean and sum of squared deviations, which combine as in Chan, Golub and LeVeque (1979).
+    They cannot be summed directly: each replica writes them into its own row of a table of zeros.
+    The sum of the tables is exact, and every replica continues from the same bits.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name in torch
         """Normalises the replica's part of the batch.
 
         Raises:
-            ValueError: fewer than two dimensions, or one value per channel in the whole batch.
-            DivergenceError: another replica does not call this layer, or with other channels.
+            ValueError: the input has fewer than two dimensions, or the whole batch has only one
+                value per channel.
+            DivergenceError: another replica does not call this layer, or has other channels.
         """
-        return _synchronized(self, input)
+        return _normalize(self, input)
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
@@ -70,18 +70,18 @@ class SyncBatchNorm(_BatchNorm):
 
 @signposted_keywords("mirror.nn.convert_sync_batchnorm")
 def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
-    """Turns every batch normalisation in ``module``, or itself, into a SyncBatchNorm, in place.
+    """Converts every batch normalisation in ``module``, itself included, in place.
 
-    ``nn.BatchNorm1d``, ``2d``, ``3d`` and ``torch.nn.SyncBatchNorm`` change their class and stay
-    the objects they are: parameters, buffers, hooks, training flag, device and state_dict keys
-    are kept. The module may be mirrored, before or after.
+    ``nn.BatchNorm1d``, ``2d``, ``3d`` and ``torch.nn.SyncBatchNorm`` objects change their class to
+    ``mirror.nn.SyncBatchNorm``. Parameters, buffers, hooks, training flag, device and state_dict
+    keys are kept. The module may be mirrored before or after.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: a batch normalisation has a forward of its own, which would be lost, or is
-            lazy and has no parameters yet. Nothing is changed then.
+        TypeError: a batch normalisation overrides ``forward``, which would be lost, or is lazy
+            and has no parameters yet. The module is unchanged.
     """
     layers = [
         (name, layer)
@@ -103,22 +103,22 @@ def convert_sync_batchnorm(module: ModuleT) -> ModuleT:
     return module
 
 
-def _synchronized(layer: _BatchNorm, x: Tensor) -> Tensor:
-    """Normalises with the whole batch inside ``run``, where statistics are of the batch."""
+def _normalize(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """Normalises with the whole batch's statistics inside ``run``, else like ``nn.BatchNorm``."""
     replica = current.replica
     of_batch = layer.training or (layer.running_mean is None and layer.running_var is None)
     if replica is None or not replica.replicas.mirrors or not of_batch:
         return _BatchNorm.forward(layer, x)
     layer._check_input_dim(x)
-    return _over_batch(layer, x, replica)
+    return _normalize_over_batch(layer, x, replica)
 
 
 @disable_dynamo
-def _over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Tensor:
+def _normalize_over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype)
     mean, var, count = _whole_batch(replica, wide, x)
-    if _num_values(x) < 2:  # else nobody need wait for the device
+    if _num_values(x) < 2:  # only then reads ``count``, which waits for the device
         if count.item() == 1:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got input size "
@@ -127,14 +127,14 @@ def _over_batch(layer: _BatchNorm, x: Tensor, replica: Replica) -> Tensor:
         if count.item() == 0:
             return _BatchNorm.forward(layer, x)
     if layer.training and layer.track_running_stats:
-        _track(layer, mean.detach(), var.detach(), count)
+        _update_running_stats(layer, mean.detach(), var.detach(), count)
     result: Tensor = _normalization(wide, x, mean, var, layer.weight, layer.bias, float(layer.eps))
     return result
 
 
 @torch.no_grad()
-def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
-    """Updates this replica's running statistics, to the same bits as everybody's."""
+def _update_running_stats(layer: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Updates this replica's running statistics, to the same bits as on all replicas."""
     factor = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -175,7 +175,7 @@ def _whole_batch(replica: Replica, wide: Tensor, x: Tensor) -> tuple[Tensor, Ten
 class Deviations(torch.autograd.Function):
     """Mean and sum of squared deviations per channel of ``wide``, which is ``x`` in float32.
 
-    Keeps only ``x`` for the backward pass, while the gradient comes in float32; likewise below.
+    Like ``Normalization``, it saves only ``x`` for the backward pass; gradients are float32.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ class Normalization(torch.autograd.Function):
         scale = inverse if weight is None else inverse * weight
         summed = grad.sum(over)
         centered = x.to(mean.dtype) - _per_channel(mean, x)
-        along = (grad * centered).sum(over)  # the direction of the deviations
+        along = (grad * centered).sum(over)  # the component along the deviations
         return (
             grad * _per_channel(scale, x),
             None,

@@ -12,7 +12,7 @@ instance attribute are replaced:
 
 When the first module is mirrored, these functions of torch are wrapped: ``compile``,
 ``__setattr__``, ``__delattr__`` and ``_apply`` of modules, and ``apply`` of custom functions. See
-[Note: Compiled calls], [Note: Own attributes] and [Note: Custom functions].
+[Note: Compiled calls], [Note: Own attributes] and ``replica/autograd_functions.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mirror.replica.autograd_functions import watch_functions
 from mirror.replica.keras.keras_call import KerasCall
 from mirror.replica.keras.keras_library import is_layer
 from mirror.replica.layers.max_norm_embedding import renormalizes
-from mirror.replica.layers.sync_batch_norm import watch_torchs_own
+from mirror.replica.layers.sync_batch_norm import wrap_torch_sync_batch_norm
 from mirror.replica.modules.call_interceptor import interceptor_of, watch_compile
 from mirror.replica.modules.conversions import watch_conversions
 from mirror.replica.modules.metric_calls import (
@@ -175,7 +175,7 @@ class ModuleRegistry:
             if is_state and self._is_new(value, name):
                 self._buffers.mirror(value, f"{path}.{name}".lstrip("."), module)
         if isinstance(module, nn.SyncBatchNorm):
-            watch_torchs_own()
+            wrap_torch_sync_batch_norm()
         self._watch_dicts(module)
         self.pending.retry(module)
         self.route(module)

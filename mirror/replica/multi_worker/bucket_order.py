@@ -1,24 +1,27 @@
-"""The sequence: in which order gradients travel between workers, and in which buckets.
+"""BucketOrder: the buckets in which gradients travel between workers, in one agreed order.
 
 [Note: Agreed buckets]
 Workers must sum the same buckets in the same order: gloo ends the process when sizes differ. So
-the sequence of all variables that are trained is agreed on, by one exchange before the first pass
-that needs it: worker 0's order of arrival, and for what its pass did not reach, the order in which
-variables were registered, from the last. It is cut into buckets, of one dtype each.
+before the first pass that needs it, one exchange agrees on an order of all trained variables:
+worker 0's order of arrival, then, in reverse order of registration, the variables that its pass
+did not reach. The order is cut into buckets of one dtype each.
 
-    every reduction reduces the whole sequence, in order, whatever has arrived on a worker: what is
-    absent is zeros; tails tell what is absent everywhere
-    a bucket is launched as soon as it is complete and its turn has come, beside the pass, by the
-    hook of its last variable, or else when somebody looks
-    the last bucket waits for the look: it tells whether gradients are left, of another pass
+    A reduction always reduces all buckets in order. Absent gradients are sent as zeros; the
+    trailers show which gradients are absent on every worker.
+    A bucket is launched during the pass, by the hook of its last variable, once it is complete
+    and all buckets before it are launched. Otherwise it is launched when a gradient is used.
+    The last bucket is launched when a gradient is used: its trailer says whether gradients of
+    another pass remain.
 
-When a variable comes that the sequence has not, or is trained again, all agree anew, which all
-find by themselves as they run one program. A variable that is frozen keeps its place, and sends
-zeros, until it has been so for some reductions: a GAN freezes a network for half a step. One that
-is gone keeps it, too: when it goes is a matter of the garbage collection, on each worker.
+If a variable is missing in the order, the workers agree on a new one. They all detect that
+themselves, since they run the same program. A frozen variable keeps its slot, and sends zeros, for
+some reductions: a GAN freezes a network for half a step. A freed variable keeps its slot too,
+because the time of the garbage collection differs between workers.
 
-Variables whose gradients are sparse are in no bucket: see ``sum_sparse``. They stay so in every
-later order: a dense gradient cannot be added to a sparse state of an optimizer.
+Variables with sparse gradients are in no bucket, see ``sum_sparse``. They stay sparse in all later
+orders, since a dense gradient cannot be added to an optimizer's sparse state. If a sparse
+gradient comes for a variable in a bucket (an embedding that the first passes did not reach), it is
+set aside, the trailer says so, and the workers agree on an order without that variable.
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ _PATIENCE = 3  # reductions that a frozen variable is kept for
 
 
 class BucketOrder:
-    """What all workers have agreed on.
+    """The order on which all workers have agreed.
 
     Attributes:
-        buckets: at least one, even if it has a tail alone.
-        sparse: variables whose gradients are sparse; ``None`` for one that is gone.
-        changes: of the watch, those that are taken into account.
+        buckets: at least one; without variables it contains only a trailer.
+        sparse: the variables with sparse gradients; ``None`` for a freed one.
+        changes: the value of ``GradTracker.changes`` for which the order is known to fit.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class BucketOrder:
         self._num_narrower = 0
 
     def forget(self, variable: ReplicatedParam) -> None:
-        """Lets go of a variable that is gone. A garbage collection may come here: no lock."""
+        """Drops a variable that was freed. Takes no lock: a garbage collection may call it."""
         self._known.discard(variable)
         for bucket in self.buckets:
             bucket.forget(variable)
@@ -78,7 +81,7 @@ class BucketOrder:
             self.sparse[self.sparse.index(variable)] = None
 
     def fits(self, trained: Sequence[ReplicatedParam], changes: int) -> bool:
-        """Whether it serves for the variables that are trained now; asked after changes."""
+        """Whether the order can be used for the variables that are trained after ``changes``."""
         if not self._known.issuperset(trained):
             return False
         if len(trained) == len(self._known):
@@ -95,13 +98,16 @@ def agree(
     weight: float,
     known_sparse: Collection[ReplicatedParam | None] = (),
 ) -> tuple[list[ReplicatedParam], list[ReplicatedParam]]:
-    """Agrees with all workers on the order of what is trained; returns it, and what is sparse.
+    """Agrees with all workers on the order of the trained variables.
 
     Args:
-        trained: all that are, in the order in which they were registered.
-        arrived: those with gradients, in the order of arrival.
-        weight: this worker's, of the first pass of all: becomes part of the reference.
-        known_sparse: those of the order before, whose gradients may have been reduced by now.
+        trained: all trained variables, in the order of registration.
+        arrived: the variables with gradients, in the order of arrival.
+        weight: this worker's weight; before the first pass the sum becomes the reference.
+        known_sparse: the sparse variables of the previous order.
+
+    Returns:
+        The variables with dense gradients, in the agreed order, and those with sparse ones.
     """
     position = {variable: i for i, variable in enumerate(trained)}
     order = [position[variable] for variable in arrived if variable in position]
@@ -112,18 +118,18 @@ def agree(
         for v, t in ((v, v.targets[0]) for v in trained)
     ]
     digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
-    said = workers.exchange(
+    messages = workers.exchange(
         f"the order of the gradients of {len(trained)} parameters",
         digest,
         lambda: json.dumps([order, sparse, weight.hex()]).encode(),
     )
-    every = [json.loads(one) for one in said]
+    every = [json.loads(message) for message in messages]
     if workers.reference is None:
         total = sum(float.fromhex(theirs) for _, _, theirs in every)
         workers.reference = total or float(workers.num_replicas)
-    apart = {i for _, theirs, _ in every for i in theirs}
-    agreed = [i for i in every[0][0] if i not in apart]
-    return [trained[i] for i in agreed], [trained[i] for i in sorted(apart)]
+    all_sparse = {i for _, theirs, _ in every for i in theirs}
+    dense = [i for i in every[0][0] if i not in all_sparse]
+    return [trained[i] for i in dense], [trained[i] for i in sorted(all_sparse)]
 
 
 def _is_sparse(variable: ReplicatedParam) -> bool:

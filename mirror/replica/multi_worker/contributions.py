@@ -1,4 +1,4 @@
-"""Summands: what this worker brings to a reduction: its replicas' gradients, weighed, summed."""
+"""Contributions: this worker's part of a reduction, summed over its replicas with their shares."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Contribution(NamedTuple):
     """This worker's part of a bucket.
 
     Attributes:
-        columns: real gradients, zeros for what is absent: of each replica, or their sums alone.
-        flags: see ``tail.py``.
-        scales: what each column is still to be multiplied by.
+        columns: per replica, real gradients with zeros for absent ones; or only their sums.
+        flags: one per variable, see ``trailer.py``.
+        scales: the factor by which each column is still to be multiplied.
     """
 
     columns: Sequence[Sequence[Tensor]]
@@ -42,33 +42,33 @@ class Contribution(NamedTuple):
 
 
 class Contributions:
-    """Makes this worker's summands.
+    """Computes this worker's contributions.
 
     Args:
-        kept_back: what was deferred; what is taken from there is let go.
-        streams: of GPUs, those of the passes.
+        deferred: the deferred gradients; a contribution removes those that it contains.
+        streams: on GPUs, the streams of the backward passes.
     """
 
     def __init__(
         self,
         replicas: Replicas,
         reducer: Reducer,
-        kept_back: Deferred,
+        deferred: Deferred,
         streams: ReplicaStreams | None,
     ) -> None:
         self._devices, self._workers = replicas.devices, replicas.workers
-        self._reducer, self._kept_back, self._streams = reducer, kept_back, streams
+        self._reducer, self._deferred, self._streams = reducer, deferred, streams
 
     def contribution_of(
         self, bucket: WorkerBucket, columns: list[ReplicaGrads], shares: Mapping[int, float]
     ) -> Contribution:
-        """Returns the summand of a bucket.
+        """Returns the contribution to a bucket.
 
         Args:
-            columns: each replica's gradients; they are the summand's now.
+            columns: each replica's gradients, which are overwritten.
         """
         flags: Sequence[float] = bucket.all_count
-        if self._kept_back or not self._all_count(columns, shares):
+        if self._deferred or not self._all_count(columns, shares):
             flags, shares = self._filled(bucket, columns, shares)
         if bucket.has_complex:
             columns = [bucket.real(column) for column in columns]
@@ -83,7 +83,7 @@ class Contributions:
             scale = 1.0
             for r, column in enumerate(columns):
                 share = shares.get(r, 0.0)
-                if share not in (0.0, 1.0):  # of those that count nothing there are zeros
+                if share not in (0.0, 1.0):  # with share 0 the column is zeros already
                     torch._foreach_mul_(column, share)
         self._reducer.all_reduce(moved, scale)
         return Contribution(columns[:1], flags, [1.0])
@@ -91,11 +91,11 @@ class Contributions:
     def usual_scale(
         self, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
     ) -> float | None:
-        """Returns what all replicas' gradients are multiplied by; ``None`` where that differs.
+        """Returns the common share of all replicas.
 
-        Nor is there one where some are absent or unusual, or count nothing.
+        ``None`` if shares differ or are 0, or if a gradient is absent or not dense.
         """
-        if self._kept_back.has_passes or len(shares) < len(columns):
+        if self._deferred.has_passes or len(shares) < len(columns):
             return None
         if len(columns) == 1:
             scale = shares.get(0)
@@ -112,7 +112,7 @@ class Contributions:
     def _filled(
         self, bucket: WorkerBucket, columns: Sequence[ReplicaGrads], shares: Mapping[int, float]
     ) -> tuple[list[float], Mapping[int, float]]:
-        """Puts zeros where there is no gradient, or none that counts; returns flags and shares."""
+        """Replaces gradients that are absent or have no share by zeros; returns flags, shares."""
         flags = [0.0] * len(bucket.variables)
         for r, column in enumerate(columns):
             counts = COUNTS if shares.get(r, 0.0) else IS_THERE
@@ -120,29 +120,27 @@ class Contributions:
                 if grad is not None:
                     flags[i] = max(flags[i], counts)
         refuse_graphs(columns)
-        if self._kept_back:  # whose passes are weighted already
+        if self._deferred:  # deferred gradients are weighted already
             weigh(list(columns), shares)
             shares = dict.fromkeys(range(len(columns)), 1.0)
             for i, variable in enumerate(bucket.variables):
-                kept = None if variable is None else self._kept_back.pop(variable, None)
+                kept = None if variable is None else self._deferred.pop_dense(variable)
                 for column, summand in zip(columns, kept or (), strict=False):
                     column[i] = plus(column[i], summand)
                     flags[i] = COUNTS
         for r, (column, device) in enumerate(zip(columns, self._devices, strict=True)):
             for i, grad in enumerate(column):
-                if grad is None or not shares.get(r, 0.0):  # counts nothing, not even a NaN
+                if grad is None or not shares.get(r, 0.0):  # replaced, since 0 * NaN is NaN
                     column[i] = bucket.zeros(i, device)
-                elif grad.is_sparse:
-                    column[i] = grad.to_dense()
         return flags, shares
 
-    def row(
+    def sparse_contribution(
         self, variable: ReplicatedParam, columns: list[ReplicaGrads], shares: Mapping[int, float]
     ) -> Tensor | None:
-        """Returns the summand of one variable, sparse if all replicas' gradients are."""
+        """Returns the contribution to one variable, sparse if all replicas' gradients are."""
         refuse_graphs(columns)
         weigh(columns, shares)
-        kept = self._kept_back.pop(variable, None) or [None] * len(columns)
+        kept = self._deferred.pop(variable, None) or [None] * len(columns)
         own = (column[0] for column in columns)
         grads = [plus(grad, summand) for grad, summand in zip(own, kept, strict=True)]
         present = [grad for grad in grads if grad is not None]
@@ -156,6 +154,6 @@ def refuse_graphs(columns: Sequence[ReplicaGrads]) -> None:
     if any(grad is not None and grad.requires_grad for column in columns for grad in column):
         raise StrategyError(
             "gradients of several workers carry no graph, but backward was called with "
-            "create_graph=True; call backward() without it: what may have a graph are gradients "
-            "of the model's inputs, by torch.autograd.grad(..., create_graph=True)"
+            "create_graph=True; call backward() without it: only gradients of the model's inputs "
+            "may have a graph, by torch.autograd.grad(..., create_graph=True)"
         )

@@ -1,20 +1,20 @@
 """FirstValues: all workers begin to train with worker 0's values of variables and buffers.
 
 [Note: First values]
-Rank 0 alone may load weights, and any call of a module may come before that: of a layer in a
-constructor, of a lazy model, of an evaluation. So a call shares values, and does not settle them.
-Until an optimizer steps, a call, a run and a reduction of gradients is a *round*: every worker
-tells how far it is, and what may have changed there since the last round; what has changed on any
-worker is given worker 0's value on all.
+Only rank 0 may load weights, and modules may be called before that: a layer in a constructor, a
+lazy model, an evaluation. So a call distributes values, but does not make them final. Until an
+optimizer steps, every call, run and reduction of gradients is a *round*: each worker sends its
+stage, and flags for the values that may have changed on it since the last round. A value that has
+changed on any worker is replaced by worker 0's on all workers.
 
-    CALL      without gradients            goes on after one round
-    FORWARD   with gradients               goes on once all workers are there, or further
-    REDUCE    gradients are reduced        goes on once all workers are there
+    CALL      without gradients            continues after one round
+    FORWARD   with gradients               continues once all workers are at FORWARD or REDUCE
+    REDUCE    gradients are reduced        continues once all workers are at REDUCE
 
-So one worker may make calls that the others do not make. Values that change while another worker
-has made the forward of its first pass are an error: its gradients are of other values. After
-``_MOST_ROUNDS`` calls of one kind without a change only a change begins a round, as a program that
-never trains may have other numbers of batches on each worker.
+So a worker may make calls that other workers do not make. If values change after the first forward
+pass of another worker, DivergenceError is raised, since that worker's gradients belong to other
+values. After ``_MAX_ROUNDS`` calls of one stage without a change, only a change starts a round: a
+program that never trains may have a different number of batches on each worker.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ from mirror.threads.user_frames import user_line
 _logger = logging.getLogger("mirror")
 
 CALL, FORWARD, REDUCE = range(3)
-_MOST_ROUNDS = 16
-_SAID = struct.Struct("<BI?I")  # see _Said
+_MAX_ROUNDS = 16
+_STATUS = struct.Struct("<BI?I")  # the fields of _Status
 
 _Record: TypeAlias = ReplicatedParam | ReplicatedBuffer
 
 
-class _Said(NamedTuple):
-    """What a worker says in a round, beside what has changed.
+class _Status(NamedTuple):
+    """A worker's status in a round; one flag per value follows it.
 
     Attributes:
-        num_skipped: the calls that it has made without a round since the last one.
-        line: a hash of the user's line.
+        stage: CALL, FORWARD or REDUCE.
+        num_skipped: the number of calls without a round since the last one.
+        has_changed: whether any flag is set.
+        line: a hash of the user's line of code.
     """
 
     stage: int
@@ -69,11 +71,11 @@ class _Said(NamedTuple):
 class FirstValues:
     """Gives all workers worker 0's values until training begins. See [Note: First values].
 
-    So seeds may differ between workers, and one may have read pretrained weights. What comes later
-    (a load_state_dict, say) every worker does alike; ``check_replicas`` looks whether it did.
+    So seeds may differ between workers, and a single worker may load pretrained weights. Later
+    changes, such as load_state_dict, must be made by every worker; ``check_replicas`` checks that.
 
     Args:
-        modules: returns the mirrored modules and their paths, in the order in which they came.
+        modules: returns the mirrored modules and their paths, in the order of registration.
     """
 
     def __init__(
@@ -87,105 +89,108 @@ class FirstValues:
         self._replicas, self._workers, self._registry = replicas, replicas.workers, registry
         self._variables, self._buffers, self._modules = variables, buffers, modules
         self._num_owned = self._num_steps = 0
-        self._is_open = False  # whether there are any that are not settled
-        self._settled: weakref.WeakSet[_Record] = weakref.WeakSet()
-        # Of those that are shared and not settled: version, and the bits while others may write.
+        self._is_open = False  # whether any value is not final
+        self._final: weakref.WeakSet[_Record] = weakref.WeakSet()
+        # The distributed values that are not final: version, and bits while storage is exposed.
         self._shared: weakref.WeakKeyDictionary[_Record, tuple[int, bytes | None]] = (
             weakref.WeakKeyDictionary()
         )
-        self._num_calls = [0, 0]  # CALLs and FORWARDs since something has changed
+        self._num_calls = [0, 0]  # rounds of CALL and FORWARD since the last change
         self._num_skipped = 0  # calls without a round since the last one
-        self._calls_differ = False  # whether a round was of a call where worker 0 made another
+        self._calls_differ = False  # whether worker 0 was at another line in a round of CALL
         self._has_reduced = False
 
     def part(self) -> LifecycleHooks:
-        """Returns what gives the values before runs. See [Note: Parts]."""
+        """Returns the hooks that distribute values before runs. See [Note: Parts]."""
         return LifecycleHooks(name="first values", prepare=self._prepare)
 
     def before_reducing(self) -> None:
         """Waits until all workers reduce gradients, if training has not begun."""
         if not self._is_open:
             return
-        self._settle_stepped()
+        self._finalize_after_step()
         if self._is_open:
-            self._meet(REDUCE, [one for one in self._held() if one[0] in self._shared])
+            self._synchronize(
+                REDUCE, [one for one in self._collect_records() if one[0] in self._shared]
+            )
             self._has_reduced = True
 
     def _prepare(self) -> None:
         has_new = self._registry.num_owned != self._num_owned
         if self._is_open:
-            self._settle_stepped()
+            self._finalize_after_step()
         if not has_new and not self._is_open:
             return
         self._num_owned = self._registry.num_owned
         stage = FORWARD if torch.is_grad_enabled() else CALL
         if has_new:
             self._num_calls = [0, 0]
-        elif self._num_calls[stage] >= _MOST_ROUNDS and not any(map(_may_write, self._shared)):
+        elif self._num_calls[stage] >= _MAX_ROUNDS and not any(map(_may_write, self._shared)):
             if all(_version_of(one) == known for one, (known, _) in self._shared.items()):
                 self._num_skipped += 1
                 return
         self._num_calls[stage] += 1
-        held = [one for one in self._held() if one[0] not in self._settled]
-        if held:
+        named = [one for one in self._collect_records() if one[0] not in self._final]
+        if named:
             self._num_steps, self._is_open = self._workers.num_steps, True
-            self._meet(stage, held)
+            self._synchronize(stage, named)
 
-    def _settle_stepped(self) -> None:
-        """Takes as settled what was shared before an optimizer has stepped."""
+    def _finalize_after_step(self) -> None:
+        """Makes the distributed values final if an optimizer has stepped since."""
         if self._workers.num_steps != self._num_steps:
-            self._settle()
+            self._finalize()
 
-    def _settle(self) -> None:
-        self._settled.update(self._shared)
+    def _finalize(self) -> None:
+        self._final.update(self._shared)
         self._shared.clear()
         self._is_open = False
         self._num_skipped, self._has_reduced, self._calls_differ = 0, False, False
 
-    def _meet(self, stage: int, held: Sequence[tuple[_Record, str]]) -> None:
-        """Makes rounds until every worker has come as far as this one."""
-        records = [record for record, _ in held]
-        what = f"the first values of {len(held)} variables and buffers"
-        signature = [_described(record, name) for record, name in held]
+    def _synchronize(self, stage: int, named: Sequence[tuple[_Record, str]]) -> None:
+        """Exchanges rounds until every worker has reached this stage."""
+        records = [record for record, _ in named]
+        what = f"the first values of {len(named)} variables and buffers"
+        signature = [_describe(record, name) for record, name in named]
         line = zlib.crc32(user_line(sys._getframe()).encode())
         while True:
             flags = bytes(map(self._has_changed, records))
-            mine = _SAID.pack(stage, self._num_skipped, any(flags), line) + flags
+            mine = _STATUS.pack(stage, self._num_skipped, any(flags), line) + flags
             every = self._workers.exchange(what, signature, lambda mine=mine: mine)  # type: ignore[misc]
-            said = [_Said(*_SAID.unpack_from(one)) for one in every]
-            stages = [one.stage for one in said]
-            columns = zip(*(one[_SAID.size :] for one in every), strict=True)
+            statuses = [_Status(*_STATUS.unpack_from(one)) for one in every]
+            stages = [one.stage for one in statuses]
+            columns = zip(*(one[_STATUS.size :] for one in every), strict=True)
             changed = list(map(any, columns))
             given = [record for record, flag in zip(records, changed, strict=True) if flag]
             if given:
-                self._put_in_order(held)
+                self._put_in_order(named)
                 if REDUCE in stages and min(stages) < REDUCE:
-                    raise _too_late(stages, held[changed.index(True)][1])
-                self._tell_if_stale(said)
-                # Written in place, which is seen, and carried to the other replicas of this one.
+                    raise _too_late(stages, named[changed.index(True)][1])
+                self._warn_if_stale(statuses)
+                # Written in place: the new version is detected, and the value is then broadcast
+                # to the other replicas of this worker.
                 with torch.inference_mode(False), torch.no_grad():
                     self._workers.broadcast(what, list(map(_value, given)))
                 self._num_calls = [0, 0]
             self._num_skipped = 0
-            self._calls_differ |= stage == CALL and said[0].line != line
+            self._calls_differ |= stage == CALL and statuses[0].line != line
             for record in given:
                 self._shared[record] = _version_of(record), _bits(record)
-            if given and self._has_reduced and all(one.has_changed for one in said):
-                self._settle()  # they update without an optimizer
+            if given and self._has_reduced and all(one.has_changed for one in statuses):
+                self._finalize()  # the program updates values without an optimizer
                 return
             if min(stages) >= stage:
                 return
 
-    def _put_in_order(self, held: Sequence[tuple[_Record, str]]) -> None:
-        """Gives all variables and buffers one order, and the same names, on all workers."""
-        for record, name in held:
+    def _put_in_order(self, named: Sequence[tuple[_Record, str]]) -> None:
+        """Orders and names variables and buffers in the same way on all workers."""
+        for record, name in named:
             record.name = name
-        keys = [id(record.owner()) for record, _ in held]
+        keys = [id(record.owner()) for record, _ in named]
         for known in (self._registry, self._variables, self._buffers):
             known.put_in_order(keys)
 
     def _has_changed(self, record: _Record) -> bool:
-        """Whether a value may have changed here since it was shared."""
+        """Whether a value may have changed on this worker since it was distributed."""
         if record not in self._shared:
             return True
         version, bits = self._shared[record]
@@ -193,23 +198,24 @@ class FirstValues:
             return not (isinstance(record, ReplicatedBuffer) and not record.is_written_outside())
         return _may_write(record) and bits != _bits(record)
 
-    def _tell_if_stale(self, said: Sequence[_Said]) -> None:
-        """Warns of results that this worker may have computed with values from before."""
-        first, differ = said[0], self._calls_differ
+    def _warn_if_stale(self, statuses: Sequence[_Status]) -> None:
+        """Warns of results that this worker may have computed from old values."""
+        first, differ = statuses[0], self._calls_differ
         if first.has_changed and (differ or self._num_skipped > first.num_skipped):
             how = "at other lines of the program" if differ else "more often"
             _logger.warning(
                 "worker 0 has changed values before training, and this worker has called modules "
-                "%s than worker 0 had by then: what these calls returned may be of the values "
-                "from before; load weights on all workers, or before the first call",
+                "%s than worker 0 had by then: the results of these calls may be computed from "
+                "the old values; load weights on all workers, or before the first call",
                 how,
             )
         self._calls_differ = self._calls_differ and not first.has_changed
 
-    def _held(self) -> list[tuple[_Record, str]]:
-        """Returns what is mirrored, and its name, in one order on all workers.
+    def _collect_records(self) -> list[tuple[_Record, str]]:
+        """Returns the mirrored variables and buffers with their names.
 
-        That of the modules: a parameter that one worker has replaced is where the old one was.
+        They are in the order of the modules, which is the same on all workers: a parameter that
+        one worker has replaced is in the old one's place.
         """
         found: dict[_Record, str] = {}
         for module, path in self._modules():
@@ -219,17 +225,17 @@ class FirstValues:
                         record: _Record = value._mirrored  # type: ignore[attr-defined]
                         if record.replicas is self._replicas:
                             found.setdefault(record, f"{path}.{name}".lstrip("."))
-        if any(one not in found for one in self._unheld()):
-            gc.collect()  # what is gone on some workers only
-            for one in self._unheld():
+        if any(one not in found for one in self._all_records()):
+            gc.collect()  # frees on all workers what some have freed
+            for one in self._all_records():
                 found.setdefault(one, one.name)
         return list(found.items())
 
-    def _unheld(self) -> Iterable[_Record]:
+    def _all_records(self) -> Iterable[_Record]:
         return (*self._variables, *self._buffers)
 
 
-def _described(record: _Record, name: str) -> tuple[str, str, tuple[int, ...], bool]:
+def _describe(record: _Record, name: str) -> tuple[str, str, tuple[int, ...], bool]:
     value = _value(record)
     is_trained = isinstance(record, ReplicatedParam) and record.targets[0].requires_grad
     return name, str(value.dtype), tuple(value.shape), is_trained
@@ -245,12 +251,12 @@ def _version_of(record: _Record) -> int:
 
 
 def _may_write(record: _Record) -> bool:
-    """Whether somebody has, or has had, raw storage."""
+    """Whether raw storage of a value is or was exposed."""
     return bool(record.handles)
 
 
 def _bits(record: _Record) -> bytes | None:
-    """Returns the bits of a value that may be written unseen; ``None`` of any other."""
+    """Returns a hash of a value that may be written without a new version; ``None`` of others."""
     if not _may_write(record):
         return None
     found = hashlib.blake2b(digest_size=16)
@@ -263,8 +269,9 @@ def _too_late(stages: Sequence[int], name: str) -> DivergenceError:
     """Returns the error for values that change between a worker's forward and its gradients."""
     behind = ", ".join(str(rank) for rank, stage in enumerate(stages) if stage < REDUCE)
     return DivergenceError(
-        f"the values of {name!r} have changed after the first forward pass of some workers, "
-        f"whose gradients are of other values (workers that have not come as far: {behind}); "
+        f"the values of {name!r} have changed after the first forward pass of some workers, so "
+        f"their gradients belong to other values (workers that have not come as far: {behind}); "
         "load weights, or change values, before the first training step of any worker: on all "
-        "workers at the same place of the program, or on worker 0 before the others' first forward"
+        "workers at the same place of the program, or on worker 0 before any worker's first "
+        "forward"
     )

@@ -1,4 +1,4 @@
-"""Flights: buckets on their way between the workers, and how far this worker has come."""
+"""InFlight: the buckets that travel between workers, and the number of this worker's reduction."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mirror.replica.multi_worker.trailer import Trailer, UsualTrailers, read_tra
 from mirror.replica.multi_worker.worker_bucket import WorkerBucket
 from mirror.replica.params.replicated_param import ReplicaParameter
 
-# Between the marks of two reductions, as buckets have marks of their own; and of two runs.
+# Differences between the marks of two reductions, and of two runs; those of buckets differ by 1.
 _STRIDE, _PHASE = 7, 5
 
 
 @dataclass(slots=True)
 class BucketInFlight:
-    """One bucket on its way.
+    """One bucket in flight.
 
     Attributes:
-        buffers: what all workers' are summed in: one, or one of each replica.
-        weight: this worker's, where the buffer is too coarse for it.
-        what: which reduction it is of, in words.
-        usual: what its tail is, if nobody has anything else to say; ``None``: it is read.
+        buffers: the buffers that are summed over the workers in place: one, or one per replica.
+        weight: this worker's weight, if the dtype of the buffer is too coarse for it.
+        what: describes the reduction, for messages.
+        usual: the trailer of the usual case, as numbers; ``None`` if it must be read.
     """
 
     bucket: WorkerBucket
@@ -41,18 +41,18 @@ class BucketInFlight:
     usual: list[float] | None = None
 
     def is_done(self) -> Trailer | None:
-        """Waits until it is there; returns what its tail says, ``None`` for nothing unusual."""
+        """Waits for the sum; returns its trailer, ``None`` for the usual one."""
         for wait in self.waits:
             wait()
         numbers = self.buffers[0][self.bucket.num_elements :].tolist()
         if numbers == self.usual:
             return None
-        tail = read_trailer(numbers)
-        return tail if self.weight is None else tail._replace(weight=float(self.weight))
+        trailer = read_trailer(numbers)
+        return trailer if self.weight is None else trailer._replace(weight=float(self.weight))
 
 
 class InFlight:
-    """The buckets that this worker has launched and not collected, in the sequence's order."""
+    """The buckets that this worker has launched and not collected, in the agreed order."""
 
     def __init__(self, workers: LocalWorkerGroup) -> None:
         self._workers = workers
@@ -72,39 +72,44 @@ class InFlight:
         *,
         weight: float = 0.0,
         more: bool = False,
-        unfit: bool = False,
-        left: bool = False,
+        non_finite: bool = False,
+        failed: bool = False,
         mixed: bool = False,
+        sparse: bool = False,
         phase: int = 0,
     ) -> Sequence[Tensor]:
-        """Sends this worker's summand of the next bucket on its way; returns it, packed.
+        """Launches the sum of the next bucket; returns this worker's packed contribution.
 
         Args:
-            columns: of each replica, where the workers sum replicas; else their sums alone.
-            scales: what the gradients of each are to be multiplied by.
-            weight, more, unfit, left, mixed: for its tail.
-            phase: what the marks of all workers must have in common besides.
+            columns: per replica, if the workers sum replicas; otherwise only their sums.
+            scales: the factor of each column.
+            weight, more, non_finite, failed, mixed, sparse: for the trailer.
+            phase: a number that must be the same on all workers; part of the mark.
         """
-        number, of, what = self._next(phase)
+        number, reduction, what = self._next(phase)
         own_weight, waits = None, list[Callable[[], None]]()
         if not bucket.ends_exactly and not self._launched:
             own_weight = torch.tensor([weight], device="cpu")
             waits.append(self._workers.all_reduce(what, own_weight))
             weight = 0.0
-        tail = write_trailer(flags, number, weight, more=more, unfit=unfit, left=left, mixed=mixed)
-        tails = [tail, *([[0.0] * len(tail)] * (len(columns) - 1))]  # a worker has one
-        buffers = [*map(bucket.packed, columns, scales, tails, range(len(columns)))]
+        states = {"more": more, "non_finite": non_finite, "failed": failed}
+        trailer = write_trailer(flags, number, weight, **states, mixed=mixed, sparse=sparse)
+        # A worker has one trailer, in the first replica's buffer.
+        trailers = [trailer, *([[0.0] * len(trailer)] * (len(columns) - 1))]
+        buffers = [*map(bucket.packed, columns, scales, trailers, range(len(columns)))]
         if self._workers.sums_replicas:
             waits.append(self._workers.all_reduce_replicas(what, buffers))
         else:
             waits.append(self._workers.all_reduce(what, *buffers))
-        self._launched.append(BucketInFlight(bucket, buffers, number, waits, own_weight, of))
+        self._launched.append(
+            BucketInFlight(bucket, buffers, number, waits, own_weight, reduction)
+        )
         return buffers
 
     def launch_usual(
         self,
         bucket: WorkerBucket,
-        tails: UsualTrailers,
+        trailers: UsualTrailers,
         columns: Sequence[Sequence[Tensor]],
         *,
         scale: float,
@@ -112,28 +117,31 @@ class InFlight:
         total: float,
         phase: int,
     ) -> None:
-        """Sends the next bucket on its way, of replicas that have all of it.
+        """Launches the next bucket, for replicas that have all of its gradients.
 
         Args:
-            scale: what the gradients of each are to be multiplied by.
-            weight: this worker's.
-            total: what those of all workers are, if all is as before.
+            scale: the factor of all gradients.
+            weight: this worker's weight.
+            total: the sum of all workers' weights in the previous pass.
         """
-        number, of, what = self._next(phase)
-        buffer = bucket.summed(columns, scale, tails.own(number, weight))
+        number, reduction, what = self._next(phase)
+        buffer = bucket.summed(columns, scale, trailers.own(number, weight))
         wait = self._workers.all_reduce(what, buffer)
-        usual = tails.all(number, total, self._workers.size)
-        self._launched.append(BucketInFlight(bucket, [buffer], number, [wait], None, of, usual))
+        usual = trailers.all(number, total, self._workers.size)
+        flight = BucketInFlight(bucket, [buffer], number, [wait], None, reduction, usual)
+        self._launched.append(flight)
 
     def _next(self, phase: int) -> tuple[int, str, str]:
-        """Returns the number of the next bucket, and its reduction and itself in words."""
+        """Returns the next bucket's number, and descriptions of its reduction and of itself."""
         index = len(self._launched)
         number = self._num_reductions * _STRIDE + index + phase * _PHASE
-        of = f"reduction {self._num_reductions + 1}" + (f", in run {phase + 1}" if phase else "")
-        return number, of, f"gradients, bucket {index + 1} of {of}"
+        reduction = f"reduction {self._num_reductions + 1}"
+        if phase:
+            reduction += f", in run {phase + 1}"
+        return number, reduction, f"gradients, bucket {index + 1} of {reduction}"
 
     def copies(self, num_replicas: int) -> list[list[ReplicaParameter]]:
-        """Returns each replica's copies whose gradients are on their way."""
+        """Returns each replica's copies whose gradients are in flight."""
         buckets = [flight.bucket for flight in self._launched]
         return [[*chain(*(b.copies[r] for b in buckets))] for r in range(num_replicas)]
 
@@ -141,41 +149,42 @@ class InFlight:
         """Waits for all buckets of a reduction, and ends it.
 
         Raises:
-            DivergenceError: another worker has been at another reduction, or has failed.
+            DivergenceError: a worker has summed a bucket of another reduction, or has failed.
         """
-        tails = [flight.is_done() for flight in self._launched]
-        flights, self._launched = self._launched, []
-        self._abandoned.clear()  # these were before
+        trailers = [flight.is_done() for flight in self._launched]
+        in_flight, self._launched = self._launched, []
+        self._abandoned.clear()  # they were launched earlier, so they are complete now
         self._num_reductions += 1
-        for flight, tail in zip(flights, tails, strict=True):
-            if tail is None:
+        for flight, trailer in zip(in_flight, trailers, strict=True):
+            if trailer is None:
                 continue
-            if tail.left:
+            if trailer.failed:
                 raise DivergenceError(
                     "all workers must reduce the same gradients, but a worker has failed after "
                     "its backward pass, while this one has gone on; its own error says why"
                 )
-            if not tail.is_marked(flight.number, self._workers.size):
-                # All have seen that, and say where they are: which is not the same.
+            if not trailer.is_marked(flight.number, self._workers.size):
+                # All workers see this, and exchange where they are; the exchange raises, as the
+                # descriptions differ.
                 self._workers.exchange(f"gradients: {flight.what}")
                 raise DivergenceError(
-                    "all workers must reduce the same gradients in the same order, but a worker "
-                    f"is at another one than this one's {flight.what}: it has made a backward "
-                    "pass, or a step, more or less"
+                    "all workers must reduce the same gradients in the same order, but another "
+                    f"worker is not at this worker's {flight.what}: it has made a backward pass, "
+                    "or a step, more or less"
                 )
-        return list(zip(flights, tails, strict=True))
+        return list(zip(in_flight, trailers, strict=True))
 
-    def abandon(self, sequence: BucketOrder) -> None:
-        """Ends a reduction that this worker has failed in: the others hear of it."""
-        with suppress(Exception):  # they may be gone, and the worker has failed already
-            for bucket in sequence.buckets[len(self._launched) :]:
+    def abandon(self, order: BucketOrder) -> None:
+        """Ends a reduction in which this worker has failed; its trailers inform the workers."""
+        with suppress(Exception):  # other workers may have exited, and this one has an error
+            for bucket in order.buckets[len(self._launched) :]:
                 num_variables = len(bucket.variables)
                 num_columns = len(bucket.devices) if self._workers.sums_replicas else 1
                 zeros = [
                     [bucket.zeros(i, device) for i in range(num_variables)]
                     for device in bucket.devices[:num_columns]
                 ]
-                self.launch(bucket, zeros, [0.0] * num_variables, [1.0] * num_columns, left=True)
-        self._abandoned += self._launched  # their memory is in use until the others have sent
+                self.launch(bucket, zeros, [0.0] * num_variables, [1.0] * num_columns, failed=True)
+        self._abandoned += self._launched  # kept: their memory is used until all have sent
         self._launched = []
         self._num_reductions += 1

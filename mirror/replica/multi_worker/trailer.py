@@ -1,14 +1,18 @@
-"""Tail: what travels behind the gradients of a bucket, and is summed with them.
+"""Trailer: numbers that travel after a bucket's gradients, and are summed with them.
 
-flags     one per variable: 1 from a worker with a gradient that counts, 2^-10 from one with a
-          gradient that counts nothing; 0 from all means that ``grad`` stays what it was
-marks     16, of which that of the reduction and the bucket is 1: a bucket of another
-          reduction has another one
-weight    the worker's; see [Note: Shares of workers]
-more      how many workers have gradients left, of a second pass: all reduce once more
-unfit     how many have found a gradient that is not finite
-left      how many have failed, and will not be there for the rest
-mixed     how many have made several calls of unlike weights since the last reduction
+Each worker writes its own; after the sum every worker reads the same trailer:
+
+flags        one per variable. A worker writes 1 for a gradient that counts, 2^-10 for a gradient
+             of weight 0, and 0 for none. If all write 0, ``grad`` is unchanged.
+marks        16 numbers, all 0 but one, which depends on the reduction and the bucket: so a worker
+             that sums a bucket of another reduction is detected
+weight       the worker's weight; see [Note: Shares of workers]
+more         1 from a worker that has gradients of a second pass: all workers reduce once more
+non_finite   1 from a worker that has found a gradient that is not finite
+failed       1 from a worker that has failed, and will not take part in the rest
+mixed        1 from a worker whose calls since the last reduction had different weights
+sparse       1 from a worker that has set sparse gradients aside: all agree on an order without
+             their variables
 """
 
 from __future__ import annotations
@@ -22,31 +26,32 @@ import torch
 COUNTS, IS_THERE = 1.0, 2.0**-10
 _MARKS = 16
 _MARKED = [[float(i == mark) for i in range(_MARKS)] for mark in range(_MARKS)]
-_NUM_AFTER_MARKS = 5
+_NUM_AFTER_MARKS = 6
 NUM_OTHERS = _MARKS + _NUM_AFTER_MARKS
-_MOST_KEPT = 4 * _MARKS  # of batches of other sizes
+_MAX_CACHED = 4 * _MARKS  # more than one per mark, as batches may have several sizes
 
 
 class Trailer(NamedTuple):
-    """What a tail says."""
+    """A trailer, summed over all workers."""
 
     flags: Sequence[float]
     marks: Sequence[float]
     weight: float
     more: float
-    unfit: float
-    left: float
+    non_finite: float
+    failed: float
     mixed: float
+    sparse: float
 
     def is_marked(self, number: int, size: int) -> bool:
-        """Whether all workers have given it this mark."""
+        """Whether all workers have written the mark of this number."""
         return list(self.marks) == [size * mark for mark in _MARKED[number % _MARKS]]
 
 
 class UsualTrailers:
-    """Tails of a bucket as nearly all are: every worker has all of it, and nothing else to say.
+    """The trailers of the usual case: every worker has all gradients, and no flag is set.
 
-    Made once per mark, and compared as a whole.
+    They are cached per mark, and compared as a whole.
 
     Args:
         dtype: float32 or float64.
@@ -59,22 +64,27 @@ class UsualTrailers:
         self._all: dict[tuple[int, float, int], list[float]] = {}
 
     def own(self, number: int, weight: float) -> bytes:
-        """Returns this worker's, as bytes of the dtype."""
+        """Returns this worker's trailer, as bytes of the dtype."""
         key = number % _MARKS, weight
         known = self._own.get(key)
         if known is None:
-            if len(self._own) >= _MOST_KEPT:
+            if len(self._own) >= _MAX_CACHED:
                 self._own.clear()
             known = array(self._code, write_trailer(self._flags, number, weight)).tobytes()
             self._own[key] = known
         return known
 
     def all(self, number: int, total: float, size: int) -> list[float]:
-        """Returns the sum of those of all workers, whose weights have this total."""
+        """Returns the sum of all workers' trailers.
+
+        Args:
+            total: the sum of their weights.
+            size: the number of workers.
+        """
         key = number % _MARKS, total, size
         known = self._all.get(key)
         if known is None:
-            if len(self._all) >= _MOST_KEPT:
+            if len(self._all) >= _MAX_CACHED:
                 self._all.clear()
             known = [size * one for one in write_trailer(self._flags, number, 0.0)]
             known[-_NUM_AFTER_MARKS] = total
@@ -88,20 +98,21 @@ def write_trailer(
     weight: float,
     *,
     more: bool = False,
-    unfit: bool = False,
-    left: bool = False,
+    non_finite: bool = False,
+    failed: bool = False,
     mixed: bool = False,
+    sparse: bool = False,
 ) -> list[float]:
-    """Returns a worker's tail as numbers.
+    """Returns a worker's trailer as numbers.
 
     Args:
-        number: of the reduction and the bucket: marked modulo 16.
+        number: the number of the reduction and the bucket, which is marked modulo 16.
     """
-    return [*flags, *_MARKED[number % _MARKS], weight, more, unfit, left, mixed]
+    return [*flags, *_MARKED[number % _MARKS], weight, more, non_finite, failed, mixed, sparse]
 
 
 def read_trailer(numbers: Sequence[float]) -> Trailer:
-    """Returns what the numbers of a tail say."""
+    """Returns the trailer that the numbers encode."""
     num_flags = len(numbers) - NUM_OTHERS
     end = num_flags + _MARKS
     return Trailer(numbers[:num_flags], numbers[num_flags:end], *numbers[end:])

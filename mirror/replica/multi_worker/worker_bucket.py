@@ -1,11 +1,9 @@
-"""Bucket: variables whose gradients travel between workers in one buffer, and how they lie there.
+"""WorkerBucket: variables whose gradients travel between workers in one buffer, and its layout.
 
-On all workers alike: a gradient travels in the order in memory of its variable, whatever its own.
-There it stays, as [Note: Gradients in flat buffers] has it: ``p.grad`` is a view of the buffer.
-
-Rows: sparse gradients of several workers, summed as sparse ones.
-
-Indices and values travel in an exchange of tensors of any sizes.
+The layout is the same on all workers: a gradient travels with the strides of its variable, not
+with its own. It stays in the buffer, and ``p.grad`` is a view of it, see
+[Note: Gradients in flat buffers]. Sparse gradients are in no bucket; ``sum_sparse`` exchanges
+their indices and values as tensors of any size.
 """
 
 from __future__ import annotations
@@ -23,27 +21,27 @@ from mirror.replica.collectives.reduce_ops import summed
 from mirror.replica.multi_worker.trailer import COUNTS, NUM_OTHERS, UsualTrailers
 from mirror.replica.params.replicated_param import ReplicaParameter, ReplicatedParam
 
-# Called by ``map``, which costs less than a loop of Python's.
+# For ``map``, which costs less than a Python loop.
 _is_contiguous, _data_ptr, _as_strided_ = Tensor.is_contiguous, Tensor.data_ptr, Tensor.as_strided_
-_EXACT = (torch.float32, torch.float64)  # a weight may stand in a tail of these
+_EXACT = (torch.float32, torch.float64)  # precise enough for the weight in a trailer
 
 
 class WorkerBucket:
-    """Some of the variables of all workers' sequence.
+    """One bucket of the agreed order.
 
     Args:
-        wire_dtype: what travels, if not the gradients' own dtype.
-        devices: the replicas'.
-        on_host: whether their gradients are there, and the host library may sum them.
+        wire_dtype: the dtype that travels; ``None`` for the gradients' own.
+        devices: the replicas' devices.
+        on_host: whether the gradients are in host memory, so that the host library may sum them.
 
     Attributes:
-        variables: in order; ``None`` for one that is gone.
-        copies, targets: of each, per replica.
+        variables: in order; ``None`` for a freed one.
+        copies, targets: per replica, those of each variable.
         wire: the dtype that travels.
         all_count: the flags of a worker that has all gradients.
-        ends_exactly: whether a weight can stand in its tail.
-        num_elements: of the buffer, without the tail.
-        tails: what its tails usually are; ``None`` where ``summed`` cannot pack it.
+        ends_exactly: whether the wire dtype is precise enough for the weight in the trailer.
+        num_elements: the size of the buffer without the trailer.
+        usual_trailers: the trailers of the usual case; ``None`` if ``summed`` cannot be used.
     """
 
     def __init__(
@@ -87,18 +85,18 @@ class WorkerBucket:
         self._shapes = [self._layouts[i][0] for i in self._shaped]
         self._strides = [self._layouts[i][1] for i in self._shaped]
         packs = on_host and bool(variables) and self._is_contiguous and self.ends_exactly
-        self.tails: UsualTrailers | None = None
+        self.usual_trailers: UsualTrailers | None = None
         if packs and self.wire == self.dtype and not self.has_complex:
-            self.tails = UsualTrailers(len(variables), self.wire)
+            self.usual_trailers = UsualTrailers(len(variables), self.wire)
             offsets = [*accumulate(self._sizes, initial=0)][:: self._step]
             self._places = BufferAddresses(
                 sizes, [*offsets[: len(sizes)], self.num_elements], self.dtype
             )
-            tail_size = len(variables) + NUM_OTHERS
-            self._size = self.num_elements + tail_size
+            trailer_size = len(variables) + NUM_OTHERS
+            self._size = self.num_elements + trailer_size
 
     def forget(self, variable: ReplicatedParam) -> None:
-        """Lets go of a variable that is gone; its place stays, as the others may have it yet."""
+        """Drops a variable that was freed; its slot stays, as other workers may still have it."""
         if variable not in self.variables:
             return
         i = self.variables.index(variable)
@@ -107,21 +105,21 @@ class WorkerBucket:
             mine[i] = targets[i] = nn.Parameter(torch.empty(0))  # type: ignore[call-overload]
 
     def zeros(self, i: int, device: torch.device) -> Tensor:
-        """Returns a gradient that counts for nothing."""
+        """Returns a zero gradient for variable ``i``."""
         shape, strides = self._layouts[i]
         return torch.empty_strided(shape, strides, dtype=self.dtype, device=device).zero_()
 
     def real(self, column: Sequence[Tensor]) -> list[Tensor]:
-        """Returns gradients of one replica as real numbers."""
+        """Returns a replica's gradients with complex ones viewed as real."""
         return [
             torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
             for grad in column
         ]
 
-    def summed(self, columns: Sequence[Sequence[Tensor]], scale: float, tail: bytes) -> Tensor:
-        """Returns a new buffer with the replicas' sums, and a tail; all read once, in one pass.
+    def summed(self, columns: Sequence[Sequence[Tensor]], scale: float, trailer: bytes) -> Tensor:
+        """Returns a new buffer with the sums over the replicas, and a trailer, in one pass.
 
-        Of a bucket with ``tails`` only. Gradients that lie otherwise are copied before.
+        Only for a bucket with ``usual_trailers``. Gradients that are not contiguous are copied.
         """
         if len(columns) == 1:
             rows = columns[0]
@@ -131,13 +129,13 @@ class WorkerBucket:
             rows = [grad.contiguous() for grad in rows]
         buffer = torch.empty(self._size, dtype=self.dtype, device="cpu")
         addresses = list(map(_data_ptr, rows))
-        library().pack_sums(addresses, self._places, scale, tail, buffer.data_ptr())
+        library().pack_sums(addresses, self._places, scale, trailer, buffer.data_ptr())
         return buffer
 
     def packed(
-        self, grads: Sequence[Tensor], scale: float, tail: Sequence[float], replica_id: int = 0
+        self, grads: Sequence[Tensor], scale: float, trailer: Sequence[float], replica_id: int = 0
     ) -> Tensor:
-        """Returns a new buffer with real gradients, multiplied by ``scale``, and a tail."""
+        """Returns a new buffer with real gradients, multiplied by ``scale``, and a trailer."""
         device = self.devices[replica_id]
         if self._is_contiguous and False not in [grad.is_contiguous() for grad in grads]:
             pieces = [grad.view(-1) for grad in grads]
@@ -145,11 +143,11 @@ class WorkerBucket:
             pieces = list(self._in_order(grads))
         if self._gaps:
             pieces = [*chain(*zip(pieces, self._gaps[device], strict=True))]
-        pieces.append(torch.tensor(tail, dtype=self.dtype, device=device))
+        pieces.append(torch.tensor(trailer, dtype=self.dtype, device=device))
         if self.wire == self.dtype:
             buffer = torch.cat(pieces)
         else:
-            size = self.num_elements + len(tail)
+            size = self.num_elements + len(trailer)
             buffer = torch.empty(size, dtype=self.wire, device=device)
             torch.cat(pieces, out=buffer)
         if scale != 1.0:
@@ -180,12 +178,12 @@ class WorkerBucket:
 
 
 def real_dtype(target: Tensor) -> torch.dtype:
-    """Returns the dtype of the real numbers that a gradient is made of."""
+    """Returns the dtype of a gradient, or of the real and imaginary parts of a complex one."""
     return torch.view_as_real(target.detach()).dtype if target.is_complex() else target.dtype
 
 
 def _layout(target: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shape and strides of a variable's gradient where it travels."""
+    """Returns the shape and strides of a variable's gradient in the buffer."""
     shape: tuple[int, ...] = tuple(target.shape)
     if target.is_complex():
         shape = (*shape, 2)
@@ -212,7 +210,8 @@ def sum_sparse(
     """Sums gradients over the workers, each sparse, dense or absent; sparse if all are.
 
     Args:
-        variables: whose gradients they are; ``None`` for one that is gone.
+        mine: this worker's gradients; None for an absent one.
+        variables: their variables; ``None`` for a freed one.
     """
     like = [None if variable is None else variable.targets[0] for variable in variables]
     kinds, tensors = [], list[Tensor]()
@@ -227,7 +226,7 @@ def sum_sparse(
             kinds.append(_DENSE)
             tensors.append(grad)
     every = workers.exchange_tensors("sparse gradients", len(mine), tensors, kinds)
-    columns = [list(_opened(parcel, like)) for parcel in every]
+    columns = [list(_decode(message, like)) for message in every]
     totals: list[Tensor | None] = []
     for parts, target in zip(zip(*columns, strict=True), like, strict=True):
         present = [part for part in parts if part is not None]
@@ -240,10 +239,10 @@ def sum_sparse(
     return totals
 
 
-def _opened(parcel: Message, like: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """Returns the gradients of one worker."""
-    tensors = iter(parcel.tensors)
-    for kind, target in zip(parcel.numbers, like, strict=True):
+def _decode(message: Message, like: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+    """Yields the gradients of one worker."""
+    tensors = iter(message.tensors)
+    for kind, target in zip(message.numbers, like, strict=True):
         if kind == _ABSENT:
             yield None
         elif kind == _DENSE:

@@ -1,4 +1,4 @@
-"""WorkerChecks: whether all workers hold the same bits; of each value a hash travels."""
+"""WorkerChecks: whether all workers hold the same bits; workers exchange a hash per value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HASH_BYTES = 8
 class WorkerChecks(ReplicaChecks):
     """Whether parameters and optimizer state are equal on all replicas of all workers.
 
-    All workers raise if any finds a difference: else those that do not would wait for it.
+    If one worker finds a difference, all workers raise: otherwise they would wait for it.
     """
 
     def check(self) -> None:
@@ -38,23 +38,23 @@ class WorkerChecks(ReplicaChecks):
             check_here()
         except ReplicaMismatchError as error:
             own = error
-        if not self._are_alike(own):
-            # What a program has dropped in a cycle lives until a collection, which comes when it
-            # comes on each worker: a model that one still has, or state of an optimizer. All
-            # workers see the difference, so all collect, and compare what is left.
+        if not self._are_equal(own):
+            # An unreachable reference cycle with a model or optimizer lives until a collection,
+            # which runs at different times on the workers. All workers see the difference, so all
+            # collect, and compare again.
             gc.collect()
-            self._are_alike(own, is_last=True)
+            self._are_equal(own, is_last=True)
 
-    def _are_alike(self, own: ReplicaMismatchError | None, *, is_last: bool = False) -> bool:
-        """Whether all workers hold the same now.
+    def _are_equal(self, own: ReplicaMismatchError | None, *, is_last: bool = False) -> bool:
+        """Whether all workers hold equal values.
 
         Args:
-            own: what this worker has found among its replicas.
-            is_last: whether a difference is an error.
+            own: the difference that this worker has found between its replicas.
+            is_last: whether to raise if workers differ.
 
         Raises:
-            ReplicaMismatchError: the replicas of a worker differ; or workers do, and it is last.
-            DivergenceError: it is last, and workers hold unlike numbers of values.
+            ReplicaMismatchError: replicas of a worker differ; or workers differ, and it is last.
+            DivergenceError: it is last, and workers hold different numbers of values.
         """
         names: list[Callable[[], str]] = []
         hashes: list[bytes] = []
@@ -65,11 +65,11 @@ class WorkerChecks(ReplicaChecks):
 
         with torch.inference_mode(False), torch.no_grad():
             self.show_first(see)
-        said = str(own or "").encode()
+        error = str(own or "").encode()
         every = self._replicas.workers.exchange(
             "check_replicas",
             len(hashes) if is_last else None,
-            lambda: b"".join([len(hashes).to_bytes(_HASH_BYTES, "big"), *hashes, said]),
+            lambda: b"".join([len(hashes).to_bytes(_HASH_BYTES, "big"), *hashes, error]),
         )
         if own is not None:
             raise own
@@ -85,8 +85,8 @@ class WorkerChecks(ReplicaChecks):
             return False
         for rank, body in enumerate(bodies):
             for i, what in enumerate(names):
-                at = slice(_HASH_BYTES * i, _HASH_BYTES * (i + 1))
-                if body[at] != bodies[0][at]:
+                span = slice(_HASH_BYTES * i, _HASH_BYTES * (i + 1))
+                if body[span] != bodies[0][span]:
                     raise ReplicaMismatchError(
                         f"{what()} differs on worker {rank} from worker 0; workers must hold the "
                         "same bits: look for a write that is not the same on all workers"

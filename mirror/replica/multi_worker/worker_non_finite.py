@@ -1,4 +1,4 @@
-"""Unfit gradients: what one worker finds that is not finite, all workers raise."""
+"""NonFinite: if one worker finds a gradient that is not finite, all workers raise."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mirror.replica.params.replicated_param import ReplicatedParam
 
 
 class NonFinite:
-    """What was found of this worker's gradients since all have met last.
+    """The gradients that are not finite on this worker, since the last exchange.
 
     Args:
-        finite: what looks; ``None``: nobody does.
+        finite: checks gradients; ``None`` for no check.
 
     Attributes:
-        is_looked_for: whether somebody does.
-        found: the error that there will be.
+        is_looked_for: whether gradients are checked.
+        found: the error that ``exchange`` will raise.
     """
 
     def __init__(self, workers: LocalWorkerGroup, finite: NonFiniteCheck | None) -> None:
@@ -28,7 +28,7 @@ class NonFinite:
         self.found: GradientError | None = None
 
     def are_non_finite(self, columns: Sequence[ReplicaGrads]) -> bool:
-        """Whether some of these are; nothing is noted."""
+        """Whether some gradients are not finite; records nothing."""
         return self._finite is not None and not self._finite.all_finite(columns)
 
     def scan(
@@ -37,7 +37,7 @@ class NonFinite:
         columns: Sequence[ReplicaGrads],
         shares: Mapping[int, float],
     ) -> None:
-        """Notes the first gradient that is not finite, of replicas that count."""
+        """Records the first gradient that is not finite, of replicas with a share."""
         if self._finite is None or self.found is not None:
             return
         grads = [mine if shares.get(r) else [] for r, mine in enumerate(columns)]
@@ -48,13 +48,13 @@ class NonFinite:
                 self.found = error
 
     def exchange(self) -> None:
-        """Raises GradientError on all workers if some has found any."""
+        """Raises GradientError on all workers if one of them has recorded an error."""
         mine, self.found = self.found, None
-        said = self._workers.exchange(
+        messages = self._workers.exchange(
             "a look for gradients that are not finite", None, lambda: str(mine or "").encode()
         )
         if mine is not None:
             raise mine
-        for found in said:
-            if found:
-                raise GradientError(found.decode())
+        for message in messages:
+            if message:
+                raise GradientError(message.decode())

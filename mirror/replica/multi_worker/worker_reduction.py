@@ -1,4 +1,4 @@
-"""Reduction: the agreed sequence, summed over all workers, and what arrives given to replicas."""
+"""WorkerReduction: sums the agreed buckets over all workers, and gives replicas the results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from mirror.execution.replicas import Replicas
 from mirror.execution.runner import Runner
 from mirror.replica.collectives.packed_reducer import Reducer
-from mirror.replica.gradients.grad_hooks import run_hooks
 from mirror.replica.gradients.grad_tracker import GradTracker
 from mirror.replica.gradients.ready_grads import (
     ReplicaGrads,
     accumulate,
     local_grad,
     reduce_non_dense,
+    run_hooks,
+    set_local_grad,
     take,
 )
 from mirror.replica.multi_worker.bucket_order import BucketOrder
 from mirror.replica.multi_worker.contributions import Contributions
 from mirror.replica.multi_worker.in_flight import BucketInFlight, InFlight
-from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights
-from mirror.replica.multi_worker.several_calls import SeveralCalls
+from mirror.replica.multi_worker.pass_weights import Deferred, PassWeights, SeveralCalls
 from mirror.replica.multi_worker.trailer import IS_THERE, Trailer
 from mirror.replica.multi_worker.worker_bucket import WorkerBucket, sum_sparse
 from mirror.replica.multi_worker.worker_non_finite import NonFinite
@@ -32,15 +32,15 @@ from mirror.replica.params.replicated_param import ReplicatedParam
 
 
 class WorkerReduction:
-    """Makes the reductions of one strategy.
+    """The reductions of one strategy over all workers.
 
     Args:
-        kept_back: what is added to the gradients of a pass, and let go.
-        flights: the buckets that are on their way already.
-        unfit: what looks whether gradients are finite.
+        deferred: deferred gradients, which a reduction adds and removes.
+        in_flight: the buckets that hooks have launched.
+        non_finite: checks whether gradients are finite.
 
     Attributes:
-        dropped: what nobody wants any more, by variable and replica.
+        dropped: the variables and replicas whose reduced gradients are thrown away.
     """
 
     def __init__(
@@ -48,83 +48,104 @@ class WorkerReduction:
         replicas: Replicas,
         runner: Runner,
         reducer: Reducer,
-        watch: GradTracker,
-        kept_back: Deferred,
-        flights: InFlight,
-        unfit: NonFinite,
+        tracker: GradTracker,
+        deferred: Deferred,
+        in_flight: InFlight,
+        non_finite: NonFinite,
     ) -> None:
         self._replicas, self._workers, self._runner = replicas, replicas.workers, runner
-        self._watch, self._kept_back, self._flights, self._unfit = watch, kept_back, flights, unfit
+        self._tracker, self._deferred, self._in_flight, self._non_finite = (
+            tracker,
+            deferred,
+            in_flight,
+            non_finite,
+        )
         self._several_calls = SeveralCalls(self._workers, runner)
-        self._summands = Contributions(replicas, reducer, kept_back, watch.streams)
+        self._contributions = Contributions(replicas, reducer, deferred, tracker.streams)
         self._estimated: tuple[PassWeights | None, float, dict[int, float]] = None, 0.0, {}
+        self._has_sparse = False
         self.dropped: set[tuple[ReplicatedParam, int]] = set()
 
-    def make(self, sequence: BucketOrder, weights: PassWeights) -> None:
-        """Reduces a sequence until no worker has gradients left, of a second pass."""
-        more = True
-        while more:
-            more = self._once(sequence, weights)
-        self._several_calls.forget()
+    def make(self, order: BucketOrder, weights: PassWeights) -> bool:
+        """Reduces all buckets, again and again until no worker has gradients left.
 
-    def _once(self, sequence: BucketOrder, weights: PassWeights) -> bool:
-        is_exact = self._kept_back.has_passes
+        Gradients are left if a second pass has filled slots whose bucket was launched.
+
+        Returns:
+            Whether a worker has set sparse gradients aside, which need another order.
+        """
+        self._has_sparse, more = False, True
+        while more:
+            more = self._once(order, weights)
+        self._several_calls.forget()
+        return self._has_sparse
+
+    def _once(self, order: BucketOrder, weights: PassWeights) -> bool:
+        is_exact = self._deferred.has_passes
         shares: Mapping[int, float]
         shares = self.exact(weights) if is_exact else self.estimated(weights)
         try:
-            rows = self._take_rows(sequence, shares)
-            self._launch_rest(sequence, shares, weights)
+            rows = self._take_sparse(order, shares)
+            self._launch_rest(order, shares, weights)
         except BaseException:
-            self._flights.abandon(sequence)
+            self._in_flight.abandon(order)
             raise
-        if sequence.sparse:
-            rows = sum_sparse(self._workers, rows, sequence.sparse)
-        self._watch.clear()  # last: what an interrupt has left in the slots is found again
-        landed = self._complete()
+        if order.sparse:
+            rows = sum_sparse(self._workers, rows, order.sparse)
+        self._tracker.clear()  # last, so that gradients are found again after an interrupt
+        completed = self._complete()
         factor, least = 1.0, IS_THERE * self._workers.size
-        if any(tail is not None for _, tail in landed):
-            factor, least = self._handle(landed, weights, is_exact)
-        self._runner.unfinished = True  # while some have it: see [Note: Interrupts]
-        for flight, tail in landed:
-            self._accumulate(flight, tail, factor, least)
-        for variable, row in zip(sequence.sparse, rows, strict=True):
+        if any(trailer is not None for _, trailer in completed):
+            factor, least = self._handle(completed, weights, is_exact)
+        self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
+        for flight, trailer in completed:
+            self._accumulate(flight, trailer, factor, least)
+        for variable, row in zip(order.sparse, rows, strict=True):
             if variable is not None and row is not None and (variable, 0) not in self.dropped:
                 reduce_non_dense(variable, [row], factor)
         self._runner.unfinished = self._runner.running is not None
-        last = landed[-1][1]
+        last = completed[-1][1]
         return last is not None and bool(last.more)
 
     def _handle(
         self,
-        landed: Sequence[tuple[BucketInFlight, Trailer | None]],
+        completed: Sequence[tuple[BucketInFlight, Trailer | None]],
         weights: PassWeights,
         is_exact: bool,
     ) -> tuple[float, float]:
-        """Does what tails say; returns a factor for what has arrived, and the least flag."""
-        tails = [tail for _, tail in landed if tail is not None]
-        if any(tail.unfit for tail in tails):
-            self._unfit.exchange()
-        if any(tail.mixed for tail in tails):
+        """Acts on the trailers.
+
+        Returns:
+            The factor for the reduced gradients, and the flag above which one is counted.
+
+        Raises:
+            GradientError: a worker has found a gradient that is not finite.
+        """
+        trailers = [trailer for _, trailer in completed if trailer is not None]
+        if any(trailer.non_finite for trailer in trailers):
+            self._non_finite.exchange()
+        self._has_sparse = self._has_sparse or any(trailer.sparse for trailer in trailers)
+        if any(trailer.mixed for trailer in trailers):
             self._several_calls.compare()
-        first, least = landed[0][1], IS_THERE * self._workers.size
+        first, least = completed[0][1], IS_THERE * self._workers.size
         if weights.total is None or is_exact or first is None:
             return 1.0, least
-        if not first.weight:  # nobody's examples: zeros for all that has a gradient
+        if not first.weight:  # no worker has examples: all present gradients are zeros
             return 1.0, 0.0
         factor = self._reference() / first.weight
         self._workers.reference = first.weight
         return factor, least
 
     def _launch_rest(
-        self, sequence: BucketOrder, shares: Mapping[int, float], weights: PassWeights
+        self, order: BucketOrder, shares: Mapping[int, float], weights: PassWeights
     ) -> None:
-        num_launched, num_buckets = len(self._flights), len(sequence.buckets)
+        num_launched, num_buckets = len(self._in_flight), len(order.buckets)
         for index in range(num_launched, num_buckets):
-            bucket = sequence.buckets[index]
+            bucket = order.buckets[index]
             columns = take(bucket.copies)
-            self._unfit.scan(bucket.variables, columns, shares)
+            self._non_finite.scan(bucket.variables, columns, shares)
             is_last = index == num_buckets - 1
-            more = is_last and num_launched > 0 and _are_left(sequence.buckets[:num_launched])
+            more = is_last and num_launched > 0 and _are_left(order.buckets[:num_launched])
             self.launch(bucket, columns, shares, weights, more=more)
 
     def launch(
@@ -136,17 +157,20 @@ class WorkerReduction:
         *,
         more: bool = False,
     ) -> None:
-        """Sends the local replicas' weighted sum on its way."""
-        # A worker that has left out a pass is behind by a run.
+        """Launches a bucket with the weighted sum of the local replicas."""
+        # Part of the mark: a worker that has skipped a pass is one run behind.
         phase = 0 if self._runner.running is None else self._workers.num_runs
-        is_unfit, is_mixed = self._unfit.found is not None, self._several_calls.differ(weights)
-        is_usual = not (self._workers.sums_replicas or more or is_unfit or is_mixed)
-        if bucket.tails is not None and is_usual:
-            scale = self._summands.usual_scale(columns, shares)
+        is_non_finite, is_mixed = (
+            self._non_finite.found is not None,
+            self._several_calls.differ(weights),
+        )
+        is_usual = not (self._workers.sums_replicas or more or is_non_finite or is_mixed)
+        if bucket.usual_trailers is not None and is_usual:
+            scale = self._contributions.usual_scale(columns, shares)
             if scale is not None:
-                self._flights.launch_usual(
+                self._in_flight.launch_usual(
                     bucket,
-                    bucket.tails,
+                    bucket.usual_trailers,
                     columns,
                     scale=scale,
                     weight=weights.total or 0.0,
@@ -154,23 +178,28 @@ class WorkerReduction:
                     phase=phase,
                 )
                 return
-        summand = self._summands.contribution_of(bucket, columns, shares)
-        buffers = self._flights.launch(
+        has_sparse = _set_sparse_aside(bucket, columns)
+        if self._deferred:
+            kept = [self._deferred.is_sparse(v) for v in bucket.variables if v is not None]
+            has_sparse = has_sparse or any(kept)
+        summand = self._contributions.contribution_of(bucket, columns, shares)
+        buffers = self._in_flight.launch(
             bucket,
             *summand,
             weight=weights.total or 0.0,
             more=more,
-            unfit=is_unfit,
+            non_finite=is_non_finite,
             mixed=is_mixed,
+            sparse=has_sparse,
             phase=phase,
         )
-        if self._watch.streams is not None and self._workers.sums_replicas:
-            self._watch.streams.keep(summand.columns, [[buffer] for buffer in buffers])
+        if self._tracker.streams is not None and self._workers.sums_replicas:
+            self._tracker.streams.keep(summand.columns, [[buffer] for buffer in buffers])
 
     def _accumulate(
-        self, flight: BucketInFlight, tail: Trailer | None, factor: float, least: float
+        self, flight: BucketInFlight, trailer: Trailer | None, factor: float, least: float
     ) -> None:
-        """Gives every replica what has arrived of a bucket."""
+        """Adds the reduced gradients of a bucket to every replica's ``.grad``."""
         bucket, buffers = flight.bucket, list(flight.buffers)
         for r, buffer in enumerate(buffers):
             if buffer.dtype != bucket.dtype:
@@ -181,10 +210,10 @@ class WorkerReduction:
         for device in self._replicas.devices[len(buffers) :]:
             columns.append(bucket.unpacked(buffers[0].to(device, copy=True)))
         targets: Sequence[list[Any]] = bucket.targets
-        flags = bucket.all_count if tail is None else tail.flags
+        flags = bucket.all_count if trailer is None else trailer.flags
         variables = bucket.variables
         is_plain = not self.dropped and not [v for v in variables if v is None or v.hooks]
-        if not is_plain or (tail is not None and flags and min(flags) <= least):
+        if not is_plain or (trailer is not None and flags and min(flags) <= least):
             which = [
                 (i, variable)
                 for i, (variable, flag) in enumerate(zip(variables, flags, strict=True))
@@ -200,46 +229,58 @@ class WorkerReduction:
         for mine, reduced in zip(targets, columns, strict=True):
             accumulate(mine, reduced)
 
-    def _take_rows(
-        self, sequence: BucketOrder, shares: Mapping[int, float]
-    ) -> list[Tensor | None]:
-        """Takes this worker's summands of what is sparse."""
+    def _take_sparse(self, order: BucketOrder, shares: Mapping[int, float]) -> list[Tensor | None]:
+        """Takes this worker's contributions to sparse variables out of the slots."""
         rows = list[Tensor | None]()
-        for variable in sequence.sparse:
+        for variable in order.sparse:
             if variable is None:
                 rows.append(None)
             else:
                 columns = take([[copy] for copy in variable.copies])
-                self._unfit.scan([variable], columns, shares)
-                rows.append(self._summands.row(variable, columns, shares))
+                self._non_finite.scan([variable], columns, shares)
+                rows.append(self._contributions.sparse_contribution(variable, columns, shares))
         return rows
 
     def _complete(self) -> list[tuple[BucketInFlight, Trailer | None]]:
         try:
-            return self._flights.complete()
+            return self._in_flight.complete()
         finally:
-            for unsettled in self._watch.unsettled:
-                unsettled[:] = [one for one in unsettled if one is not self._flights]
+            for unsettled in self._tracker.unsettled:
+                unsettled[:] = [one for one in unsettled if one is not self._in_flight]
 
     def _reference(self) -> float:
         return self._workers.reference or 1.0
 
     def estimated(self, weights: PassWeights) -> dict[int, float]:
-        """Returns shares in the total that all know; what arrives is corrected."""
+        """Returns shares in the previous total, which all workers know.
+
+        The reduced gradients are corrected by the exact total.
+        """
         reference, known = self._reference(), self._estimated
         if known[0] is not weights or known[1] != reference:
             known = self._estimated = weights, reference, weights.shares(reference)
         return known[2]
 
     def exact(self, weights: PassWeights) -> dict[int, float]:
-        """Returns shares in the total of this very pass, which is exchanged."""
+        """Returns shares in the total of this pass, which the workers exchange."""
         if weights.total is None:
             return dict(weights)
         mine = struct.pack("<d", weights.total)
-        said = self._workers.exchange("the weights of a pass", None, lambda: mine)
-        return weights.shares(sum(struct.unpack("<d", one)[0] for one in said))
+        messages = self._workers.exchange("the weights of a pass", None, lambda: mine)
+        return weights.shares(sum(struct.unpack("<d", message)[0] for message in messages))
+
+
+def _set_sparse_aside(bucket: WorkerBucket, columns: Sequence[ReplicaGrads]) -> bool:
+    """Puts sparse gradients back, which a bucket has no place for; whether there are any."""
+    found = False
+    for copies, column in zip(bucket.copies, columns, strict=True):
+        for i, grad in enumerate(column):
+            if grad is not None and grad.is_sparse:
+                set_local_grad(copies[i], grad)
+                column[i], found = None, True
+    return found
 
 
 def _are_left(buckets: Sequence[WorkerBucket]) -> bool:
-    """Whether gradients have come again of what has been launched."""
+    """Whether slots of launched buckets contain gradients again."""
     return any(local_grad(copy) is not None for b in buckets for mine in b.copies for copy in mine)

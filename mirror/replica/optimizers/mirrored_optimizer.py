@@ -55,7 +55,7 @@ from mirror.replica.optimizers.step_dispatch import (
     refusing_draws,
 )
 from mirror.replica.params.replicated_params import mark_synced
-from mirror.replica.replica_checks import SeeReplica, SumOfReplica
+from mirror.replica.replica_checks import ComparePair, VisitValue
 from mirror.threads.user_frames import add_note
 
 _BEFORE = "before a step"
@@ -333,13 +333,13 @@ class MirroredOptimizer:
         self.loan.force_out()
         self.states.follow_first()
 
-    def check(self, look: SumOfReplica) -> None:
-        """Calls ``look`` with the state of every replica and that of the first one."""
+    def check(self, look: ComparePair) -> None:
+        """Shows the state of every replica to ``look``, beside that of the first."""
         self.loan.refresh(only_first=True)
         self.states.check(self.loan.parameters.variables, look)
 
-    def show_first(self, see: SeeReplica) -> None:
-        """Calls ``see`` with the first replica's state."""
+    def show_first(self, see: VisitValue) -> None:
+        """Shows the first replica's state to ``see``."""
         self.loan.refresh(only_first=True)
         self.states.show_first(self.loan.parameters.variables, see)
 

@@ -1,6 +1,6 @@
 """OptimizerRegistry: the optimizers over one strategy's parameters, and the values they exchange.
 
-``CentralOptimizers`` replaces it if parameters have a device of their own. See [Note: Home].
+``CentralOptimizers`` replaces it with a parameter device, see ``params/central_param.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mirror.replica.optimizers.param_groups import ParamGroupsView
 from mirror.replica.params.central_param import CentralParam
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import mark_synced
-from mirror.replica.replica_checks import SeeReplica, SumOfReplica
+from mirror.replica.replica_checks import ComparePair, VisitValue
 
 _known: WeakReplicaMap[OptimizerRegistry] = WeakReplicaMap()
 optimizers_of = _known.get
@@ -41,10 +41,10 @@ class OptimizerOfReplicas(Protocol):
     def follow_first(self) -> None:
         """Swaps out, and makes the first replica's state that of all."""
 
-    def check(self, look: SumOfReplica) -> None:
+    def check(self, look: ComparePair) -> None:
         """Calls ``look`` with the state of every replica and that of the first one."""
 
-    def show_first(self, see: SeeReplica) -> None:
+    def show_first(self, see: VisitValue) -> None:
         """Calls ``see`` with the first replica's state."""
 
 
@@ -86,12 +86,12 @@ class OptimizerRegistry:
         found = [mirrored.optimizer for mirrored in tuple(self._all)]
         return [optimizer for optimizer in found if optimizer is not None]
 
-    def check(self, look: SumOfReplica) -> None:
+    def check(self, look: ComparePair) -> None:
         """Calls ``look`` with the state of every replica and that of the first one."""
         for optimizer in tuple(self._all):
             optimizer.check(look)
 
-    def show_first(self, see: SeeReplica) -> None:
+    def show_first(self, see: VisitValue) -> None:
         """Calls ``see`` with the first replica's state of all optimizers."""
         for optimizer in tuple(self._all):
             optimizer.show_first(see)
@@ -104,8 +104,8 @@ class OptimizerRegistry:
             self.gradients.unreduced.flush()
         else:
             gradients = self.gradients.unreduced
-            gradients.settle(gradients.shares_in(run))
-            self.gradients.refuse_unlike(run)
+            gradients.reduce_pending(gradients.shares_in(run))
+            self.gradients.refuse_unequal(run)
         self.replicas.workers.num_steps += 1
 
     @torch.no_grad()
@@ -186,5 +186,5 @@ class CentralOptimizers(OptimizerRegistry):
         for r in range(self.replicas.num_replicas) if homes else ():
             torch._foreach_copy_([variable.targets[r] for variable in moved], homes)
         for variable in moved:
-            variable.note_known()
+            variable.mark_equal()
         self._access.drop_unseen(parameters.variables)

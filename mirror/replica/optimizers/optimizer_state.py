@@ -22,7 +22,7 @@ from mirror.replica.optimizers.param_groups import stepped_by
 from mirror.replica.params.param_paths import path_of
 from mirror.replica.params.replicated_param import ReplicatedParam
 from mirror.replica.params.replicated_params import param_of
-from mirror.replica.replica_checks import SeeReplica, SumOfReplica
+from mirror.replica.replica_checks import ComparePair, VisitValue
 from mirror.values import are_identical, map_structure
 
 # A replica's state, the key in it, and the key in the shared state if that is to see new entries.
@@ -193,7 +193,7 @@ class ReplicaStates:
             self.shared.put(key if variable is None else variable.owner(), value)
         self._published = entries
 
-    def check(self, variables: Sequence[ReplicatedParam], look: SumOfReplica) -> None:
+    def check(self, variables: Sequence[ReplicatedParam], look: ComparePair) -> None:
         """Calls ``look`` with the state of every replica and that of the first one."""
         if self._are_behind:
             return
@@ -211,7 +211,7 @@ class ReplicaStates:
 
                     look(first.get(key), other.get(key), what)
 
-    def show_first(self, variables: Sequence[ReplicatedParam], see: SeeReplica) -> None:
+    def show_first(self, variables: Sequence[ReplicatedParam], see: VisitValue) -> None:
         """Calls ``see`` with the first replica's state."""
         for variable in variables:
             for key, value in self._by_replica[0].get(variable.home, {}).items():

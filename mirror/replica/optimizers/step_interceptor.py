@@ -39,7 +39,7 @@ from mirror.execution.replicas import Replica, Replicas
 from mirror.execution.step_ends import step_ends
 from mirror.replica.gradients.backward_interceptor import lane_here
 from mirror.replica.gradients.non_finite import only_replicas, refuse_step
-from mirror.replica.gradients.unmirrored import note_step
+from mirror.replica.gradients.unmirrored import check_step
 from mirror.replica.optimizers.created_in_run import watch_making
 from mirror.replica.optimizers.grad_scaler import watch_torchs_scaler
 from mirror.replica.optimizers.group_options import options_of, refuse_different
@@ -229,7 +229,7 @@ def _find_mirror(optimizer: Any, replica: Replica | None) -> MirroredOptimizer |
     if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
         replicas = replicas_in(optimizer)
         if replicas is None:
-            note_step(optimizer)
+            check_step(optimizer)
             return None
         mirror = _mirror_of(optimizer, replicas)
     runner = mirror.runner

@@ -1,15 +1,14 @@
-"""What replicas assign to variables inside ``run``: it must be the same on all that take part.
+"""Assignments to variables inside ``run``, which must be the same on all replicas.
 
-[Note: Assigned]
 ``p.requires_grad_(False)`` and ``p.data = tensor`` inside ``run`` act on the replica's own copy. A
-training step that freezes for a while, or sets the values aside and back, does so on every
-replica. What one replica alone assigns would make one model several. So a run notes what was
-assigned, and compares:
+training step that freezes parameters for a while, or replaces and restores their values, does so
+on every replica. If only one replica assigned, the replicas would diverge. So a run records
+assignments, and compares:
 
-    requires_grad    where the replicas merge, and when the run ends
-    values           when the run ends, bit for bit, of those variables whose ``.data`` was set
+    requires_grad    at merge points, and when the run ends
+    values           when the run ends, bit for bit, of the variables whose ``.data`` was set
 
-Writes in place are not noted: ``check_replicas`` finds them.
+In-place writes are not recorded; ``check_replicas`` finds them.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from mirror.execution.run_state import Run
 from mirror.replica.params.bitwise import same_bits
 from mirror.replica.params.replicated_param import ReplicatedParam
 
-Assigned = Mapping[ReplicatedParam, bool]  # and whether it was given values
+Assigned = Mapping[ReplicatedParam, bool]  # the value: whether ``.data`` was assigned
 
 
 def assigned_part() -> LifecycleHooks:
-    """Returns what looks at the assignments of a run. See [Note: Assigned]."""
+    """Returns the hooks that compare the assignments of a run."""
     return LifecycleHooks(
         name="assigned",
-        on_merge=lambda run: refuse_unlike_flags(run.assigned, run),
+        on_merge=lambda run: refuse_unequal_flags(run.assigned, run),
         finish=_finish,
     )
 
@@ -37,12 +36,12 @@ def assigned_part() -> LifecycleHooks:
 def _finish(run: Run) -> None:
     if run.assigned:
         assigned, run.assigned = run.assigned, {}
-        refuse_unlike_flags(assigned, run)
-        refuse_unlike_values(assigned, run)
+        refuse_unequal_flags(assigned, run)
+        refuse_unequal_values(assigned, run)
 
 
-def refuse_unlike_flags(assigned: Assigned, run: Run) -> None:
-    """Raises StrategyError if replicas of a run have left ``requires_grad`` different."""
+def refuse_unequal_flags(assigned: Assigned, run: Run) -> None:
+    """Raises StrategyError if ``requires_grad`` of a variable differs between replicas."""
     first, *others = run.active
     for variable in assigned:
         expected = variable.copies[first].requires_grad
@@ -56,8 +55,8 @@ def refuse_unlike_flags(assigned: Assigned, run: Run) -> None:
                 )
 
 
-def refuse_unlike_values(assigned: Assigned, run: Run) -> None:
-    """Raises StrategyError if ``p.data = ...`` has left a variable different on replicas."""
+def refuse_unequal_values(assigned: Assigned, run: Run) -> None:
+    """Raises StrategyError if ``p.data = ...`` has set different values on replicas."""
     first, *others = run.active
     for variable, has_values in assigned.items():
         for r in others if has_values else ():
@@ -65,6 +64,6 @@ def refuse_unlike_values(assigned: Assigned, run: Run) -> None:
                 raise StrategyError(
                     f"the .data of parameter {variable.name!r} was assigned inside strategy.run, "
                     f"and replica {r} has other values now than replica {first}; assign it "
-                    "outside strategy.run, or the same values on every replica (a random tensor "
-                    "is each replica's own)"
+                    "outside strategy.run, or the same values on every replica (random tensors "
+                    "differ between replicas)"
                 )

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 _PLAIN = (int, float, complex, str, bool)
-# Elements, which take 8 bytes each meanwhile.
-_SUMMED_AT_ONCE = 2**24
+_SUMMED_AT_ONCE = 2**24  # elements, of 8 temporary bytes each
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have equal bits; NaN equals NaN, 0.0 differs from -0.0.
 
-    Of sparse tensors, whether they have the same entries with equal bits, in whatever order.
+    Sparse tensors are equal if they have the same entries with equal bits, in any order.
     """
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
@@ -27,7 +26,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> list[Any]:
-    """Returns the bytes of a tensor of any layout: of each of its parts, a uint8 array."""
+    """Returns the bytes of a tensor of any layout: a uint8 array per strided part."""
     if tensor.layout is not torch.strided:
         return [raw for part in _parts(tensor) for raw in bytes_of(part)]
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -35,12 +34,12 @@ def bytes_of(tensor: Tensor) -> list[Any]:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Returns a sum of a dense tensor's bits: int64, 0-d, on its device.
+    """Returns a checksum of a dense tensor's bits: int64, 0-d, on its device.
 
-    It wraps around. It is another one if any single element has other bits. What is added up is
-    not the bits as integers ``b``: of those that drift apart some are rounded up and others down,
-    and the sum of ones and minus ones often is 0. It is ``b + 2 * b ** 2``, which is another
-    number for every ``b``, also modulo ``2 ** 64``.
+    It is the sum over all elements of ``b + 2 * b ** 2`` modulo ``2 ** 64``, where ``b`` is the
+    element's bits as an integer. This number is different for every ``b``, so a change of a single
+    element changes the checksum. A sum of ``b`` itself would be weaker: rounding differences of +1
+    and -1 in the last bit often cancel.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
@@ -68,7 +67,7 @@ def same_values(a: Any, b: Any) -> bool:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the strided tensors that a tensor of another layout consists of."""
+    """Returns the strided tensors of which a sparse tensor consists."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.detach().coalesce()
         return tensor.indices(), tensor.values()

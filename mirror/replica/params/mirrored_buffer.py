@@ -1,20 +1,20 @@
-"""Buffer: one mirrored buffer's copies, each replica's own in a step, combined when read outside.
+"""One mirrored buffer: each replica has its own copy in a step; outside ``run`` they are combined.
 
 [Note: Combined buffers]
-A mirrored buffer holds the combined value; ``copies[r]`` is replica r's own. Reading in the
-cross-replica context combines what the replicas changed since, and leaves their copies alone.
-Writing there changes the combined value, which is given to the replicas before they next run.
-A module in eval mode starts its run from the combined value, so that evaluation does not depend
-on which replica an example falls to.
+A mirrored buffer holds the combined value; ``copies[r]`` is replica r's own. A read in the
+cross-replica context combines the replicas' changes, and leaves their copies as they are. A write
+there changes the combined value, which is distributed to the replicas before they next run. A
+module in eval mode starts each run from the combined value, so that evaluation does not depend on
+which replica gets an example.
 
-    aggregation   reading                                    writing x gives
-    mean          mean over the replicas of the last step    x to all
-    first         the first replica's                        x to all
-    sum           the sum over all replicas, exactly         x to the first, zero to the rest
-    none          an error                                   x to all
+    aggregation   a read returns                             a write of x sets
+    mean          the mean over the last run's replicas      x on all
+    first         the first replica's value                  x on all
+    sum           the sum over all replicas, exactly         x on the first, zero on the rest
+    none          (raises StrategyError)                     x on all
 
-Where there are several workers, they combine theirs when a run ends, so that reading concerns one
-alone: what is read is the value over all of them.
+Several workers combine their values when a run ends. So a read needs no communication, and returns
+the value over all workers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mirror.replica.params.mirrored_tensor import (
 from mirror.replica.params.replicated_param import StorageAliases
 
 _version_of = attrgetter("_version")
-_LOOKS = 2
+_NUM_CHECKED_RUNS = 2  # after which no warning about differing buffers is logged
 _NORMALISE = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
@@ -50,8 +50,8 @@ _NORMALISE = (
 
 AGGREGATIONS = ("mean", "sum", "first", "none")
 
-# What may touch a buffer of aggregation "none" outside run: saving, loading, and questions about
-# its type. They see the first replica's copy.
+# Allowed outside run for a buffer of aggregation "none": saving, loading, and questions about its
+# type. They see the first replica's copy.
 _ALWAYS_READABLE = frozenset(
     {Tensor.detach, Tensor.copy_, Tensor.size, Tensor.dim, Tensor.is_floating_point,
      Tensor.is_complex, Tensor.numel, Tensor.__len__}
@@ -70,16 +70,17 @@ class ReplicatedBuffer:
     Attributes:
         aggregation: how the copies combine, one of ``AGGREGATIONS``.
         combined: the combined value, on the first replica's device.
-        handles: the tensors through which raw storage left in the cross-replica context.
-        looks: how many of the next runs that write it are looked at, whether replicas differ.
+        handles: the tensors that expose raw storage in the cross-replica context.
+        num_checks: how many of the next runs that write the buffer are checked for replicas that
+            differ.
     """
 
     __slots__ = (
         "__weakref__",
         "_aggregation",
-        "_apart",
         "_combined_version",
         "_copy_versions",
+        "_may_differ",
         "_module",
         "_ran",
         "_stale",
@@ -87,8 +88,8 @@ class ReplicatedBuffer:
         "copies",
         "devices",
         "handles",
-        "looks",
         "name",
+        "num_checks",
         "owner",
         "replicas",
     )  # fmt: skip
@@ -107,10 +108,10 @@ class ReplicatedBuffer:
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run
         self._combined_version = self.combined._version
         self._copy_versions = self._versions()
-        # The means of normalisation layers are documented; who chooses how needs not be told.
-        self.looks = 0 if isinstance(module, _NORMALISE) else _LOOKS
+        # No check where averaging is documented; the setter of aggregation also ends the checks.
+        self.num_checks = 0 if isinstance(module, _NORMALISE) else _NUM_CHECKED_RUNS
         self._stale = False  # whether the copies may have changed since they were combined
-        self._apart = False  # whether they may differ from the combined value
+        self._may_differ = False  # whether they may differ from the combined value
 
     @property
     def aggregation(self) -> str:
@@ -119,53 +120,53 @@ class ReplicatedBuffer:
     @aggregation.setter
     def aggregation(self, how: str) -> None:
         self.combine()
-        self.looks = 0
+        self.num_checks = 0
         self._aggregation = how
         self._distribute()
 
     @disable_dynamo
     def read(self) -> Tensor:
-        """Returns the value in the cross-replica context, brought up to date."""
+        """Returns the current value in the cross-replica context."""
         if self._aggregation == "none":
             return self.copies[0]
         self.combine()
         return self.combined
 
     def assign(self, replica_id: int, value: Tensor) -> None:
-        """``module.buffer = value`` inside ``run``: this replica's copy from now on."""
-        value = resolve(value)  # the buffer itself, as conversions assign
+        """Replaces a replica's copy: ``module.buffer = value`` inside ``run``."""
+        value = resolve(value)  # conversions assign the mirrored buffer itself
         others = (copy for r, copy in enumerate(self.copies) if r != replica_id)
-        # Replicas that are given one tensor must not share it.
+        # Replicas that assign one tensor must not share its memory.
         shared = any(share_storage(value, copy) for copy in others)
         self.copies[replica_id] = value.clone() if shared else value
-        self._stale = self._apart = True
+        self._stale = self._may_differ = True
 
     def set_data(self, replica_id: int, data: Tensor) -> None:
-        """``module.buffer.data = data`` inside ``run``, which no version counter tells."""
+        """Sets a replica's data: ``module.buffer.data = data``, which keeps the version."""
         self.copies[replica_id].data = data
-        self._stale = self._apart = True
+        self._stale = self._may_differ = True
 
     def is_written(self) -> bool:
         """Whether the copies may have been written since they were combined."""
         return self._stale or self._versions() != self._copy_versions
 
     def note_run(self, active: tuple[int, ...]) -> None:
-        """Notes that replicas have run."""
+        """Records that a run of these replicas has ended."""
         self._ran = active
         if self._aggregation != "none" and self.combined._version != self._combined_version:
-            return  # another thread has changed it meanwhile: the replicas will be given that
+            return  # another thread has written the combined value, which will be distributed
         module = self._module()
         # In training batch_norm writes its statistics without a new version.
         if module is None or module.training or self._versions() != self._copy_versions:
-            self._stale = self._apart = True
+            self._stale = self._may_differ = True
         if self._aggregation == "none":
             self._combined_version = self.copies[0]._version
 
     def wrote(self, active: tuple[int, ...]) -> None:
-        """Notes that these replicas have written their copies."""
+        """Records that these replicas have written their copies; idle replicas follow them."""
         self._ran = active
-        self._stale = self._apart = True
-        if len(active) < len(self.copies):  # in every such step: idle replicas follow the others
+        self._stale = self._may_differ = True
+        if len(active) < len(self.copies):
             with torch.no_grad():
                 self.sync_idle([r for r in range(len(self.copies)) if r not in active])
 
@@ -179,28 +180,28 @@ class ReplicatedBuffer:
         self._copy_versions = self._versions()
         return True
 
-    def must_be_given(self) -> bool:
-        """Whether the replicas have, before they run, not what they must have."""
-        # Asked of every buffer before every run: without a call.
+    def must_distribute(self) -> bool:
+        """Whether the replicas' copies must be updated before they run."""
+        # Runs for every buffer before every run, so it repeats is_written_outside without a call.
         truth = self.copies[0] if self._aggregation == "none" else self.combined
         if self.handles or truth._version != self._combined_version:
             return True
-        if not self._apart or self._aggregation == "none":
+        if not self._may_differ or self._aggregation == "none":
             return False
         module = self._module()
         return module is not None and not module.training  # evaluates
 
     def is_written_outside(self) -> bool:
-        """Whether the value may have been written in the cross-replica context, and not given."""
+        """Whether the cross-replica context may have written a value that is not distributed."""
         return bool(self.handles) or self._is_truth_written
 
-    def give(self) -> None:
-        """Gives the replicas the combined value; wants ``no_grad``."""
+    def distribute(self) -> None:
+        """Copies the combined value to the replicas. The caller sets ``no_grad``."""
         self.combine()
         self._distribute()
 
     def sync_idle(self, idle: Sequence[int]) -> None:
-        """Gives replicas that sat the step out the value of those that ran; wants ``no_grad``."""
+        """Copies the value of the active replicas to idle ones. The caller sets ``no_grad``."""
         if self._aggregation in ("sum", "none") or not self._stale:
             return
         value = self._aggregate()
@@ -208,61 +209,68 @@ class ReplicatedBuffer:
             self.copies[r] = value.to(self.devices[r], copy=True)
 
     def equalize(self, begun: tuple[int, ...]) -> None:
-        """Gives all replicas what those combine to that had begun a run that failed.
+        """Makes all replicas equal after a failed run, from the replicas that had begun it.
 
-        Of aggregations "sum" and "none" each replica's copy is its own, and stays so. Wants
-        ``no_grad``; idempotent.
+        With aggregation "sum" or "none" the copies stay different. The caller sets ``no_grad``;
+        idempotent.
         """
         if self._aggregation in ("sum", "none") or self._is_truth_written:
-            return  # or it will be given what another thread has written
+            return  # in the last case distribute() copies what another thread has written
         module = self._module()
-        if not (self._apart or self.is_written() or module is None or module.training):
+        if not (self._may_differ or self.is_written() or module is None or module.training):
             return
         first = self.copies[begun[0]]
-        # Some may have been given another shape already, and some not yet.
+        # The failed run may have changed the shape or dtype on some replicas only.
         self._ran = tuple(
             r
             for r in begun
             if self.copies[r].shape == first.shape and self.copies[r].dtype == first.dtype
         )
         self._stale = True
-        self.give()
-        self._stale = self._apart = self.replicas.workers.is_multi_process  # which share it next
+        self.distribute()
+        # Several workers combine it next.
+        self._stale = self._may_differ = self.replicas.workers.is_multi_process
 
     def local_values(self) -> tuple[tuple[int, ...], list[Tensor]] | None:
-        """Returns who has run last, and the copies, if these may differ from what is read."""
-        if not self._apart or self.must_be_given():
+        """Returns the replicas of the last run, and all copies.
+
+        ``None`` if the copies are equal to the combined value.
+        """
+        if not self._may_differ or self.must_distribute():
             return None
         return self._ran, [copy.detach() for copy in self.copies]
 
     def set_local_values(self, ran: tuple[int, ...], copies: Sequence[Tensor]) -> None:
-        """Gives each replica a value of its own, which combine to what is read now."""
-        self.give()
+        """Sets each replica's own value; they combine to the current combined value."""
+        self.distribute()
         for mine, copy in zip(self.copies, copies, strict=True):
             mine.data.copy_(copy)
         self._ran = ran
-        self._apart = True
-        self._stale = not self.replicas.workers.is_multi_process  # who combine it where runs end
+        self._may_differ = True
+        self._stale = not self.replicas.workers.is_multi_process  # workers combine when runs end
         self._copy_versions = self._versions()
 
-    def must_be_shared(self) -> bool:
-        """Whether the replicas may have changed what the other workers are to know."""
+    def must_combine_workers(self) -> bool:
+        """Whether the last run may have changed the value, so that workers must combine it."""
         return self._stale and self._aggregation != "none"
 
-    def own_part(self) -> tuple[Tensor, int]:
-        """Returns what this worker's replicas combine to, and how many they are."""
+    def local_aggregate(self) -> tuple[Tensor, int]:
+        """Returns the combined value of this worker's replicas, and their number."""
         return self._aggregate().detach(), len(self._ran)
 
-    def share(self, parts: Sequence[tuple[Tensor, float]]) -> None:
-        """Takes for the combined value that of all workers' parts; wants ``no_grad``."""
-        home = self.copies[0].device
-        values = [part.to(home) for part, _ in parts]
+    def combine_workers(self, aggregates: Sequence[tuple[Tensor, float]]) -> None:
+        """Sets the combined value from each worker's ``local_aggregate``.
+
+        The caller sets ``no_grad``.
+        """
+        device = self.copies[0].device
+        values = [value.to(device) for value, _ in aggregates]
         if self._aggregation == "sum":
-            self._set_combined(summed(values, home))
+            self._set_combined(summed(values, device))
         elif self._aggregation == "first":
             self._set_combined(values[0])
         else:
-            self._set_combined(mean_of(values, [count for _, count in parts]))
+            self._set_combined(mean_of(values, [count for _, count in aggregates]))
         self._copy_versions = self._versions()
         self._stale = False
 
@@ -276,16 +284,16 @@ class ReplicatedBuffer:
         return self.copies[0] if self._aggregation == "none" else self.combined
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(map(_version_of, self.copies))  # in C: after every run of an evaluation
+        return tuple(map(_version_of, self.copies))  # map runs in C; called after every run
 
     def _aggregate(self) -> Tensor:
         ran = self._ran
         if self._aggregation == "first":
             return self.copies[ran[0]]
-        home = self.copies[0].device
-        values = [copy.to(home) for copy in self.copies]
+        device = self.copies[0].device
+        values = [copy.to(device) for copy in self.copies]
         if self._aggregation == "sum":
-            return summed(values, home)
+            return summed(values, device)
         return mean_of([values[r] for r in ran], [1] * len(ran))
 
     def _set_combined(self, value: Tensor) -> None:
@@ -310,44 +318,44 @@ class ReplicatedBuffer:
             else:
                 copy.data.copy_(mine)
         self.handles.drop_dead()
-        self._settle()
+        self._mark_synced()
 
-    def _settle(self) -> None:
+    def _mark_synced(self) -> None:
         self._combined_version = self.truth._version
         self._copy_versions = self._versions()
-        self._stale = self._apart = False
+        self._stale = self._may_differ = False
 
 
 def mean_of(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
-    """Returns the mean of buffers; of integers the first value."""
+    """Returns the mean of buffers; of integer buffers the first."""
     first = values[0]
-    # A mean of equal values is that value: 3 * (x / 3) may differ from x in the last bit.
+    # The mean of equal values must be that value; 3 * (x / 3) may differ from x in the last bit.
     if all(torch.equal(value, first) for value in values[1:]):
         return first
     if not first.is_floating_point() and not first.is_complex():
         return first
     small = first.is_floating_point() and first.element_size() < 4
-    wide = [value.float() for value in values] if small else list(values)  # half types overflow
+    wide = [value.float() for value in values] if small else list(values)  # float16 may overflow
     if len(set(counts)) == 1:
         return (summed(wide, first.device) / len(values)).to(first.dtype)
     return weighted_mean(wide, counts).to(first.dtype)
 
 
 class MirroredBuffer(MirroredTensor):
-    """A buffer that stands for the current replica's copy, or for the combined value."""
+    """A buffer that resolves to the current replica's copy, or to the combined value."""
 
     _mirrored: ReplicatedBuffer
 
-    def _replica_value(self) -> int | None:
-        """Returns the current replica, if it is one of this buffer's; ``None`` outside."""
+    def _replica_id(self) -> int | None:
+        """Returns the index of the current replica; ``None`` outside this buffer's replicas."""
         replica = replica_of(self._mirrored.replicas)
         return None if replica is None else replica.replica_id
 
     def _resolve(self, func: object = None) -> Tensor:
         buffer = self._mirrored
-        here = self._replica_value()
-        if here is not None:
-            return buffer.copies[here]
+        replica_id = self._replica_id()
+        if replica_id is not None:
+            return buffer.copies[replica_id]
         if buffer.aggregation == "none":
             if func not in _ALWAYS_READABLE and getattr(func, "__name__", "") != "__get__":
                 raise StrategyError(
@@ -357,14 +365,14 @@ class MirroredBuffer(MirroredTensor):
                 )
         return buffer.read()
 
-    def _hand_out(self, handle: Tensor | None) -> None:
-        if self._replica_value() is None:
+    def _expose(self, handle: Tensor | None) -> None:
+        if self._replica_id() is None:
             self._mirrored.handles.add(handle)
 
     def _set_data(self, data: Tensor) -> None:
-        here = self._replica_value()
-        if here is not None:
-            self._mirrored.set_data(here, data)
+        replica_id = self._replica_id()
+        if replica_id is not None:
+            self._mirrored.set_data(replica_id, data)
         else:
             self._mirrored._set_combined(data)
             self._mirrored.handles.add(data)

@@ -1,4 +1,4 @@
-"""MirroredParameter: the object that stands for the current replica's copy of a parameter."""
+"""MirroredParameter: the one object that users see; it resolves to a replica's copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mirror.replica.params.subclasses import copied_once, set_to
 
 
 class MirroredParameter(MirroredTensor, nn.Parameter):
-    """A parameter that stands for the current replica's copy. See [Note: Resolution]."""
+    """A parameter that resolves to the current replica's copy. See [Note: Resolution]."""
 
     _mirrored: ReplicatedParam
 
@@ -23,10 +23,10 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
 
     def _copy(self) -> ReplicaParameter:
         variable = self._mirrored
-        here = variable.forward_param()
-        return variable.first() if here is None else variable.copies[here]
+        replica_id = variable.forward_param()
+        return variable.first() if replica_id is None else variable.copies[replica_id]
 
-    def _hand_out(self, handle: Tensor | None) -> None:
+    def _expose(self, handle: Tensor | None) -> None:
         self._mirrored.expose_storage(handle)
 
     @property
@@ -35,18 +35,18 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         variable, replica = self._mirrored, current.replica
         if replica is None or replica.replicas is not variable.replicas:
             return variable.gradients.read(variable, None)
-        here, unreduced = replica.replica_id, variable.gradients.unreduced
-        # What read does where nothing is to be waited for, as in every zero_grad. The compiler
-        # must not follow this: it would take what is pending now for what always is.
+        r, unreduced = replica.replica_id, variable.gradients.unreduced
+        # The fast path of ``read``, without a call, when nothing is pending. The compiler must not
+        # take it: a trace would assume that nothing is ever pending.
         if (
-            unreduced.pending[here]
-            or unreduced.unsettled[here]
+            unreduced.pending[r]
+            or unreduced.unsettled[r]
             or unreduced.deferring
             or unreduced.deferred
             or torch.compiler.is_compiling()
         ):
-            return variable.gradients.read(variable, here)
-        return variable.targets[here].grad
+            return variable.gradients.read(variable, r)
+        return variable.targets[r].grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -69,7 +69,7 @@ class MirroredParameter(MirroredTensor, nn.Parameter):
         self._mirrored.set_requires_grad(value)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``p.data = source``."""
+        """Does the same as ``p.data = source``; the source is a tensor."""
         return set_to(self, source, *args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -1,11 +1,11 @@
-"""Tensors that stand for the current replica's copy, and how operations find it.
+"""MirroredTensor: a tensor that represents the current replica's copy in every operation.
 
 [Note: Resolution]
-A mirrored parameter or buffer stays the object it was; its class is swapped for one of the classes
-below. Whatever torch function it is passed to, also inside a list, sees the copy of the current
-replica instead, and the first replica's (or the combined buffer) in the cross-replica context.
-That costs about 3 us a call. Modules do not pay it: their dicts (``modules/dicts.py``) hand out
-the copies themselves while a replica runs.
+A mirrored parameter or buffer stays the same object; its class is replaced by a subclass of
+``MirroredTensor``. A torch function that gets it as an argument, also inside a list, computes with
+the copy of the current replica instead; in the cross-replica context with the first replica's
+copy, or with the combined buffer. That costs about 3 us per call. Modules avoid the cost: their
+dicts (``modules/module_dicts.py``) return the copies themselves while a replica runs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from mirror.base.torch_private import WithoutSubclass, tracing_state
 
-# Functions that act on the mirrored tensor as a whole; the modules that define the tensors add to
-# it. Compared with ==, as method wrappers are never identical.
+# Replacements of functions that act on the variable as a whole; ``torch_function.py`` adds them.
+# A dict, which compares with ==, because method wrappers are never identical.
 special_functions: dict[Any, Callable[..., Any]] = {}
 
-# The C++ properties; subclasses have properties of their own.
+# The C++ properties, which subclasses override.
 GRAD: Any = Tensor.grad
 DATA: Any = Tensor.data
 REQUIRES_GRAD: Any = Tensor.requires_grad
 
-# Hand out raw storage, through which a change is not seen by the version counter.
+# These functions expose raw storage; writes to it do not increase the version counter.
 _RAW_STORAGE = frozenset(
     {
         Tensor.data_ptr,
@@ -41,25 +41,25 @@ _RAW_STORAGE = frozenset(
 
 
 class MirroredTensor(Tensor):
-    """Base of the tensors that resolve to a copy; never holds values of its own."""
+    """Base class of the tensors that resolve to a copy; it has no values of its own."""
 
     def _resolve(self, func: object = None) -> Tensor:
-        """Returns the tensor that stands for this one in the current context."""
+        """Returns the tensor that ``func`` sees instead of this one in the current context."""
         raise NotImplementedError
 
-    def _hand_out(self, handle: Tensor | None) -> None:
-        """Notes that raw storage left through ``handle``: a possible change."""
+    def _expose(self, handle: Tensor | None) -> None:
+        """Records that raw storage was exposed through ``handle``, and may be written."""
         raise NotImplementedError
 
     def _set_data(self, data: Tensor) -> None:
-        """``tensor.data = data``."""
+        """Implements ``tensor.data = data``."""
         raise NotImplementedError
 
     @property
     def data(self) -> Tensor:
-        """The current copy's data; in the cross-replica context it counts as a change."""
+        """The current copy's data; in the cross-replica context, a read counts as a change."""
         data = self._resolve().data
-        self._hand_out(data)
+        self._expose(data)
         return data
 
     @data.setter
@@ -78,9 +78,9 @@ class MirroredTensor(Tensor):
         if special is not None:
             return special(*args, **(kwargs or {}))
         if func in _RAW_STORAGE and isinstance(args[0], MirroredTensor):
-            args[0]._hand_out(None)
-        if tracing_state() is not None:  # the one of its like that compiles
-            return _traced(func, args, kwargs or {})
+            args[0]._expose(None)
+        if tracing_state() is not None:  # torch.jit.trace
+            return _call_traced(func, args, kwargs or {})
         resolved = [resolve(arg, func) for arg in args]
         named = {key: resolve(arg, func) for key, arg in kwargs.items()} if kwargs else {}
         result = func(*resolved, **named)
@@ -90,23 +90,23 @@ class MirroredTensor(Tensor):
                 if copy is result:
                     return original
         if kwargs and "out" in kwargs:
-            return _given_out(kwargs["out"], named["out"], result)
+            return _replace_out(kwargs["out"], named["out"], result)
         return result
 
 
-def _given_out(originals: Any, copies: Any, result: Any) -> Any:
-    """Returns the mirrored objects that were given as ``out`` for their copies in a result."""
+def _replace_out(originals: Any, copies: Any, result: Any) -> Any:
+    """Replaces copies in a result by the mirrored objects that were passed as ``out``."""
     if result is copies:
         return originals
     if isinstance(result, tuple) and isinstance(copies, (tuple, list)):
-        return type(result)(map(_given_out, originals, copies, result))
+        return type(result)(map(_replace_out, originals, copies, result))
     return result
 
 
-def _traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls ``func`` on the mirrored tensors themselves, which torch.jit.trace knows by identity.
+def _call_traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls ``func`` on the mirrored tensors themselves, as torch.jit.trace compares identities.
 
-    They share the storage of what they stand for, but do not require gradients.
+    They share the storage of the first replica's copies, but do not require gradients.
     """
     resolve([*args, *kwargs.values()], func)  # brings buffers up to date
     with WithoutSubclass():
@@ -125,7 +125,7 @@ def resolve(value: Any, func: object = None) -> Any:
 
 
 def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what ``functions`` do when an argument is a mirrored tensor."""
+    """Registers the implementation of ``functions`` for arguments that are mirrored tensors."""
 
     def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
         special_functions.update(dict.fromkeys(functions, implementation))
@@ -135,11 +135,11 @@ def special(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two strided tensors lie in one storage."""
+    """Whether two strided tensors share a storage."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
 def raw_set_data(tensor: Tensor, data: Tensor) -> None:
-    """Sets the data of the mirrored object itself, not of what it stands for."""
+    """Sets the data of the mirrored object itself, not of the copy that it resolves to."""
     with WithoutSubclass():
         DATA.__set__(tensor, data)

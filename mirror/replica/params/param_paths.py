@@ -1,4 +1,4 @@
-"""Where in the program's models a parameter is: looked up when an error is to name it."""
+"""The path of a parameter in the program's models, for error messages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 
 def path_of(parameter: Tensor | None, name: str) -> str:
-    """Returns the path of a parameter from the outermost module alive that it is in.
+    """Returns the longest path of a parameter, from an outermost live module.
 
-    Modules made in a scope are mirrored one by one, before they are put together, so what was
-    known of a parameter then is often its last name alone. This looks at all objects of the
-    process: some tenths of a second.
+    Modules created in a scope are mirrored one by one, before they are assembled, so the name
+    recorded then is often only the last part of the path. This function searches all objects of
+    the process, which takes some tenths of a second.
 
     Args:
-        name: for one that is in no module.
+        name: returned if the parameter is in no module.
     """
     above: dict[int, list[tuple[nn.Module, str]]] = {}
     holders: list[tuple[nn.Module, str]] = []

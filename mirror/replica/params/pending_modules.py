@@ -1,4 +1,4 @@
-"""Recorded modules: what is to be mirrored at the next use, or once it has values."""
+"""PendingModules: modules that are mirrored at the next use, or once they have values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _Modules = dict[int, weakref.ref[nn.Module]]
 
 
 class PendingModules:
-    """The modules of a group that are created in its scope, or changed, since its last use.
+    """The modules that were created in a strategy's scope, or changed, since its last use.
 
-    A module with tensors on the meta device, or a lazy one, has no values to mirror yet. It is
-    looked at again at every use: what gives it values need not set an entry of it.
+    A lazy module, or one with tensors on the meta device, has no values to mirror yet. It is
+    checked again at every use, because initialization may fill its tensors in place.
 
     Attributes:
-        modules, unmade: what there is of both kinds.
+        modules: weak references to modules with values, by ``id``.
+        unmade: the same for modules without values.
     """
 
     def __init__(self) -> None:
@@ -32,21 +33,21 @@ class PendingModules:
         return bool(self.modules or self.unmade)
 
     def add(self, module: nn.Module) -> bool:
-        """Notes a module; returns whether it was not noted yet."""
+        """Adds a module; returns whether it is new."""
         known = self.modules.get(id(module))
-        is_new = known is None or known() is not module  # another one's, that is gone
+        is_new = known is None or known() is not module  # a freed module may have had this id
         if is_new:
             self.modules[id(module)] = weakref.ref(module)
         return is_new
 
     def retry(self, module: nn.Module) -> None:
-        """Notes a module for every next use, if it holds tensors without values itself."""
+        """Adds a module for the next use, if its own tensors have no values."""
         own = chain(module._parameters.values(), module._buffers.values())
         if any(map(is_uninitialized, own)):
             self.unmade[id(module)] = weakref.ref(module)
 
     def take(self) -> Iterator[nn.Module]:
-        """Yields the modules, and those that are recorded meanwhile."""
+        """Removes and yields the modules, including those that are added meanwhile."""
         unmade, self.unmade = self.unmade, {}
         self.modules = unmade | self.modules
         while self.modules:

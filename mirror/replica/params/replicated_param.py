@@ -1,26 +1,24 @@
-"""Handles: the tensors through which raw storage has left, and may be written unseen.
-
-Variable: one mirrored parameter's copies, and what is known of their coherence.
+"""ReplicatedParam: the copies of one mirrored parameter, and how they are kept equal.
 
 [Note: Three tensors, one storage]
-A parameter ``p`` of N replicas is, per replica r:
+A parameter ``p`` of N replicas has, per replica r:
 
-    copies[r]    a ReplicaParameter: what the forward pass uses. Autograd accumulates this
-                 replica's own gradient, not yet reduced, in its C++ slot.
-    targets[r]   an ordinary parameter on the same storage: what optimizers update. Its
-                 ``.grad`` is the reduced gradient, which is what users see as ``p.grad``.
+    copies[r]    a ReplicaParameter: the forward pass uses it. Autograd accumulates this replica's
+                 local gradient in its C++ slot.
+    targets[r]   an ordinary parameter on the same storage: optimizers update it. Its ``.grad`` is
+                 the reduced gradient, which users see as ``p.grad``.
 
-and ``p`` itself shares the storage of replica 0. So the local gradient is always apart from the
-reduced one: a second backward pass never mixes a reduced gradient with a local one, and an
-optimizer steps over plain parameters. ``copies[r].grad`` is a property that waits for the
-reduction, wherever it is read. See [Note: Lazy gradients].
+``p`` itself shares the storage of replica 0. Local and reduced gradients are never in the same
+place, so a second backward pass cannot mix them, and an optimizer steps over plain parameters.
+``copies[r].grad`` is a property that waits for the reduction: [Note: Lazy gradients].
 
 [Note: Coherence]
-In the cross-replica context the first replica's copy is the truth. What changed there is seen by
-its version counter, which all tensors of one storage share, or noted when raw storage is handed
-out (``p.data``; as long as that tensor lives), and is carried to the other replicas before they
-next run; so is what another thread may have changed while a run went on. A gradient that was
-handed out is carried before the next run or optimizer step.
+In the cross-replica context the first replica's copy is the truth. A change there is broadcast to
+the other replicas before they next run. Changes are detected by the version counter, which all
+tensors of one storage share. Raw storage (``p.data``) can be written without a new version, so
+while a tensor that exposes it lives, the value counts as changed. The same holds for writes of
+another thread during a run. A gradient that the program has read is broadcast before the next run
+or optimizer step.
 """
 
 from __future__ import annotations
@@ -53,38 +51,38 @@ from mirror.replica.params.subclasses import (
     value_on,
 )
 
-_MOST = 8  # that are kept without looking which of them are gone
+_MAX_ALIASES = 8  # before dead ones are dropped
 
 
 class StorageAliases(list[Callable[[], object]]):
-    """What raw storage of one variable was handed out as, as long as it lives.
+    """The live tensors that expose raw storage of one variable, so that it may be written.
 
-    A list, because "is there any?" is asked of every variable before every step.
+    A list, because its truth value is read for every variable before every step.
     """
 
     def add(self, handle: Tensor | None) -> None:
-        """Notes a handle; ``None`` for one that cannot be watched, which counts once."""
-        if len(self) > _MOST:
+        """Adds a tensor; ``None`` for an alias that is no tensor, which counts as dead already."""
+        if len(self) > _MAX_ALIASES:
             self.drop_dead()
-        self.append(_gone if handle is None else weakref.ref(handle))
+        self.append(_dead if handle is None else weakref.ref(handle))
 
     def drop_dead(self) -> None:
-        """Forgets those through which nobody can write any more."""
+        """Drops the aliases that no longer exist."""
         if self:
-            self[:] = [known for known in self if known() is not None]
+            self[:] = [reference for reference in self if reference() is not None]
 
 
-def _gone() -> None:
-    """The handle of raw storage that left in a form which cannot be watched."""
+def _dead() -> None:
+    """The weak reference to an alias that is no tensor, such as a NumPy array."""
 
 
 class ReplicaParameter(nn.Parameter):
     """One replica's copy of a mirrored parameter, as its forward pass sees it.
 
     Attributes:
-        arrival_hook: notes that a local gradient has come; there from the first time on that the
-            copy requires one, and removed while the copy ``is_silent``: [Note: Silent copies].
-        ends_passes: whether a backward pass that reaches it is to end with a reduction.
+        arrival_hook: records that a local gradient has arrived. It exists once the copy has
+            required a gradient, and is removed while ``is_silent``: [Note: Silent copies].
+        ends_passes: whether a backward pass that reaches the copy ends with a reduction.
     """
 
     variable: ReplicatedParam
@@ -108,7 +106,7 @@ class ReplicaParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The copy's data; setting it moves the target along."""
+        """The copy's data; setting it also sets the target's."""
         data: Tensor = DATA.__get__(self)
         return data
 
@@ -126,21 +124,21 @@ class ReplicaParameter(nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         self.variable.set_requires_grad(value)
 
-    def watch(self, arrived: Callable[[Any], object]) -> RemovableHandle:
-        """Has ``arrived`` called when autograd has added to the local gradient."""
+    def on_accumulate(self, callback: Callable[[Any], object]) -> RemovableHandle:
+        """Registers a function that is called when autograd has added to the local gradient."""
         register: Callable[..., RemovableHandle] = super().register_post_accumulate_grad_hook
-        return register(arrived)
+        return register(callback)
 
     def register_hook(self, hook: object) -> NoReturn:
-        """Refused: it would see the local gradient."""
+        """Raises StrategyError: the hook would see the local gradient."""
         refuse_own_hook()
 
     def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
-        """Refused: it would run before the gradient is reduced."""
+        """Raises StrategyError: the hook would run before the gradient is reduced."""
         refuse_post_accumulate_hook()
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``copy.data = source``."""
+        """Does the same as ``copy.data = source``; the source is a tensor."""
         return set_to(self, source, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
@@ -149,7 +147,7 @@ class ReplicaParameter(nn.Parameter):
         return self
 
     def plain(self) -> nn.Parameter:
-        """Returns what the copy would be if it were not mirrored, on its storage."""
+        """Returns an ordinary parameter on the copy's storage, of its class before mirroring."""
         target = self.variable.targets[self.replica_id]
         plain: nn.Parameter = parameter_like(target, type(target), self, self.requires_grad)
         return plain
@@ -165,12 +163,13 @@ class ReplicaParameter(nn.Parameter):
 
 
 class Unreduced(Protocol):
-    """Where local gradients are that are not reduced yet; read as plain attributes, for speed.
+    """The local gradients that are not reduced yet; plain attributes, for speed.
 
     Attributes:
-        pending: per replica, the copies that have one.
-        unsettled: per replica, what goes on by which there may be more than ``pending`` tells.
-        deferred: those kept back under ``no_sync``.
+        pending: per replica, the copies that have a local gradient.
+        unsettled: per replica, running passes and buckets; while there are any, ``pending`` is
+            incomplete.
+        deferred: the gradients deferred by ``no_sync``.
         deferring: whether a ``no_sync`` is open.
     """
 
@@ -180,15 +179,15 @@ class Unreduced(Protocol):
 
     @property
     def deferred(self) -> Sized:
-        """Those kept back, by variable."""
+        """The deferred gradients, by variable."""
 
 
 class GradientAccess(Protocol):
-    """What mirrored parameters ask of those who keep their gradients."""
+    """The gradients of mirrored parameters, implemented by ``gradients/grad_access.py``."""
 
     @property
     def unreduced(self) -> Unreduced:
-        """Where local gradients are that are not reduced yet."""
+        """The local gradients that are not reduced yet."""
 
     def read(self, variable: ReplicatedParam, replica_id: int | None) -> Tensor | None:
         """Returns the gradient that one replica's code, or the cross-replica context, sees."""
@@ -196,39 +195,39 @@ class GradientAccess(Protocol):
     def write(self, variable: ReplicatedParam, value: Tensor | None) -> None:
         """Sets the gradient of the current replica; of all in the cross-replica context."""
 
-    def watch(self, copy: ReplicaParameter) -> None:
-        """Has the arrival of local gradients noted, once the copy requires any."""
+    def track(self, copy: ReplicaParameter) -> None:
+        """Tracks the local gradients of a copy, once it requires them."""
 
     def receive(self, variable: ReplicatedParam, parameter: Tensor) -> None:
-        """Takes what arrives at the parameter object itself. See [Note: Past resolution]."""
+        """Moves gradients of the parameter object to a copy. See [Note: Past resolution]."""
 
     def add_hook(self, variable: ReplicatedParam, hook: GradientHook) -> RemovableHandle:
-        """Has ``hook`` called with the reduced gradient of every backward pass from now on."""
+        """Registers a hook that gets the reduced gradient of every backward pass from now on."""
 
     def replaced(self, variable: ReplicatedParam, known: Tensor, grad: Tensor) -> None:
-        """Notes that a reduced gradient has been replaced by another object."""
+        """Records that another object has replaced a reduced gradient."""
 
     def forget(self, variable: ReplicatedParam) -> None:
-        """Drops what there is of a variable that is gone; takes no lock."""
+        """Drops the state of a variable that was freed; takes no lock."""
 
 
 class ReplicatedParam:
-    """The copies of one mirrored parameter and what is known of their coherence.
+    """The copies of one mirrored parameter, and the state of their coherence.
 
     Args:
-        parameter: becomes the mirrored one; it is on the first replica's device.
-        name: where it was found, for messages.
-        mirror: mirrors another parameter as this one is.
+        parameter: the parameter to mirror; it is on the first replica's device.
+        name: the parameter's path, for messages.
+        mirror: mirrors another parameter in the same way.
 
     Attributes:
-        devices: where each replica's copy is.
-        owner: returns the mirrored parameter, ``None`` once it is gone.
-        home, shown: the target that optimizers step, and the copy that the cross-replica context
-            sees: the first replica's, unless home is a storage of its own.
-        leaves: where gradients arrive there, ``shown`` first.
-        version: of ``shown`` when all copies were last known to be equal.
-        hooks: gradient hooks by handle id. See [Note: Gradient hooks].
-        handles: the tensors through which raw storage left in the cross-replica context.
+        devices: the device of each replica's copy.
+        owner: returns the mirrored parameter; ``None`` once it is freed.
+        home, shown: the target that optimizers step in the cross-replica context, and the copy
+            that it sees. The first replica's, unless there is a parameter device.
+        leaves: the tensors where gradients arrive in the cross-replica context, ``shown`` first.
+        version: the version of ``shown`` when all copies were last equal.
+        hooks: the gradient hooks, by handle id; see ``gradient_hooks.py``.
+        handles: the tensors that expose raw storage in the cross-replica context.
     """
 
     __slots__ = (
@@ -262,12 +261,13 @@ class ReplicatedParam:
         self.name, self.devices = name, replicas.places.replica_at(parameter.device)
         self.owner: Callable[[], Tensor | None] = weakref.ref(parameter)
         self.handles = StorageAliases()
-        self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle wants the class
+        self.hooks: dict[int, GradientHook] = OrderedDict()  # RemovableHandle needs this class
         requires_grad = parameter.requires_grad
         values = self._first_values(parameter.detach())
         kind = type(parameter)
-        made = [parameter_like(parameter, kind, value, requires_grad) for value in values]
-        self.targets: tuple[nn.Parameter, ...] = tuple(made)
+        self.targets: tuple[nn.Parameter, ...] = tuple(
+            parameter_like(parameter, kind, value, requires_grad) for value in values
+        )
         for target in self.targets:
             target.variable = self  # type: ignore[attr-defined]
         self.copies = tuple(self._copy(r, value, requires_grad) for r, value in enumerate(values))
@@ -275,7 +275,7 @@ class ReplicatedParam:
         self.version = self.shown._version
 
     def _first_values(self, value: Tensor) -> list[Tensor]:
-        """Returns the values of the copies: the first one's is the parameter's own."""
+        """Returns the values of the copies; the first is the parameter's own tensor."""
         return [value, *(value_on(value, device) for device in self.devices[1:])]
 
     def _find_home(self, parameter: nn.Parameter) -> None:
@@ -286,11 +286,11 @@ class ReplicatedParam:
         kind = derived_class(self.copy_kind, type(target))
         copy: ReplicaParameter = parameter_like(target, kind, value, requires_grad)
         copy.variable, copy.replica_id = self, replica_id
-        self.gradients.watch(copy)
+        self.gradients.track(copy)
         return copy
 
     def forward_param(self) -> int | None:
-        """Returns the current replica, if it is one of this variable's; ``None`` outside."""
+        """Returns the index of the current replica; ``None`` outside this variable's replicas."""
         replica = current.replica
         if replica is not None and replica.replicas is self.replicas:
             return replica.replica_id
@@ -298,54 +298,55 @@ class ReplicatedParam:
 
     @disable_dynamo
     def first(self) -> ReplicaParameter:
-        """Returns what stands for the parameter in the cross-replica context.
+        """Returns the tensor that the parameter resolves to in the cross-replica context.
 
-        A compiler that follows a call of a mirrored module ends here, and the call is split.
+        Dynamo stops tracing here, so a mirrored module's call is split, not compiled as one.
         """
         if runner_of(self.replicas).runs_elsewhere:
-            self.handles.add(None)  # a change would be taken for one of the run's own
+            # The end of that run marks all copies as synced, which would hide a write here.
+            self.handles.add(None)
         return self.shown
 
     # Values
 
     def changed(self) -> bool:
-        """Whether the first copy may differ from the others by a change in the cross context."""
+        """Whether the value may have changed in the cross-replica context."""
         return bool(self.handles) or self.shown._version != self.version
 
     def expose_storage(self, handle: Tensor | None) -> None:
-        """Notes that raw storage left: in the cross-replica context, a possible change."""
+        """Records that raw storage is exposed; in the cross-replica context it may be written."""
         if self.forward_param() is None:
             self.handles.add(handle)
 
     def broadcast(self, source: int = 0, others: Iterable[int] | None = None) -> None:
-        """Gives one replica's values to others: the first one's to all."""
+        """Copies one replica's values to others; by default the first replica's to all."""
         value = self.targets[source].data
         for r in range(1, len(self.targets)) if others is None else others:
-            # Through .data: the other replicas' version counters stay, because a change that
-            # may not be one (a look at p.data) must not spoil their saved tensors.
+            # Through .data, which does not increase the version counter: p.data may only have
+            # been read, and then the replicas' saved tensors must stay valid.
             if same_kind(self.targets[r], value):
                 self.targets[r].data.copy_(value)
-            else:  # some were given data of another shape or kind
-                self._give(r, value)
+            else:  # p.data = ... has changed the shape, dtype or layout
+                self._set_replica_data(r, value)
         self.version = self.shown._version
         self.handles.drop_dead()
 
     def set_data(self, data: Tensor) -> None:
-        """``p.data = data``: of the current replica; of all in the cross-replica context."""
-        replica, here = current.replica, self.forward_param()
-        for r in range(len(self.copies)) if here is None else (here,):
-            self._give(r, data)
-        if here is None:
+        """Sets the data of the current replica; of all in the cross-replica context."""
+        replica, replica_id = current.replica, self.forward_param()
+        for r in range(len(self.copies)) if replica_id is None else (replica_id,):
+            self._set_replica_data(r, data)
+        if replica_id is None:
             self.version = self.shown._version
             self.handles.add(data)
         elif replica is not None:
             replica.run.assigned[self] = True
 
-    def _give(self, replica_id: int, data: Tensor) -> None:
-        """Gives a replica data in place of what it has."""
+    def _set_replica_data(self, replica_id: int, data: Tensor) -> None:
+        """Replaces the data of one replica's copy and target."""
         value = data.to(device := self.devices[replica_id])
         others = (target for r, target in enumerate(self.targets) if r != replica_id)
-        # Replicas that are given one tensor must not share it.
+        # Replicas that assign one tensor must not share its memory.
         if any(share_storage(value, target) for target in others):
             value = value_on(data, device)
         self.targets[replica_id].data = value
@@ -354,15 +355,15 @@ class ReplicatedParam:
         if replica_id == 0 and owner is not None:
             raw_set_data(owner, value)
 
-    # Whether it is trained
+    # requires_grad
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Sets it for the current replica; for all in the cross-replica context."""
-        replica, here = current.replica, self.forward_param()
-        if here is not None and replica is not None:
-            if self.copies[here].requires_grad != requires_grad:
+        replica, replica_id = current.replica, self.forward_param()
+        if replica_id is not None and replica is not None:
+            if self.copies[replica_id].requires_grad != requires_grad:
                 replica.run.assigned.setdefault(self, False)
-        for r in range(len(self.copies)) if here is None else (here,):
+        for r in range(len(self.copies)) if replica_id is None else (replica_id,):
             self.require_grad_of(r, requires_grad)
         owner = self.owner()
         if owner is not None:
@@ -376,4 +377,4 @@ class ReplicatedParam:
         copy = self.copies[replica_id]
         REQUIRES_GRAD.__set__(copy, requires_grad)
         self.targets[replica_id].requires_grad_(requires_grad)
-        self.gradients.watch(copy)
+        self.gradients.track(copy)

@@ -1,14 +1,16 @@
-"""Registry: which tensors a strategy has mirrored, for as long as they live.
+"""All tensors that a strategy owns, and all its mirrored parameters, which are kept equal.
 
-Variables: all mirrored parameters of a strategy, whose values are kept equal.
+``MirroredTensors`` registers parameters and buffers while they live. ``ReplicatedParams`` mirrors
+parameters in place, and broadcasts their values before and after runs.
 
 [Note: Past resolution]
-What is written in C++ and asks no ``__torch_function__`` gets the object ``p`` itself: extensions,
-``torch.jit.script``, the transforms of ``torch.func``. The values are right, those of replica 0,
-which every replica has before its step; on several devices torch complains. So ``p`` requires a
-gradient as its copies do, and what arrives there belongs to the replica that runs the pass; in a
-pass outside ``run``, which is all replicas' common one, it is a summand like any other. The graph
-of a forward from before ``p`` was mirrored ends there, too.
+C++ code that does not call ``__torch_function__`` gets the object ``p`` itself: extensions,
+``torch.jit.script``, the transforms of ``torch.func``. The values are right: ``p`` has replica 0's
+storage, and all replicas are equal before a step; on several devices torch raises its own error.
+So that such code is differentiated, ``p`` requires a gradient when its copies do, and a hook moves
+the gradient to the copy of the replica that runs the pass. In a pass outside ``run`` it goes to
+replica 0's, where it is added like any other. The graph of a forward from before ``p`` was
+mirrored also ends at ``p``.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ T = TypeVar("T")
 
 
 class MirroredTensors:
-    """The tensors that a strategy owns.
+    """The tensors that a strategy owns, in the order in which they were registered.
 
     Attributes:
-        has_owned: whether there has been any.
-        num_owned: how many there have been.
+        has_owned: whether the strategy has ever owned a tensor.
+        num_owned: the number of tensors that were ever registered.
     """
 
     def __init__(self) -> None:
@@ -48,16 +50,16 @@ class MirroredTensors:
         """Registers a tensor.
 
         Args:
-            on_gone: called with its ``id`` when it is gone. A garbage collection may do that at
-                any time: it takes no lock.
+            on_gone: called with the tensor's ``id`` when it is freed. It must take no lock: a
+                garbage collection may call it at any time.
         """
         key, owned = id(tensor), self._owned
         self.has_owned = True
         self.num_owned += 1
 
-        # Bound here: when the interpreter ends, the globals of modules may be None already.
+        # A default argument: when the interpreter exits, globals of modules may be None already.
         def disown(reference: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-            if is_ending():  # nothing is left to be kept in order
+            if is_ending():
                 return
             if owned.get(key) is reference:
                 del owned[key]
@@ -67,17 +69,17 @@ class MirroredTensors:
         owned[key] = weakref.ref(tensor, disown)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of them."""
+        """Whether the strategy owns a tensor."""
         owned = self._owned.get(id(tensor))
         return owned is not None and owned() is tensor
 
     def tensors(self) -> list[Tensor]:
-        """Returns the parameters and buffers, mirrored or the only replica's."""
+        """Returns the live parameters and buffers."""
         tensors = (reference() for reference in list(self._owned.values()))
         return [tensor for tensor in tensors if tensor is not None]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters, mirrored or the only replica's."""
+        """Returns the live parameters."""
         return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]
 
     def put_in_order(self, keys: Sequence[int]) -> None:
@@ -96,7 +98,7 @@ class ReplicatedParams:
     """The mirrored parameters of a strategy.
 
     Attributes:
-        kind: what each of them is.
+        kind: the class of their records.
     """
 
     kind: type[ReplicatedParam] = ReplicatedParam
@@ -106,19 +108,19 @@ class ReplicatedParams:
     ) -> None:
         self._replicas, self._registry, self._gradients = replicas, registry, gradients
         self._by_id: dict[int, ReplicatedParam] = {}
-        self._behind: tuple[Sequence[ReplicatedParam], Sequence[int]] = ((), ())
+        self._stale: tuple[Sequence[ReplicatedParam], Sequence[int]] = ((), ())  # and replicas
 
     def __iter__(self) -> Iterator[ReplicatedParam]:
-        return iter(tuple(self._by_id.values()))  # a garbage collection may take some away
+        return iter(tuple(self._by_id.values()))  # a garbage collection may remove entries
 
     def part(self) -> LifecycleHooks:
-        """Returns what keeps the values equal. See [Note: Coherence]."""
+        """Returns the hooks that keep the values equal. See [Note: Coherence]."""
         return LifecycleHooks(
             name="variables",
             prepare=self.sync_changed,
-            sync_idle=self._bring_along,
-            on_synced=self._settle,
-            recover=self._follow_first,
+            sync_idle=self._sync_idle,
+            on_synced=self._mark_synced,
+            recover=self._broadcast_first,
         )
 
     def put_in_order(self, keys: Sequence[int]) -> None:
@@ -126,10 +128,10 @@ class ReplicatedParams:
         put_in_order(self._by_id, keys)
 
     def mirror(self, parameter: nn.Parameter, name: str) -> ReplicatedParam:
-        """Turns a parameter into a mirrored one, in place: the object stays the same.
+        """Mirrors a parameter in place: the object stays the same.
 
         Args:
-            name: where it was found, for messages.
+            name: the parameter's path, for messages.
 
         Raises:
             StrategyError: its class cannot be swapped, or it has hooks that cannot be kept.
@@ -146,13 +148,13 @@ class ReplicatedParams:
             parameter.data = parameter.data.to(home)
         variable = self.kind(parameter, name, self._replicas, gradients, self.mirror)
         self._by_id[id(parameter)] = variable
-        self._registry.own(parameter, self._forgetting())
+        self._registry.own(parameter, self._on_gone())
         parameter.grad = None
         if hooks:
-            variable.hooks = hooks  # their handles remove them from there
+            variable.hooks = hooks  # the same dict, because handles remove their hook from it
             forget_hooks(parameter)
             for copy in variable.copies:
-                gradients.watch(copy)
+                gradients.track(copy)
         if parameter.requires_grad:
             gradients.receive(variable, parameter)
         parameter._mirrored = variable  # type: ignore[attr-defined]
@@ -161,49 +163,48 @@ class ReplicatedParams:
             gradients.write(variable, grad)
         return variable
 
-    def _forgetting(self) -> Callable[[int], None]:
-        alive = weakref.ref(self)
+    def _on_gone(self) -> Callable[[int], None]:
+        reference = weakref.ref(self)
 
         def forget(key: int) -> None:
-            variables = alive()
+            variables = reference()
             variable = None if variables is None else variables._by_id.pop(key, None)
             if variables is not None and variable is not None:
                 variables._gradients.forget(variable)
 
         return forget
 
-    # In every run: loops without a generator.
+    # These run in every run, so they loop over a tuple, not a generator.
 
-    def _settle(self) -> None:
+    def _mark_synced(self) -> None:
         mark_synced(tuple(self._by_id.values()))
 
     def mark_stale(self, variables: Sequence[ReplicatedParam], others: Sequence[int]) -> None:
-        """Notes that replicas have not what the first one has, and get it when they next run."""
-        if self._behind[0] and self._behind[0] is not variables:
-            known = {*self._behind[0], *variables}
-            variables = [*known]
-        self._behind = variables, others
+        """Marks the copies of other replicas as stale; ``sync_changed`` updates them."""
+        if self._stale[0] and self._stale[0] is not variables:
+            variables = [*{*self._stale[0], *variables}]
+        self._stale = variables, others
 
     def sync_changed(self) -> None:
-        """Gives all replicas what the first one has, where they may have something else."""
-        variables, others = self._behind
-        self._behind = ((), ())
+        """Broadcasts the first replica's values where they may have changed."""
+        variables, others = self._stale
+        self._stale = ((), ())
         for variable in variables:
             variable.broadcast(0, others)
         for variable in tuple(self._by_id.values()):
             if variable.handles or variable.shown._version != variable.version:
                 variable.broadcast()
 
-    def _follow_first(self) -> None:
-        """Makes what the first replica has that of all, after a run that failed."""
+    def _broadcast_first(self) -> None:
+        """Broadcasts the first replica's values and flags, after a run that failed."""
         for variable in self:
             variable.broadcast()
             requires_grad = variable.copies[0].requires_grad
             if any(copy.requires_grad != requires_grad for copy in variable.copies):
                 variable.set_requires_grad(requires_grad)
 
-    def _bring_along(self, source: int, idle: Sequence[int]) -> None:
-        """Gives replicas that sat a run out what one of the others has now."""
+    def _sync_idle(self, source: int, idle: Sequence[int]) -> None:
+        """Copies the values and flags of an active replica to the idle ones."""
         for variable in self:
             variable.broadcast(source, idle)
             requires_grad = variable.copies[source].requires_grad
@@ -213,13 +214,13 @@ class ReplicatedParams:
 
 
 def mark_synced(variables: Iterable[ReplicatedParam]) -> None:
-    """Takes variables as equal on all replicas, as after a step on each."""
+    """Marks variables as equal on all replicas, for example after a step on each."""
     for variable in variables:
         variable.version = variable.shown._version
 
 
 def param_of(key: Any) -> ReplicatedParam | None:
-    """Returns the variable that a parameter, a copy or a target belongs to."""
+    """Returns the variable of a mirrored parameter, a copy or a target; ``None`` of others."""
     if isinstance(key, MirroredParameter):
         return key._mirrored
     variable: ReplicatedParam | None = getattr(key, "variable", None)

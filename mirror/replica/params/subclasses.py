@@ -1,11 +1,10 @@
-"""Parameters of classes that others derived from nn.Parameter, and what is set on parameters.
+"""Subclasses of nn.Parameter, and attributes that are set on parameters.
 
-[Note: Kinds of parameters]
-Optimizers ask parameters what they are: ``isinstance(p, ManifoldParameter)`` decides how that one
-is stepped, ``p.manifold`` along what. So the class that a parameter had stays a base of what it
-becomes, and of the replicas' copies; the targets are of that very class; and the attributes that
-were set on the parameter before it was mirrored are set on them all. Copies and pickles are what
-the class makes of itself. A class whose tensors have operations of their own is refused.
+Optimizers inspect parameters: ``isinstance(p, ManifoldParameter)`` decides how a parameter is
+stepped, and ``p.manifold`` along which manifold. So the class that a parameter had remains a base
+class of the mirrored parameter and of the replicas' copies; the targets have exactly that class.
+Attributes that were set before mirroring are set on all of them. Deep copies and pickles are made
+by that class. A class that overrides ``__torch_function__`` or ``__torch_dispatch__`` is refused.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from mirror.execution.current_replica import current
 
 _Parameter = TypeVar("_Parameter", bound=nn.Parameter)
 
-# What is set on a copy that was made inside run; see mirror/replica/gradients/unmirrored.py.
+# Set on deep copies that are made inside run; read by mirror/replica/gradients/unmirrored.py.
 _OF_RUN = "_copied_in_run"
 
 
 def refuse_operations(kind: type, name: str) -> None:
-    """Raises for a class whose tensors do something of their own in torch's functions."""
+    """Raises StrategyError for a class with its own torch_function or torch_dispatch."""
     function, dispatch = nn.Parameter.__torch_function__, Tensor.__torch_dispatch__
     if kind.__torch_function__ is function and kind.__torch_dispatch__ is dispatch:  # type: ignore[attr-defined]
         return
@@ -42,23 +41,26 @@ def refuse_operations(kind: type, name: str) -> None:
 
 @functools.cache
 def derived_class(base: type[_Parameter], kind: type) -> type[_Parameter]:
-    """Returns ``base``, for parameters of the class ``kind``."""
+    """Returns a class derived from ``base`` and ``kind``; ``base`` if it is derived already."""
     if issubclass(base, kind):
         return base
-    made = types.new_class(kind.__name__, (base, kind))
-    made.__module__, made.__qualname__ = kind.__module__, kind.__qualname__
-    return made
+    derived = types.new_class(kind.__name__, (base, kind))
+    derived.__module__, derived.__qualname__ = kind.__module__, kind.__qualname__
+    return derived
 
 
 def parameter_like(other: Tensor, kind: type, value: Tensor, requires_grad: bool) -> Any:
-    """Returns a parameter of a class, with a value and the attributes of another."""
-    made: Any = make_subclass(kind, value.detach(), requires_grad)
-    made.__dict__.update(attributes_of(other))
-    return made
+    """Returns a parameter of class ``kind`` on the memory of ``value``.
+
+    It has the attributes of ``other``. The constructor of ``kind`` is not called.
+    """
+    parameter: Any = make_subclass(kind, value.detach(), requires_grad)
+    parameter.__dict__.update(attributes_of(other))
+    return parameter
 
 
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
-    """Returns what others have set on a parameter that is not mirrored, or on a target."""
+    """Returns the attributes that code outside mirror has set on a parameter or target."""
     own = parameter.__dict__
     return {k: v for k, v in own.items() if k not in (_OF_RUN, "variable")} if own else own
 
@@ -66,11 +68,11 @@ def attributes_of(parameter: Tensor) -> dict[str, Any]:
 def copied_once(
     key: Tensor, plain: Callable[[], nn.Parameter], memo: dict[int, Any]
 ) -> nn.Parameter:
-    """Returns the ordinary copy that ``copy.deepcopy`` makes of a mirrored parameter.
+    """Returns the ordinary parameter that ``copy.deepcopy`` makes of a mirrored one.
 
     Args:
-        key: what is copied, one of the objects that stand for the parameter.
-        plain: gives what that would be if it were not mirrored.
+        key: the object to copy: the mirrored parameter or a replica's copy.
+        plain: returns ``key`` as an ordinary parameter.
     """
     if id(key) not in memo:
         memo[id(key)] = deepcopy(plain(), memo)
@@ -81,10 +83,10 @@ def copied_once(
 
 
 def set_to(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """Does what ``parameter.set_(source)`` means; torch passes it to no __torch_function__.
+    """Implements ``parameter.set_(source)``, for which torch calls no ``__torch_function__``.
 
     Raises:
-        StrategyError: the source is a bare storage, which belongs to one replica.
+        StrategyError: the source is a storage, which belongs to one replica.
     """
     if not isinstance(source, Tensor) or args or kwargs:
         raise StrategyError(
@@ -96,12 +98,12 @@ def set_to(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def value_on(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy of ``value`` in memory of its own, with its strides."""
+    """Returns a copy of ``value`` in new memory, with its strides."""
     return value.detach().to(device, copy=True)
 
 
 def same_kind(a: Tensor | None, b: Tensor) -> bool:
-    """Whether ``b`` can be copied into ``a``."""
+    """Whether ``b`` can be copied into ``a``: both strided, of one shape and dtype."""
     return (
         a is not None
         and a.layout is b.layout is torch.strided

@@ -1,4 +1,8 @@
-"""What tensor functions that act on a variable as a whole do with a mirrored one."""
+"""``__torch_function__`` for functions that act on a mirrored variable as a whole.
+
+Most functions compute with one copy, see [Note: Resolution]. The functions here concern all
+copies: ``grad``, ``data``, ``requires_grad``, hooks, ``backward`` and ``torch.autograd.grad``.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,14 @@ from mirror.replica.params.subclasses import parameter_like
 
 @special(GRAD.__get__)
 def _get_grad(self: Any) -> Tensor | None:
-    # A buffer's gradient is not ours to reduce.
+    # The gradient of a buffer is not reduced.
     mirrored = isinstance(self, MirroredParameter)
     grad: Tensor | None = self.grad if mirrored else GRAD.__get__(self._resolve(GRAD.__get__))
     return grad
 
 
 @special(GRAD.__set__)
-def _put_grad(self: Any, value: Tensor | None) -> None:
+def _set_grad(self: Any, value: Tensor | None) -> None:
     self.grad = value
 
 
@@ -45,29 +49,29 @@ def _delete_grad(self: Any) -> None:
 def _detach(self: Any) -> Tensor:
     if isinstance(self, MirroredParameter):
         if sys._getframe(2).f_code is NEW_PARAMETER and self._mirrored.forward_param() is None:
-            return _another(self)
-        self._hand_out(None)  # its numpy array may be written without a new version
+            return _clone_parameter(self)
+        self._expose(None)  # its NumPy array may be written without a new version
     detached: Tensor = self._resolve(Tensor.detach).detach()
     return detached
 
 
-def _another(parameter: MirroredParameter) -> Tensor:
+def _clone_parameter(parameter: MirroredParameter) -> Tensor:
     """Returns a new mirrored parameter, for ``nn.Parameter(parameter)``.
 
-    That, of which weight_norm makes use, wants a tensor of the very same class. The new one has
-    memory of its own, on all replicas.
+    weight_norm calls that, and needs a tensor of exactly the same class. The new parameter has
+    its own memory on all replicas.
     """
     variable = parameter._mirrored
     target = variable.home
-    another: nn.Parameter = parameter_like(
+    cloned: nn.Parameter = parameter_like(
         target, type(target), target.detach().clone(), requires_grad=True
     )
-    variable.mirror(another, variable.name)
-    return another
+    variable.mirror(cloned, variable.name)
+    return cloned
 
 
 @special(REQUIRES_GRAD.__set__)
-def _put_requires_grad(self: Any, value: bool) -> None:
+def _set_requires_grad(self: Any, value: bool) -> None:
     self.requires_grad = value
 
 
@@ -79,7 +83,7 @@ def _requires_grad_(self: Any, requires_grad: bool = True) -> Any:
 
 @special(Tensor.register_hook)
 def _register_hook(self: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """The hook gets the whole gradient of a backward pass, once. See [Note: Gradient hooks]."""
+    """Registers a hook that gets the gradient over the whole batch: see ``gradient_hooks.py``."""
     if not isinstance(self, MirroredParameter):
         return self._resolve().register_hook(hook)
     if self._mirrored.forward_param() is not None:
@@ -104,7 +108,7 @@ def _backward(
     *,
     gradient: Any = None,
 ) -> None:
-    """``backward(inputs=...)`` outside run means all copies of the parameters."""
+    """Runs ``backward``; outside ``run``, parameters in ``inputs`` mean all their copies."""
     if inputs is not None:
         inputs = all_leaves(inputs)
     torch.autograd.backward(
@@ -118,12 +122,12 @@ def _backward(
 
 
 def all_leaves(inputs: Any) -> list[Any]:
-    """Returns where gradients arrive that ``backward(inputs=...)`` asks for."""
-    return [copy for copies in _spread(inputs) for copy in copies]
+    """Returns the tensors and edges that accumulate the gradients of ``backward(inputs=...)``."""
+    return [copy for copies in _all_copies(inputs) for copy in copies]
 
 
-def _spread(inputs: Any) -> list[tuple[Any, ...]]:
-    """Returns what each input stands for: all copies outside run; see [Note: Past resolution]."""
+def _all_copies(inputs: Any) -> list[tuple[Any, ...]]:
+    """Returns the copies of each input: the current replica's, or all of them outside ``run``."""
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     return [_leaves(p) if isinstance(p, MirroredParameter) else (resolve(p),) for p in inputs]
 
@@ -133,6 +137,7 @@ def _leaves(parameter: MirroredParameter) -> tuple[Any, ...]:
     copies = parameter._mirrored.leaves if is_outside else (parameter._resolve(),)
     if not copies[0].requires_grad:
         return copies
+    # The parameter object is a leaf as well: see [Note: Past resolution].
     with WithoutSubclass():
         return *copies, get_gradient_edge(parameter)
 
@@ -148,34 +153,39 @@ def _autograd_grad(
     materialize_grads: bool = False,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` with respect to mirrored parameters, among others.
+    """Returns gradients with respect to inputs, of which some are mirrored parameters.
 
-    Inside ``run`` the replica's own gradient; in the cross-replica context the sum over the
-    copies, which is the whole gradient because the loss is the common one, and which hooks see.
-    Of several workers it is the mean over all of them, weighted as ``backward`` weighs.
+    Inside ``run`` it is the replica's own gradient. In the cross-replica context it is the sum
+    over the copies, which is the whole gradient, as the loss is that of the whole batch; hooks see
+    it. With several workers it is the mean over all of them, weighted as in ``backward``.
 
     Raises:
-        StrategyError: there are several workers, and the gradient is to have a graph.
+        StrategyError: there are several workers, and ``create_graph`` is set.
     """
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    spread = _spread(inputs)
+    spread = _all_copies(inputs)
     is_batched = bool(options.get("is_grads_batched"))
     if create_graph and any(map(_is_of_workers, inputs)):
         raise StrategyError(
             "torch.autograd.grad(..., create_graph=True) with respect to a parameter gives each "
-            "of several workers the gradient of its own part, as no graph leads to the others; "
+            "of several workers the gradient of its own part, as no graph connects processes; "
             "call it without create_graph, differentiate with respect to the model's inputs, or "
             "use one process with all devices (MirroredStrategy)"
         )
-    flat = torch.autograd.grad(
-        resolve(outputs),
-        [copy for copies in spread for copy in copies],
-        grad_outputs,
-        retain_graph,
-        create_graph,
-        allow_unused=True,
-        **options,
-    )
+    flat: Sequence[Tensor | None] = [None for copies in spread for _ in copies]
+    outputs = resolve(outputs)
+    starts = (outputs,) if isinstance(outputs, Tensor) else outputs
+    has_graph = any(getattr(start, "requires_grad", True) for start in starts)
+    if has_graph or not _is_without_examples(inputs):
+        flat = torch.autograd.grad(
+            outputs,
+            [copy for copies in spread for copy in copies],
+            grad_outputs,
+            retain_graph,
+            create_graph,
+            allow_unused=True,
+            **options,
+        )
     remaining = iter(flat)
     totals: list[Tensor | None] = []
     for copies in spread:
@@ -205,31 +215,36 @@ def _is_of_workers(captured: Any) -> bool:
     return variable.forward_param() is None and variable.replicas.workers.is_multi_process
 
 
+def _is_without_examples(inputs: Sequence[Any]) -> bool:
+    """Whether this is a worker without examples, whose loss may depend on no parameter."""
+    return any(_is_of_workers(i) and not i._mirrored.replicas.workers.weight for i in inputs)
+
+
 def _reduce_over_workers(inputs: Sequence[Any], totals: list[Tensor | None]) -> None:
-    """Puts the gradients of all workers in place of this worker's, of mirrored parameters."""
-    asked = [i for i, captured in enumerate(inputs) if _is_of_workers(captured)]
-    for replicas in dict.fromkeys(inputs[i]._mirrored.replicas for i in asked):
-        mine = [i for i in asked if inputs[i]._mirrored.replicas is replicas]
+    """Replaces this worker's gradients of mirrored parameters by those over all workers."""
+    indices = [i for i, captured in enumerate(inputs) if _is_of_workers(captured)]
+    for replicas in dict.fromkeys(inputs[i]._mirrored.replicas for i in indices):
+        mine = [i for i in indices if inputs[i]._mirrored.replicas is replicas]
         own = {i: g.to_dense() if g.is_sparse else g for i in mine if (g := totals[i]) is not None}
-        there = [float(i in own) for i in mine]
-        # As a backward pass counts: see [Note: Shares of workers].
+        is_present = [float(i in own) for i in mine]
+        # The weight of a backward pass: see [Note: Shares of workers].
         weight = replicas.workers.weight if replicas.weighted else 1.0
-        parcels = replicas.workers.exchange_tensors(
+        messages = replicas.workers.exchange_tensors(
             f"torch.autograd.grad of {len(mine)} parameters",
             [inputs[i]._mirrored.name for i in mine],
             list(own.values()),
-            [weight, *there],
+            [weight, *is_present],
         )
-        whole = sum(parcel.numbers[0] for parcel in parcels) if replicas.weighted else 1.0
+        whole = sum(message.numbers[0] for message in messages) if replicas.weighted else 1.0
         sums: dict[int, Tensor] = {}
-        for parcel in parcels:
-            theirs = iter(parcel.tensors)
-            for i, is_there in zip(mine, parcel.numbers[1:], strict=True):
-                if not is_there:
+        for message in messages:
+            theirs = iter(message.tensors)
+            for i, has_grad in zip(mine, message.numbers[1:], strict=True):
+                if not has_grad:
                     continue
                 grad = next(theirs)
-                if parcel.numbers[0]:  # one without examples has no loss
-                    grad = grad * (parcel.numbers[0] / whole)
+                if message.numbers[0]:  # a worker without examples has no loss
+                    grad = grad * (message.numbers[0] / whole)
                     sums[i] = sums[i] + grad if i in sums else grad
                 else:
                     sums.setdefault(i, torch.zeros_like(grad))
@@ -244,5 +259,5 @@ def _get_data(self: Any) -> Any:
 
 
 @special(DATA.__set__)
-def _put_data(self: Any, value: Tensor) -> None:
+def _set_data(self: Any, value: Tensor) -> None:
     self.data = value

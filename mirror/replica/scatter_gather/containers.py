@@ -1,4 +1,4 @@
-"""What mutable values hold: looked at, copied and filled, whatever their kind.
+"""Reads, copies and fills the contents of mutable values, of any kind.
 
     kind                               its contents
     list, tuple, deque                 by position
@@ -6,9 +6,12 @@
     set                                by element
     a dataclass, another Python object its attributes, by name
 
-An object is *data* if nothing that can be reached from it does more than hold values: no module,
-optimizer, lock, file or iterator. A class that says how it is copied does more, too, unless it is
-a dataclass. Only data is copied; anything else is itself everywhere.
+An object is *data* if everything that can be reached from it only holds values: no module,
+optimizer, lock, file or iterator. A class that defines how it is copied is not data, unless it is
+a dataclass. Only data is copied; replicas share any other object.
+
+Pytrees do not serve here: they flatten registered classes only, and forget which objects are the
+same. A cache of an unregistered class, or one that two arguments hold, needs both.
 """
 
 from __future__ import annotations
@@ -36,14 +39,14 @@ from torch import Tensor, nn
 
 from mirror.values import ABSENT, PerReplica, are_identical, children_of, rebuild_node
 
-# How many values are looked at to tell whether an object is data.
+# The most values that a search through an object visits; a larger object is not data.
 _MOST_VALUES = 5000
 
 IMMUTABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, frozenset, type(...)}
     | {torch.device, torch.dtype, torch.layout, torch.memory_format, torch.Size}
 )
-# What is looked at as one.
+# Values that are never entered.
 _LEAVES = (
     *(Tensor, np.ndarray, PerReplica),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
@@ -52,8 +55,8 @@ _LEAVES = (
     *(torch.Generator, np.random.Generator, torch.Stream, torch.Event, property, type(ABSENT)),
 )
 _STRUCTURES = (list, tuple, set, frozenset, deque, MutableMapping)
-# What does more than hold values.
-_THINGS: tuple[type, ...] = (
+# Classes that do more than hold values.
+_OPAQUE: tuple[type, ...] = (
     *(nn.Module, torch.optim.Optimizer, io.IOBase, logging.Logger, threading.Thread),
     *(type(threading.Lock()), type(threading.RLock())),
 )
@@ -61,21 +64,21 @@ _COPYING = ("__new__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__"
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is looked at and handed on as one: a tensor, a number, a function."""
+    """Returns whether a value is passed as one, never entered: a tensor, number or function."""
     return type(value) in IMMUTABLE or isinstance(value, _LEAVES)
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object whose contents are its attributes."""
+    """Returns whether a value is an object with attributes for contents."""
     if isinstance(value, _STRUCTURES):
         return False
     return not is_leaf(value) and _has_attributes(type(value))
 
 
 def snapshot(value: Any) -> dict[Any, Any]:
-    """Returns what shows that an object has been changed: its attributes, and what those hold."""
-    if isinstance(value, _THINGS):
-        return {}  # torch's and the library's own: they change as they work
+    """Returns an object's attributes and their contents, to detect later changes."""
+    if isinstance(value, _OPAQUE):
+        return {}  # torch and the library change these while they work
     held = dict(contents_of(value))
     for name, child in contents_of(value).items():
         if isinstance(child, dict):
@@ -88,27 +91,27 @@ def snapshot(value: Any) -> dict[Any, Any]:
 
 
 def is_held(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether two contents, or two results of ``snapshot``, are the very same objects."""
+    """Returns whether two contents, or two results of ``snapshot``, have identical objects."""
     same = len(now) == len(before) and all(map(eq, now, before))
     return same and all(map(is_same, now.values(), before.values()))
 
 
 def is_same(now: Any, before: Any) -> bool:
-    """Whether two values are one object, one number, or tuples of the very same objects."""
+    """Returns whether two values are one object, equal ints, or tuples of identical objects."""
     if type(now) is tuple and type(before) is tuple:
         return are_identical(now, before)
     return now is before or (type(now) is type(before) is int and now == before)
 
 
 def is_consumed(value: Any) -> bool:
-    """Whether a value can be gone through once only: an iterator, a generator."""
+    """Returns whether a value can be iterated only once: an iterator or a generator."""
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def is_data(value: Any) -> bool:
-    """Whether an object, and whatever can be reached from it, only holds values."""
+    """Returns whether an object, and everything that can be reached from it, only holds values."""
     seen, found = {id(value)}, deque([value])
-    while found:  # what is nearest first: things are seldom deep
+    while found:  # breadth first: opaque objects are seldom deep
         value = found.popleft()
         if is_leaf(value):
             continue
@@ -122,14 +125,14 @@ def is_data(value: Any) -> bool:
 
 
 def is_shared(value: Any) -> bool:
-    """Whether a value goes to every replica itself, with whatever it holds.
+    """Returns whether all replicas share a value instead of getting copies.
 
-    A dataclass is a container as a dict is: what it holds may be shared, but itself it is not.
+    A dataclass is a container, like a dict: it is never shared, although its contents may be.
     """
     if isinstance(value, _STRUCTURES) or is_leaf(value):
         return False
     if not _has_attributes(type(value)):
-        return True  # of C's: a lock, a file
+        return True  # implemented in C: a lock, a file
     return not _is_container(value) and not is_data(value)
 
 
@@ -139,7 +142,7 @@ def leaves_in(value: Any) -> Iterator[Any]:
     while found:
         value = found.pop()
         kind = type(value)
-        if kind is tuple and id(value) not in seen:  # the usual ones, seen at once
+        if kind is tuple and id(value) not in seen:  # a fast path for the usual containers
             seen.add(id(value))
             found += reversed(value)
         elif kind is dict and id(value) not in seen:
@@ -153,7 +156,7 @@ def leaves_in(value: Any) -> Iterator[Any]:
 
 
 def is_in(value: Any, holder: Any) -> bool:
-    """Whether an object is, or can be reached from, what a caller passed."""
+    """Returns whether an object is ``holder``, or can be reached from it."""
     seen, found = {id(holder)}, deque([holder])
     while found and len(seen) < _MOST_VALUES:
         holder = found.popleft()
@@ -167,7 +170,7 @@ def is_in(value: Any, holder: Any) -> bool:
 
 
 def contents_of(value: Any) -> dict[Any, Any]:
-    """Returns what a value holds; nothing for a leaf."""
+    """Returns a value's contents by key; an empty dict for a leaf."""
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(value)
     if isinstance(value, deque):
@@ -182,7 +185,7 @@ def contents_of(value: Any) -> dict[Any, Any]:
 
 
 def empty_like(value: Any) -> Any:
-    """Returns a new value of the same kind, to be filled; not of a tuple, which is filled once."""
+    """Returns a new value of the same kind for ``assign`` to fill; not for tuples."""
     if isinstance(value, deque):
         return deque(maxlen=value.maxlen)
     if isinstance(value, (list, set, MutableMapping)) or _is_structure(value):
@@ -191,7 +194,7 @@ def empty_like(value: Any) -> Any:
 
 
 def assign(value: Any, contents: dict[Any, Any]) -> Any:
-    """Gives a value these contents and no others; returns it, or of a tuple a new one."""
+    """Replaces a value's contents; returns the value, or a new tuple for a tuple."""
     if isinstance(value, (list, deque)):
         value.clear()
         value.extend(contents.values())
@@ -218,7 +221,10 @@ def assign(value: Any, contents: dict[Any, Any]) -> Any:
 
 
 def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """Returns a copy of one value with ``fn`` of its contents; a tuple itself, if they stay."""
+    """Returns a copy of a value with ``fn`` applied to its contents.
+
+    A tuple is returned itself if ``fn`` returns each of its contents unchanged.
+    """
     contents = contents_of(value)
     new = {key: fn(child) for key, child in contents.items()}
     if isinstance(value, tuple):
@@ -229,7 +235,7 @@ def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def _is_structure(value: Any) -> bool:
-    """Whether a value's contents are its entries. A plain dataclass is an object."""
+    """Returns whether a value's contents are its entries; False for a plain dataclass."""
     return isinstance(value, (list, tuple, MutableMapping))
 
 
@@ -238,23 +244,23 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_opaque(value: Any) -> bool:
-    if isinstance(value, _THINGS) or is_consumed(value):
+    if isinstance(value, _OPAQUE) or is_consumed(value):
         return True
     if isinstance(value, _STRUCTURES):
         return False
     kind = type(value)
-    if dataclasses.is_dataclass(kind):  # says itself what it holds, however it is copied
+    if dataclasses.is_dataclass(kind):  # its fields are its contents, however it is copied
         return False
     return not _has_attributes(kind) or any(_is_own(kind, name) for name in _COPYING)
 
 
 def _has_attributes(kind: type) -> bool:
-    """Whether instances are Python's own: of classes that have attributes and no other state."""
+    """Returns whether a class is defined in Python, so that attributes are its only state."""
     return bool(kind.__flags__ & 1 << 9) and (kind.__dictoffset__ != 0 or any(_slots_of(kind)))
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether a class defines ``name`` itself; what dataclasses generate does not count."""
+    """Returns whether a class defines ``name``; methods that dataclasses generate don't count."""
     defined = getattr(kind, name, None)
     if defined is None or defined is getattr(object, name, None):
         return False

@@ -1,22 +1,15 @@
-"""Joining what the replicas of a split call leave: their outputs, and changed arguments.
+"""Gathers the outputs of a split call into what one device would return.
 
-    the replicas leave                             joined
-    tensors, first dimension their examples        their concatenation; arrays, too
-    0-d floating tensors                           the whole batch's, see scalar_outputs.py
-    equal numbers, strings; one object, or tensor  that
-    equal sizes, without a dimension of examples   that
+    the replicas return                            the caller gets
+    tensors, first dimension their examples        their concatenation; also of NumPy arrays
+    0-d floating tensors                           the whole batch's value, see loss_reduction.py
+    equal numbers or strings, or one object        that value
+    equal sizes, without a dimension of examples   that size
     their copies of an argument                    the argument
-    objects that are data, with tensors inside     one with its attributes joined
+    objects that are data, with tensors inside     one object, its attributes joined
     anything else                                  PerReplica
 
-In an argument that has been changed, values are joined in the same way, equal tensors too, and:
-
-    a list that has grown by as many as examples   what was added, one replica after the other
-    a list that has grown by equally many          entry by entry
-    a dict or object                               key by key; a key of one replica alone is taken
-    a set                                          what any has added, without what any has removed
-
-The outputs of a split call, joined into what one device would have returned.
+``mutations.py`` joins changed arguments by the same rules; there, equal tensors are joined too.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -36,7 +30,7 @@ from mirror.replica.exactness.loss_reduction import (
     NotReducible,
     Weights,
     is_compiled,
-    joined_value,
+    weighted_sum,
     weights_of,
 )
 from mirror.replica.gradients.graph_boundary import mark_boundary
@@ -50,26 +44,60 @@ from mirror.replica.scatter_gather.containers import (
     is_object,
     is_shared,
 )
-from mirror.replica.scatter_gather.inexact_outputs import warn_of_ignored, warn_once
 from mirror.replica.scatter_gather.recurrent_states import is_state
 from mirror.replica.scatter_gather.scatter import ReplicaArgs
+from mirror.threads.user_frames import warn_user
 from mirror.values import ABSENT, PerReplica, is_number, map_structure, rebuild_node
 
-_MISSING: Any = object()
+
+def join_outputs(
+    runner: Runner,
+    results: dict[int, Any],
+    sizes: Sequence[float],
+    parts: Sequence[ReplicaArgs] = (),
+    module: nn.Module | None = None,
+) -> Any:
+    """Returns the replicas' outputs, joined into what one device would return.
+
+    Tensors with the replica's number of examples as their first dimension are concatenated. 0-d
+    floating ones become the example-weighted mean; in a split call their graphs may show other
+    weights. Other leaves stay if they are equal, and become PerReplica if not. Differentiable.
+
+    Args:
+        results: the output of each replica that ran, by replica.
+        sizes: every replica's number of examples.
+        parts: the replicas' arguments in a split call: arguments that are returned become the
+            caller's objects, and objects that are data are joined.
+        module: the module of the split call.
+
+    Raises:
+        StructureError: the replicas' outputs differ in structure.
+    """
+    gatherer = Gatherer(runner, sizes, list(results), parts, module)
+    try:
+        return map_structure(gatherer.output, *results.values())
+    except StructureError as error:
+        raise StructureError(
+            f"the replicas' outputs of a split call differ in structure: {error}; return the same "
+            "structure for every part of a batch"
+        ) from None
 
 
 class _NotJoined(Exception):
-    """Parts that are not one value together."""
+    """The parts cannot be joined into one value."""
+
+
+_MISSING: Any = object()
 
 
 class Gatherer:
     """Joins values of the replicas that ran.
 
     Args:
-        sizes: every replica's number of examples, 0 for one that sat out.
+        sizes: every replica's number of examples, 0 for an idle replica.
         ids: the replicas that ran.
-        parts: what they were handed, for values of a split call.
-        module: what was called, for its outputs.
+        parts: the replicas' arguments, for values of a split call.
+        module: the called module, for its outputs.
     """
 
     def __init__(
@@ -86,15 +114,16 @@ class Gatherer:
         self._parts = parts
         self._module = module
         places = runner.replicas.places
-        self._home, self._places = (
+        self._first_device, self._mesh = (
             places.positions[0][0],
             places if places.is_model_parallel else None,
         )
         self._counts = [sizes[r] for r in ids]
         self._total = sum(self._counts)
-        self._origins: list[dict[int, Any]] | None = None  # by id of a replica's copy
-        self._made: dict[int, Any] = {}
-        self._is_new = False  # whether an object is joined that no argument is or holds
+        # Per replica that ran: the caller's object, by id of the replica's copy of it.
+        self._origins: list[dict[int, Any]] | None = None
+        self._joined_objects: dict[int, Any] = {}
+        self._is_new = False  # the object being joined is not, and is not in, an argument
 
     def output(self, *parts: Any) -> Any:
         """Joins one leaf of the outputs."""
@@ -102,12 +131,12 @@ class Gatherer:
         if len(parts) > 1 and parts[1] is first and all(part is first for part in parts):
             return self._origin_of(parts, first)
         if False not in [isinstance(part, Tensor) for part in parts]:
-            tensor = self._tensor(parts)
+            tensor = self._join_tensors(parts)
             if tensor is not None:
                 return tensor
         elif (len(parts) == 1 and not is_object(first)) or _are_equal(parts):
             return self._origin_of(parts, first)
-        elif isinstance(first, torch.Size) and self._is_of_no_part(parts):
+        elif isinstance(first, torch.Size) and self._is_size_of_no_part(parts):
             return first
         elif isinstance(first, np.ndarray) and _are_batched(parts, self._counts):
             return np.concatenate(parts)
@@ -125,8 +154,8 @@ class Gatherer:
         return self.as_per_replica(parts)
 
     def entry(self, parts: Sequence[Any], before: Any = None) -> Any:
-        """Joins one entry of an argument, which was ``before``."""
-        if _stays_whole(parts, before) and not self._parts[0].split.is_batched(before):
+        """Joins one entry of an argument; ``before`` is its value before the call."""
+        if _keeps_first_dim(parts, before) and not self._parts[0].split.is_batched(before):
             value = self.merge_unbatched(parts)
             return self.as_per_replica(parts) if value is None else value
         try:
@@ -134,8 +163,12 @@ class Gatherer:
         except _NotJoined:
             return self.as_per_replica(parts)
 
-    def of_some(self, which: Sequence[int], parts: Sequence[Any]) -> Any:
-        """Joins an entry that only some of those that ran have made, ``which`` by position."""
+    def gather_some(self, which: Sequence[int], parts: Sequence[Any]) -> Any:
+        """Joins an entry that only some replicas have made.
+
+        Args:
+            which: the indices of these replicas among those that ran.
+        """
         if len(which) == len(self._ids):
             return self.entry(parts)
         split = isinstance(parts[0], Tensor) and parts[0].shape[:1] == (self._counts[which[0]],)
@@ -144,28 +177,28 @@ class Gatherer:
         return self.as_per_replica(parts, [self._ids[i] for i in which])
 
     def merge_unbatched(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """Joins tensors of which none has a dimension of examples; ``None``: they differ."""
-        here = [part.to(self._home) for part in parts]
-        if all(part.shape == here[0].shape and torch.equal(part, here[0]) for part in here):
-            return here[0]
-        if self._total and here[0].dim() == 0 and here[0].is_floating_point():
-            return weighted_mean(here, self._counts)
+        """Joins tensors without a dimension of examples; returns ``None`` if they differ."""
+        local = [part.to(self._first_device) for part in parts]
+        if all(part.shape == local[0].shape and torch.equal(part, local[0]) for part in local):
+            return local[0]
+        if self._total and local[0].dim() == 0 and local[0].is_floating_point():
+            return weighted_mean(local, self._counts)
         return None
 
     def as_per_replica(
         self, parts: Sequence[Any], ids: Sequence[int] | None = None
     ) -> PerReplica[Any]:
-        """Returns the parts as they are."""
+        """Returns the parts as a PerReplica."""
         values: list[Any] = [ABSENT] * len(self._sizes)
         for replica_id, part in zip(self._ids if ids is None else ids, parts, strict=True):
             values[replica_id] = part
         return PerReplica(values, weights=self._sizes)._left_apart(bool(self._parts))
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """Returns the value that the parts are together.
+        """Returns the one value that the parts form.
 
         Raises:
-            _NotJoined: they are none.
+            _NotJoined: they form none.
         """
         first = parts[0]
         origin = self._origin_of(parts, _MISSING)
@@ -174,14 +207,14 @@ class Gatherer:
         if len(parts) > 1 and all(part is first for part in parts):
             return first
         if any(isinstance(part, Tensor) for part in parts):
-            return self._equal_or_joined(parts)
+            return self._join_some_tensors(parts)
         if any(type(part) is not type(first) for part in parts):
             raise _NotJoined
         if is_leaf(first) or is_consumed(first) or isinstance(first, frozenset):
-            return self._leaf(parts)
-        if id(first) not in self._made:
-            self._made[id(first)] = self._holder(parts)
-        return self._made[id(first)]
+            return self._join_leaf(parts)
+        if id(first) not in self._joined_objects:
+            self._joined_objects[id(first)] = self._join_contents(parts)
+        return self._joined_objects[id(first)]
 
     def concatenate(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns the entries of all parts, one replica after the other."""
@@ -191,79 +224,81 @@ class Gatherer:
         """Returns one replica's value on the first replica's device."""
         if not isinstance(value, Tensor):
             return value
-        return value.to(self._home if self._places is None else self._home_of(value))
+        return value.to(
+            self._first_device if self._mesh is None else self._first_device_for(value)
+        )
 
     def are_sizes(self, numbers: Sequence[Any]) -> bool:
-        """Whether these are the numbers of examples of those that ran."""
+        """Returns whether these are the numbers of examples of the replicas that ran."""
         return list(numbers) == self._counts
 
     def are_per_example(self, parts: Sequence[Sequence[Any]]) -> bool:
-        """Whether replicas have an entry for each of their examples, and not for each step."""
+        """Returns whether each replica's list has one entry per example, not per step."""
         if [len(part) for part in parts] != self._counts:
             return False
         if len(set(self._counts)) > 1:
             return True
         entries = [entry for part in parts for entry in part]
-        # Tensors are as likely those of every layer.
+        # Tensors could just as well be one per layer.
         of_numbers = all(is_leaf(e) and not isinstance(e, Tensor) for e in entries)
         return of_numbers and self._counts[0] > 1
 
-    def are_as_many(self, parts: Sequence[Sequence[Any]]) -> bool:
-        """Whether replicas have as many entries as they have examples, more than one."""
+    def are_as_many_as_examples(self, parts: Sequence[Sequence[Any]]) -> bool:
+        """Returns whether each replica has as many entries as examples, and one has several."""
         return [len(part) for part in parts] == self._counts and max(self._counts) > 1
 
     def added(self, parts: Sequence[Any], num_added: int) -> Any:
-        """Joins one of the entries that a list has got."""
+        """Joins one of the entries that were added to a list."""
         is_any = num_added == 1 and set(self._counts) == {1} and len(parts) > 1
         if is_any and is_leaf(parts[0]) and not isinstance(parts[0], Tensor):
-            return self.as_per_replica(parts)  # of every example, or of the call: nothing tells
+            return self.as_per_replica(parts)  # one per example or one per call: ambiguous
         return self.entry(parts)
 
-    def _home_of(self, part: Tensor) -> torch.device:
-        """Returns the first replica's device at the position that a part is at."""
-        return self._home if self._places is None else self._places.replica_at(part.device)[0]
+    def _first_device_for(self, part: Tensor) -> torch.device:
+        """Returns the first replica's device at the position of a part's device."""
+        return self._first_device if self._mesh is None else self._mesh.replica_at(part.device)[0]
 
-    def _tensor(self, parts: Sequence[Tensor]) -> Tensor | None:
-        home = self._home if self._places is None else self._home_of(parts[0])
+    def _join_tensors(self, parts: Sequence[Tensor]) -> Tensor | None:
+        device = self._first_device if self._mesh is None else self._first_device_for(parts[0])
         if _are_batched(parts, self._counts) and (len(parts) == 1 or not is_state(parts[0])):
-            here = [part.to(home) for part in mark_boundary(self._runner, self._ids, parts)]
-            return here[0] if len(here) == 1 else torch.cat(here)
+            local = [part.to(device) for part in mark_boundary(self._runner, self._ids, parts)]
+            return local[0] if len(local) == 1 else torch.cat(local)
         if self._total and all(part.dim() == 0 and part.is_floating_point() for part in parts):
-            here = [part.to(home) for part in mark_boundary(self._runner, self._ids, parts)]
+            local = [part.to(device) for part in mark_boundary(self._runner, self._ids, parts)]
             weights = self._weights_of(parts)
             if weights is None:
-                return weighted_mean(here, self._counts)
-            return joined_value(here, weights)
+                return weighted_mean(local, self._counts)
+            return weighted_sum(local, weights)
         return None
 
     def _weights_of(self, parts: Sequence[Tensor]) -> Weights | None:
-        """Returns what 0-d outputs count with; ``None``: as their examples."""
+        """Returns the weights of 0-d outputs; ``None`` for their numbers of examples."""
         if self._module is None or len(parts) == 1:
             return None
         try:
             if is_compiled(parts) and not any(part.has_share for part in self._parts):
-                warn_of_ignored(self._module, self._parts)
+                _refuse_ignored_labels(self._module, self._parts)
             return weights_of(parts, self._counts, any(part.has_share for part in self._parts))
         except NotReducible as why:
-            warn_once(type(self._module), str(why))
+            _warn_once(type(self._module), str(why))
             return None
 
-    def _equal_or_joined(self, parts: Sequence[Any]) -> Tensor:
+    def _join_some_tensors(self, parts: Sequence[Any]) -> Tensor:
         if not all(isinstance(part, Tensor) for part in parts):
             raise _NotJoined
-        tensor = self._tensor(parts)
+        tensor = self._join_tensors(parts)
         if tensor is not None:
             return tensor
-        home = self._home if self._places is None else self._home_of(parts[0])
-        first: Tensor = parts[0].to(home)
+        device = self._first_device_for(parts[0])
+        first: Tensor = parts[0].to(device)
         for part in parts[1:]:
             if part.shape != first.shape or part.dtype != first.dtype or part.requires_grad:
                 raise _NotJoined
-            if not torch.equal(part.to(home), first):
+            if not torch.equal(part.to(device), first):
                 raise _NotJoined
         return first
 
-    def _leaf(self, parts: Sequence[Any]) -> Any:
+    def _join_leaf(self, parts: Sequence[Any]) -> Any:
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -275,7 +310,7 @@ class Gatherer:
             raise _NotJoined
         if isinstance(first, PerReplica):
             raise _NotJoined
-        if isinstance(first, torch.Size) and not self._is_of_no_part(parts):
+        if isinstance(first, torch.Size) and not self._is_size_of_no_part(parts):
             raise _NotJoined
         if self._is_new and type(first) is int and self.are_sizes(parts):
             raise _NotJoined
@@ -283,13 +318,13 @@ class Gatherer:
             return first
         raise _NotJoined
 
-    def _is_of_no_part(self, sizes: Sequence[Any]) -> bool:
-        """Whether these are all one torch.Size, and none of its dimensions is of examples."""
+    def _is_size_of_no_part(self, sizes: Sequence[Any]) -> bool:
+        """Returns whether these are one torch.Size without a dimension of examples."""
         if any(type(size) is not torch.Size or size != sizes[0] for size in sizes):
             return False
         return not any(self.are_sizes(dimension) for dimension in zip(*sizes, strict=True))
 
-    def _holder(self, parts: Sequence[Any]) -> Any:
+    def _join_contents(self, parts: Sequence[Any]) -> Any:
         first = parts[0]
         if is_shared(first):
             if len(parts) == 1:
@@ -303,15 +338,15 @@ class Gatherer:
                 return assign(empty_like(first), dict(enumerate(self.concatenate(parts))))
             raise _NotJoined
         if isinstance(first, tuple):
-            return rebuild_node(first, self._by_key(held))
-        shell = self._made[id(first)] = empty_like(first)
-        return assign(shell, self._by_key(held))
+            return rebuild_node(first, self._join_by_key(held))
+        shell = self._joined_objects[id(first)] = empty_like(first)
+        return assign(shell, self._join_by_key(held))
 
-    def _by_key(self, held: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    def _join_by_key(self, held: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
         return {key: self.join([one[key] for one in held]) for key in held[0]}
 
     def _origin_of(self, parts: Sequence[Any], default: Any) -> Any:
-        """Returns the argument of the caller's of which the parts are the replicas' copies."""
+        """Returns the caller's object if the parts are the replicas' copies of it."""
         if not self._parts or type(parts[0]) in IMMUTABLE:
             return default
         if self._origins is None:
@@ -325,8 +360,8 @@ class Gatherer:
         return first if all(o.get(id(p), _MISSING) is first for o, p in pairs) else default
 
 
-def _stays_whole(parts: Sequence[Any], before: Any) -> bool:
-    """Whether tensors have taken the place of one like them that has something in it."""
+def _keeps_first_dim(parts: Sequence[Any], before: Any) -> bool:
+    """Returns whether tensors have replaced one with as many rows, that is not empty."""
     if not isinstance(before, Tensor) or not before.dim() or not before.numel():
         return False
     shape = before.shape
@@ -350,32 +385,35 @@ def _are_equal(parts: Sequence[Any]) -> bool:
     return plain and all(type(p) is type(first) and np.array_equal(p, first) for p in parts)
 
 
-def join_outputs(
-    runner: Runner,
-    results: dict[int, Any],
-    sizes: Sequence[float],
-    parts: Sequence[ReplicaArgs] = (),
-    module: nn.Module | None = None,
-) -> Any:
-    """Joins the replicas' outputs into what one device would have returned.
+_warned: WeakKeyDictionary[type[nn.Module], set[str]] = WeakKeyDictionary()
+_checked: WeakSet[nn.Module] = WeakSet()
 
-    Tensors whose first dimension is the replica's number of examples are concatenated, 0-d
-    floating ones become the example-weighted mean (or what their graphs tell, of a split call),
-    equal other leaves stay; the rest becomes PerReplica. Differentiable.
 
-    Args:
-        parts: what the replicas were handed, of a split call. Its arguments come out as
-            themselves, and objects that hold the batch are joined, too.
-        module: what the split call was of.
+def _refuse_ignored_labels(module: nn.Module, parts: Sequence[ReplicaArgs]) -> None:
+    """Checks the arguments of compiled code for labels that a loss ignores.
+
+    Only a module's first call is checked, since the check waits for the devices.
 
     Raises:
-        StructureError: the replicas' outputs differ in structure.
+        NotReducible: an argument has integers below zero.
     """
-    joiner = Gatherer(runner, sizes, list(results), parts, module)
-    try:
-        return map_structure(joiner.output, *results.values())
-    except StructureError as error:
-        raise StructureError(
-            f"the replicas' outputs of a split call differ in structure: {error}; return the same "
-            "structure for every part of a batch"
-        ) from None
+    if module in _checked:
+        return
+    _checked.add(module)
+    if any(part.has_ignored() for part in parts):
+        raise NotReducible("of compiled code, and of labels below zero, ignored perhaps")
+
+
+def _warn_once(kind: type[nn.Module], what: str) -> None:
+    """Warns, once for each module type and cause, that an averaged output may not be exact."""
+    causes = _warned.setdefault(kind, set())
+    if what in causes:
+        return
+    causes.add(what)
+    warn_user(
+        f"a 0-d output of {kind.__name__} is averaged over the parts of the batch by their "
+        f"numbers of examples, which is exact for a mean over examples; this output is {what}, "
+        "so the result differs from one device's. Return one value per example, or compute the "
+        "loss outside the model; if the model divides a sum by a number, pass the whole batch's "
+        "number as num_items_in_batch"
+    )

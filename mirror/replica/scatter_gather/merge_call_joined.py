@@ -1,6 +1,7 @@
-"""What replicas call at the same place with the same object is called once, for all of them.
+"""Makes one call for all replicas that call the same object, with their arguments joined.
 
-See [Note: Metrics]: what they give is joined as one device would have given it.
+Metrics use it: the joined arguments are those that one device would pass. See [Note: Metrics] in
+``modules/metric_calls.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_OWN = object()  # a result that makes each replica call its own object
+
+
 def merge_call_joined(
     replica: Replica,
     metric: Any,
@@ -38,17 +42,17 @@ def merge_call_joined(
     *,
     is_loose: bool = False,
 ) -> Any:
-    """Calls for all replicas once, with what they give joined; returns the value to each.
+    """Calls once with the joined arguments of all replicas; returns the value on each replica.
 
-    Where each replica has an object of its own, each calls its own.
+    If the replicas have different objects, each calls its own.
 
     Args:
-        joining: how it is joined; ``Join`` unless given.
-        is_loose: whether those who call it need not be all. See [Note: Loose points].
+        joining: the class that joins the arguments; ``Join`` by default.
+        is_loose: whether only some of the replicas may call. See [Note: Loose points].
 
     Raises:
-        StrategyError: what they give cannot be joined.
-        DivergenceError: not all replicas that run call it.
+        StrategyError: the arguments cannot be joined.
+        DivergenceError: not all active replicas call it, and ``is_loose`` is false.
     """
     name = type(metric).__name__
     places = replica.replicas.places
@@ -64,11 +68,13 @@ def merge_call_joined(
         return {r: _move(result, places, r) for r in calls}
 
     def action(calls: dict[int, _Call]) -> dict[int, Any]:
-        of_object: dict[int, dict[int, _Call]] = {}
+        calls_by_object: dict[int, dict[int, _Call]] = {}
         for r, one in calls.items():
-            of_object.setdefault(id(one.metric), {})[r] = one
-        if is_loose or len(of_object) == 1:
-            return {r: result for same in of_object.values() for r, result in once(same).items()}
+            calls_by_object.setdefault(id(one.metric), {})[r] = one
+        if is_loose or len(calls_by_object) == 1:
+            return {
+                r: result for same in calls_by_object.values() for r, result in once(same).items()
+            }
         return dict.fromkeys(calls, _OWN)
 
     method = getattr(call, "func", call)  # of a partial one
@@ -77,11 +83,13 @@ def merge_call_joined(
         f"a call of {name}", signature, _Call(metric, call, args, kwargs), action, "", is_loose
     )
     result = replica.run.merge(replica.replica_id, point)
-    return call(*args, **kwargs) if result is _OWN else _watched(result, replica, name)
+    return (
+        call(*args, **kwargs) if result is _OWN else _forbid_local_backward(result, replica, name)
+    )
 
 
 class _Call(NamedTuple):
-    """What one replica calls."""
+    """The call of one replica."""
 
     metric: Any
     call: Callable[..., Any]
@@ -90,30 +98,30 @@ class _Call(NamedTuple):
 
 
 class Join:
-    """Joins what the replicas give a metric of torchmetrics.
+    """Joins the replicas' arguments of a metric of torchmetrics.
 
     Args:
-        is_placed: whether it is where the metric is, else where the first replica is.
+        is_placed: whether results are on the metric's device, else on the first replica's.
     """
 
     def __init__(
         self, metric: Any, places: DeviceMesh, weights: Sequence[float], is_placed: bool = False
     ) -> None:
         self.metric = metric
-        self._places = places
+        self._mesh = places
         self._weights = weights
-        self._home = _device_of(metric) if is_placed else None
+        self._device = _device_of(metric) if is_placed else None
 
     def __call__(self, *parts: Any) -> Any:
         first = parts[0]
         is_count = is_number(first) and not isinstance(first, bool)
-        is_lone = len(parts) == 1 and isinstance(first, Tensor)  # it may have to be moved
-        if not (is_count or is_lone) and all(part is first for part in parts):
+        is_only = len(parts) == 1 and isinstance(first, Tensor)  # it may be on another device
+        if not (is_count or is_only) and all(part is first for part in parts):
             return first
         if any(type(part) is not type(first) for part in parts):
             self.refuse(parts)
         if isinstance(first, Tensor):
-            return self._tensor([part.to(self._home_of(first.device)) for part in parts])
+            return self._tensor([part.to(self._device_for(first.device)) for part in parts])
         if isinstance(first, (list, tuple)):
             return type(first)([entry for part in parts for entry in part])
         if isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
@@ -127,11 +135,11 @@ class Join:
             self.refuse(parts)
         return first
 
-    def _home_of(self, device: torch.device) -> torch.device:
-        home = self._home
-        if home is not None and home.type == device.type:
-            return home
-        return self._places.replica_at(device)[0]
+    def _device_for(self, device: torch.device) -> torch.device:
+        placed = self._device
+        if placed is not None and placed.type == device.type:
+            return placed
+        return self._mesh.replica_at(device)[0]
 
     def _tensor(self, parts: list[Tensor]) -> Tensor:
         if parts[0].dim() == 0:
@@ -153,35 +161,31 @@ class Join:
         return parts[0]
 
     def reduction(self) -> str:
-        """Returns what an aggregator of numbers does with them: "sum", "max", "min", or ""."""
-        metric = getattr(self.metric, "base_metric", self.metric)  # of one over a window
+        """Returns an aggregator's reduction of numbers: "sum", "max", "min", or "" for others."""
+        metric = getattr(self.metric, "base_metric", self.metric)  # a window wraps its metric
         reductions = list(getattr(metric, "_reductions", {}).values())
         kind: str = getattr(reductions[0], "__name__", "") if len(reductions) == 1 else ""
         return kind.removeprefix("dim_zero_")
 
     def refuse(self, parts: Sequence[Any]) -> Any:
-        """Raises StrategyError for what cannot be joined."""
+        """Raises StrategyError: the arguments cannot be joined."""
         raise StrategyError(
-            f"{type(self.metric).__name__} is updated once with what all replicas give it, and "
-            f"this cannot be joined: {describe_call(parts)}; give it the values of the "
-            "examples, one "
-            "row each, or update it outside strategy.run and the module, with joined values"
+            f"{type(self.metric).__name__} is updated once with the arguments of all replicas, "
+            f"and these cannot be joined: {describe_call(parts)}; pass one row per example, or "
+            "update the metric outside strategy.run and the module, with joined values"
         )
 
 
 def describe_call(parts: Sequence[Any]) -> str:
-    """Returns what the replicas have given, for an error."""
+    """Returns a description of the replicas' arguments, for errors."""
     return ", ".join(
         f"a tensor of shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"{p!r:.40}"
         for p in parts
     )
 
 
-_OWN = object()  # each replica has an object of its own
-
-
 def _device_of(metric: Any) -> torch.device | None:
-    """Returns where a metric, or the first one of a collection, keeps its states."""
+    """Returns the device of the states of a metric, or of the first one of a collection."""
     for module in metric.modules():
         device = getattr(module, "device", None)
         if isinstance(device, torch.device):
@@ -190,30 +194,30 @@ def _device_of(metric: Any) -> torch.device | None:
 
 
 def _move(result: Any, places: DeviceMesh, replica_id: int) -> Any:
-    def moved(leaf: Any) -> Any:
+    def to_replica(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.device in places.devices:
             return leaf.to(places.replica_at(leaf.device)[replica_id])
         return leaf
 
-    return map_structure(moved, result)
+    return map_structure(to_replica, result)
 
 
-def _watched(result: Any, replica: Replica, name: str) -> Any:
-    """Returns what a replica is given, to be differentiated after the run alone.
+def _forbid_local_backward(result: Any, replica: Replica, name: str) -> Any:
+    """Returns a replica's result, which raises if it is differentiated before the run ends.
 
-    It is the value of all replicas: its graph goes through all of theirs, and each of them, in a
-    backward pass of its own, would go through all of it.
+    The result is the value of all replicas, and so is its graph: inside ``run`` each replica's
+    backward pass would go through the graphs of all replicas.
     """
 
-    def watched(leaf: Any) -> Any:
+    def wrap(leaf: Any) -> Any:
         is_part = isinstance(leaf, Tensor) and leaf.requires_grad
         return _after(leaf, weakref.ref(replica.run), name) if is_part else leaf
 
-    return map_structure(watched, result)
+    return map_structure(wrap, result)
 
 
 class _After(torch.autograd.Function):
-    """Refuses to be differentiated while a run goes on."""
+    """Raises StrategyError in a backward pass while the run is active."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, run: weakref.ref[Run], name: str) -> Tensor:
@@ -225,9 +229,9 @@ class _After(torch.autograd.Function):
         run = ctx.run()
         if run is not None and run.is_or_has_within(runner_of(run.replicas).running):
             raise StrategyError(
-                f"the value of {ctx.metric} is that of the whole batch, and backward inside "
-                "strategy.run is that of one replica's part; differentiate a loss of the part, "
-                "such as one of torchmetrics.functional, or call backward after strategy.run"
+                f"the value of {ctx.metric} covers the whole batch, but backward inside "
+                "strategy.run covers one replica's part; differentiate a loss of the part, such "
+                "as one of torchmetrics.functional, or call backward after strategy.run"
             )
         return grad, None, None
 

@@ -1,7 +1,17 @@
-"""What replicas have changed in the arguments of a split call, joined into the caller's objects.
+"""Joins the replicas' changes of a split call's arguments into the caller's objects.
 
-See [Note: Arguments that forward changes]. Everything is joined before anything is written, so
-that a change that is refused leaves the caller's objects as they were.
+    in an argument                                 the caller's object gets
+    a batched tensor                               each replica's rows
+    a small tensor that is not batched             the value, if it is equal on all replicas
+    a list that has grown by as many as examples   the new entries, one replica after the other
+    a list that has grown by equally many          the new entries, each joined like an output
+    a dict or object                               entries joined by key; also a key of one replica
+    a set                                          elements that any replica added, without
+                                                   elements that any replica removed
+
+All changes are joined before the first is written. A change that cannot be joined raises
+``StrategyError`` and leaves the caller's objects as they were.
+See [Note: Arguments that forward changes] in ``scatter.py``.
 """
 
 from __future__ import annotations
@@ -27,16 +37,16 @@ from mirror.values import PerReplica
 
 
 def join_changes(
-    parts: Sequence[ReplicaArgs], joiner: Gatherer, where: Callable[[Any], str]
+    parts: Sequence[ReplicaArgs], gatherer: Gatherer, where: Callable[[Any], str]
 ) -> None:
-    """Joins what the replicas have changed into the objects that the caller passed.
+    """Writes the replicas' changes into the objects that the caller passed.
 
     Args:
-        parts: of the replicas that ran.
-        where: tells of which argument an object is, for errors.
+        parts: the arguments of the replicas that ran.
+        where: returns the name of the argument that holds an object, for errors.
 
     Raises:
-        StrategyError: the changes cannot be joined, or are of what all replicas share.
+        StrategyError: the changes cannot be joined, or concern an object that all replicas share.
     """
     for value, held in parts[0].shared:
         if not is_held(snapshot(value), held):
@@ -44,13 +54,13 @@ def join_changes(
                 where(value),
                 f"an object ({type(value).__name__}) that all replicas share, once by each",
             )
-    writes = _written(parts, joiner, where)
+    writes = _written(parts, gatherer, where)
     fills = []
     for i, (value, _, _) in enumerate(parts[0].given):
         now = [contents_of(part.given[i][1]) for part in parts]
         handed = [part.given[i][2] for part in parts]
         if not all(map(is_held, now, handed)):
-            fills.append((value, _changed(value, now, handed, joiner, where)))
+            fills.append((value, _changed(value, now, handed, gatherer, where)))
     for write in writes:
         write()
     for value, contents in fills:
@@ -58,9 +68,9 @@ def join_changes(
 
 
 def _written(
-    parts: Sequence[ReplicaArgs], joiner: Gatherer, where: Callable[[Any], str]
+    parts: Sequence[ReplicaArgs], gatherer: Gatherer, where: Callable[[Any], str]
 ) -> list[Callable[[], object]]:
-    """Returns what writes the tensors that replicas have changed in place."""
+    """Returns functions that write the tensors that replicas have changed in place."""
     writes: list[Callable[[], object]] = []
     changed: dict[int, Tensor] = {}
     for part in parts:
@@ -76,7 +86,7 @@ def _written(
             elif own is not tensor:
                 changed[id(tensor)] = tensor
     for tensor in changed.values():
-        value = joiner.merge_unbatched([part.own[id(tensor)][1] for part in parts])
+        value = gatherer.merge_unbatched([part.own[id(tensor)][1] for part in parts])
         if value is None:
             shape = tuple(tensor.shape)
             _refuse(where(tensor), f"in place a tensor of shape {shape}, differently on each")
@@ -88,10 +98,10 @@ def _changed(
     value: Any,
     now: Sequence[dict[Any, Any]],
     handed: Sequence[dict[Any, Any]],
-    joiner: Gatherer,
+    gatherer: Gatherer,
     where: Callable[[Any], str],
 ) -> dict[Any, Any]:
-    """Returns the contents that the caller's object is to have."""
+    """Returns the new contents of the caller's object."""
     before = contents_of(value)
     both = list(zip(now, handed, strict=True))
     if isinstance(value, set):
@@ -99,39 +109,40 @@ def _changed(
         removed = set[Any]().union(*(was.keys() - one.keys() for one, was in both))
         return dict.fromkeys((before.keys() - removed) | added)
     if isinstance(value, (list, deque)):
-        return _sequence(value, now, handed, joiner, where)
+        return _sequence(value, now, handed, gatherer, where)
     contents = dict[Any, Any]()
     for key, child in before.items():
         present = [one[key] for one in now if key in one]
         if len(present) == len(now):
-            contents[key] = _entry(key, child, present, handed, joiner)
+            contents[key] = _entry(key, child, present, handed, gatherer)
         elif any(key in one and one[key] is not was[key] for one, was in both):
             _refuse(where(value), f"entry {key!r}, on some replicas, and removed it on others")
     for one in now:
         for key in one:
             if key not in before and key not in contents:
                 have = [i for i, other in enumerate(now) if key in other]
-                contents[key] = joiner.of_some(have, [now[i][key] for i in have])
+                contents[key] = gatherer.gather_some(have, [now[i][key] for i in have])
     if not any(isinstance(child, Tensor) for one in now for child in one.values()):
-        _leave_counts_apart(contents, before, now, joiner)
+        _keep_counts_per_replica(contents, before, now, gatherer)
     return contents
 
 
-def _leave_counts_apart(
+def _keep_counts_per_replica(
     contents: dict[Any, Any],
     before: dict[Any, Any],
     now: Sequence[dict[Any, Any]],
-    joiner: Gatherer,
+    gatherer: Gatherer,
 ) -> None:
-    """Does not take a number for that of one device that has grown by the examples of each.
+    """Makes a number a PerReplica if it has grown by each replica's number of examples.
 
-    It counts them, or equal parts say nothing. (Beside tensors it is a position: of a cache.)
+    Such a number counts examples, so one replica's value is not the whole batch's. In an object
+    with tensors it is a position in a cache, and stays.
     """
     for key, value in contents.items():
         old = before.get(key, 0)
         if type(value) is int and type(old) is int and value != old and len(now) > 1:
-            if joiner.are_sizes([one[key] - old for one in now if key in one]):
-                contents[key] = joiner.as_per_replica([one[key] for one in now])
+            if gatherer.are_sizes([one[key] - old for one in now if key in one]):
+                contents[key] = gatherer.as_per_replica([one[key] for one in now])
 
 
 def _entry(
@@ -139,27 +150,27 @@ def _entry(
     child: Any,
     present: Sequence[Any],
     handed: Sequence[dict[Any, Any]],
-    joiner: Gatherer,
+    gatherer: Gatherer,
 ) -> Any:
     same = list(map(is_same, present, [was[key] for was in handed]))
     if all(same):
         return child
     if isinstance(child, PerReplica):
-        return joiner.as_per_replica(present)
-    if any(same):  # some only, which has it for one of its examples
+        return gatherer.as_per_replica(present)
+    if any(same):  # only some replicas have changed it
         which = [i for i, is_same in enumerate(same) if not is_same]
-        return joiner.of_some(which, [present[i] for i in which])
-    return joiner.entry(present, child)
+        return gatherer.gather_some(which, [present[i] for i in which])
+    return gatherer.entry(present, child)
 
 
 def _sequence(
     value: Any,
     now: Sequence[dict[Any, Any]],
     handed: Sequence[dict[Any, Any]],
-    joiner: Gatherer,
+    gatherer: Gatherer,
     where: Callable[[Any], str],
 ) -> dict[Any, Any]:
-    """Returns what a list has, whose replicas' copies have grown, shrunk or changed."""
+    """Returns the new contents of a list, of which replicas' copies grew, shrank or changed."""
     before = contents_of(value)
     lists = [list(one.values()) for one in now]
     lengths, kept = [len(entries) for entries in lists], len(before)
@@ -167,23 +178,23 @@ def _sequence(
     only_grown = min(lengths) >= kept and all(
         one[i] is was[i] for one, was in zip(now, handed, strict=True) for i in range(kept)
     )
-    if only_grown and joiner.are_per_example(grown):
-        return dict(enumerate([*before.values(), *joiner.concatenate(grown)]))
+    if only_grown and gatherer.are_per_example(grown):
+        return dict(enumerate([*before.values(), *gatherer.concatenate(grown)]))
     if len(set(lengths)) > 1:
         _refuse(where(value), f"to lengths {lengths} that are not those of their examples")
     rows = [[one[i] for one in lists] for i in range(lengths[0])]
-    entries = [_entry(i, before[i], row, handed, joiner) for i, row in enumerate(rows[:kept])]
-    added = [joiner.added(row, len(rows) - kept) for row in rows[kept:]]
-    if only_grown and joiner.are_as_many(grown):
+    entries = [_entry(i, before[i], row, handed, gatherer) for i, row in enumerate(rows[:kept])]
+    added = [gatherer.added(row, len(rows) - kept) for row in rows[kept:]]
+    if only_grown and gatherer.are_as_many_as_examples(grown):
         if any(isinstance(entry, PerReplica) for entry in added):
-            added = joiner.concatenate(grown)
+            added = gatherer.concatenate(grown)
     return dict(enumerate(entries + added))
 
 
 def _refuse(where: str, what: str) -> NoReturn:
     raise StrategyError(
-        f"a split call has changed {where}: {what}; what a forward changes in an argument is "
-        "joined as outputs are: tensors whose first dimension is the number of examples are "
-        "concatenated, 0-d floating ones averaged, equal values stay; return the values instead, "
-        "or call the module inside strategy.run, with an object for each replica"
+        f"a split call has changed {where}: {what}; changes of an argument are joined like "
+        "outputs: tensors that have the examples as their first dimension are concatenated, "
+        "0-d floating ones averaged, equal values stay; return the values instead, or call the "
+        "module inside strategy.run, with an object for each replica"
     )

@@ -4,11 +4,11 @@
     RNN, LSTM, GRU: states in and out        the second dimension, also with batch_first
     these, attention, Transformer: inputs    the second dimension, the first with batch_first
 
-A split call splits the first dimension. So a state that the caller has made for the whole batch,
-``torch.zeros(num_layers, len(x), size)``, comes to a replica's layer whole, and the layer would
-refuse it: it is given the replica's examples of it. A state that goes out is never taken for
-a batch, however many layers there are. Inputs that have been split along their steps, where each
-replica would compute a part of every sequence, get a warning.
+A split call splits the first dimension. A state for the whole batch,
+``torch.zeros(num_layers, len(x), size)``, therefore reaches a replica's layer whole, and torch
+would reject its shape: the layer gets the replica's examples of it. A state that a layer returns
+is never taken for a batch, even if it has as many layers as examples. Inputs that are split along
+their steps cause a warning, since each replica then computes a part of every sequence.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _STATE = "_mirror_is_state"
 
 
 def is_sequence_first(module: nn.Module) -> bool:
-    """Whether a module's batch is not the first dimension: it has not been told so."""
+    """Returns whether a module's batch is not the first dimension, as ``batch_first`` states."""
     inner = getattr(module, "self_attn", module)
     return isinstance(module, LAYERS) and not getattr(inner, "batch_first", False)
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Whether a tensor is what a recurrent layer returned as a state in a split call."""
+    """Returns whether a recurrent layer returned a tensor as a state in a split call."""
     return tensor.dim() == 3 and _STATE in tensor.__dict__
 
 
 def call_with_sequences(
     replica: Replica, module: Any, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Calls a layer on a replica, with its examples of states, and marks those it returns."""
+    """Calls a layer with the replica's examples of its states, and marks the states it returns."""
     weights = replica.run.all_weights() if replica.run.is_split else None
     if weights is None or weights[replica.replica_id] == sum(weights):
         return call(*args, **kwargs)
@@ -61,19 +61,19 @@ def call_with_sequences(
         return call(*args, **kwargs)
     num_layers = module.num_layers * (2 if module.bidirectional else 1)
 
-    def own(state: Any) -> Any:
+    def narrow(state: Any) -> Any:
         if type(state) in (tuple, list):
-            return type(state)(map(own, state))
-        # Anything else than the whole batch's states is the layer's to judge.
+            return type(state)(map(narrow, state))
+        # The layer itself rejects states of any other shape.
         is_whole = isinstance(state, Tensor) and state.shape[:2] == (num_layers, num_examples)
         if is_whole and state.dim() == 3 and batch == size:
             return state.narrow(1, start, size).contiguous()
         return state
 
     if len(args) > 1:
-        args = (args[0], own(args[1]), *args[2:])
+        args = (args[0], narrow(args[1]), *args[2:])
     elif "hx" in kwargs:
-        kwargs = {**kwargs, "hx": own(kwargs["hx"])}
+        kwargs = {**kwargs, "hx": narrow(kwargs["hx"])}
     output, states = call(*args, **kwargs)
     for state in states if isinstance(states, tuple) else (states,):
         setattr(state, _STATE, True)
@@ -81,7 +81,7 @@ def call_with_sequences(
 
 
 def _batch_of(module: nn.Module, inputs: Any) -> int | None:
-    """Returns the number of examples that a layer sees; ``None`` without a batch."""
+    """Returns the number of examples in a layer's inputs; ``None`` without a batch."""
     if isinstance(inputs, PackedSequence):
         return int(inputs.batch_sizes[0])
     if not isinstance(inputs, Tensor) or inputs.dim() != 3:
@@ -90,7 +90,7 @@ def _batch_of(module: nn.Module, inputs: Any) -> int | None:
 
 
 def _warn_of_steps(module: nn.Module, inputs: Any, size: int, num_examples: int) -> None:
-    """Warns where the steps of sequences, not the examples, are as many as those of the part."""
+    """Warns if the inputs have been split along their steps instead of their examples."""
     if not isinstance(inputs, Tensor) or inputs.dim() != 3:
         return
     if inputs.shape[0] == size and inputs.shape[1] != size:
@@ -98,7 +98,7 @@ def _warn_of_steps(module: nn.Module, inputs: Any, size: int, num_examples: int)
         warn_user(
             f"a split call has split the first dimension, {num_examples}, and {kind} without "
             f"batch_first takes it for the steps: an input of shape {tuple(inputs.shape)} has "
-            f"{size} of them, and each replica computes a part of every sequence, which is not "
-            f"what one device gives. Make {kind} with batch_first=True and give the model the "
+            f"{size} of them, and each replica computes a part of every sequence, so the result "
+            f"differs from one device's. Create {kind} with batch_first=True and pass the "
             "examples first, or call the model inside strategy.run with each replica's examples"
         )

@@ -1,28 +1,22 @@
-"""The arguments of a split call: a part for each replica, of all that can be changed its own.
+"""Scatters the arguments of a split call: each replica gets its own part.
 
 [Note: Arguments that forward changes]
-Every replica is handed a part of its own of all that can be changed, and what it has done to that
-is joined into the caller's object, as outputs are joined. So a cache, a list or a dict that is
-passed, filled and passed again is what one device would have made of it:
+A forward may change its arguments: it fills a cache, a list or a dict. Each replica therefore
+gets its own part of everything that can be changed. Its changes are joined into the caller's
+object by the rules for outputs, so the object ends as on one device.
 
     an argument                                 a replica gets
-    tensor or array, batched                    its rows: a view where it is on the device
+    tensor or array, batched                    its rows: a view if they are on its device
     tensor, not batched                         a copy, if it is small and needs no gradient
-    list, dict, set, deque, dataclass           a copy, with its part of what is inside
-    object that is data (a key-value cache)     a copy, with its part of what is inside
+    list, dict, set, deque, dataclass           a copy with the replica's parts inside
+    object that is data (a key-value cache)     a copy with the replica's parts inside
     PerReplica                                  its part
-    num_items_in_batch                          its share, see below
+    num_items_in_batch                          its share, see ``ReplicaArgs._share``
     anything else: a module, a function         the object itself
 
-When all have returned, each copy is compared with what was handed out: the contents by identity,
-tensors by version. How changes are joined: ``joiner.py``. What cannot be joined is an error that
-names the argument, and then the caller's objects are as they were; so is a change of an object
-that all share. Iterators, which every replica would consume, are refused.
-
-``num_items_in_batch`` is what transformers calls the number of target tokens of the whole batch,
-by which a model divides a sum. Outputs of replicas are averaged by examples; with its share by
-examples, ``items * size / num_examples``, each replica's summand comes out exactly, however the
-tokens are spread, and a mean that is added to it (an auxiliary loss) stays a mean.
+After the call each copy is compared with what the replica got: contents by identity, tensors by
+version. ``mutations.py`` joins the differences. A change that cannot be joined, or of an object
+that all replicas share, raises ``StrategyError`` and leaves the caller's objects unchanged.
 """
 
 from __future__ import annotations
@@ -66,18 +60,21 @@ class SplitPlan:
 
     Attributes:
         active: the replicas that take part.
-        num_examples: of the whole batch; ``None`` for a call that one replica makes whole.
+        devices: each replica's device, at position 0 of the mesh.
+        num_examples: of the whole batch; ``None`` if one replica makes the whole call.
+        sizes: each replica's number of examples.
+        starts: each replica's first example.
 
     Args:
-        places: where the replicas are. See [Note: Places].
-        copies: what tensors of the host travel by to GPUs.
+        mesh: the devices of all replicas.
+        copies: the copy streams that bring host tensors to GPUs.
     """
 
     __slots__ = (
         "_copies",
+        "_mesh",
         "_pinned",
-        "_places",
-        "_reads_callers",
+        "_reads_pinned_args",
         "active",
         "devices",
         "num_examples",
@@ -88,24 +85,24 @@ class SplitPlan:
     def __init__(
         self,
         sizes: Sequence[int],
-        places: DeviceMesh,
+        mesh: DeviceMesh,
         num_examples: int | None,
         copies: CopyStreams | None = None,
     ) -> None:
         self._copies = copies
         self._pinned: dict[int, tuple[Tensor, Tensor]] = {}
-        self._reads_callers = False  # memory that the caller has pinned
+        self._reads_pinned_args = False  # a copy reads memory that the caller has pinned
         self.sizes = sizes
         self.starts = list(accumulate(sizes, initial=0))
-        self.devices = places.positions[0]
-        self._places = places if places.is_model_parallel else None
+        self.devices = mesh.positions[0]
+        self._mesh = mesh if mesh.is_model_parallel else None
         self.num_examples = num_examples
         self.active = list(range(len(sizes)))
         if not all(sizes):
             self.active = [r for r in self.active if sizes[r]] or [0]
 
     def is_batched(self, value: Any) -> bool:
-        """Whether a tensor or array is split: it has the examples as its first dimension."""
+        """Returns whether a tensor or array is split: its first dimension is the examples."""
         shape = value.shape
         return len(shape) > 0 and bool(shape[0] == self.num_examples)
 
@@ -115,31 +112,32 @@ class SplitPlan:
         return tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
 
     def pin(self, arguments: Any) -> None:
-        """Makes the tensors of the host in the arguments ready to travel, once for all parts."""
+        """Pins the host tensors among the arguments, once for all replicas' parts."""
         if self._copies is not None:
             for value in leaves_in(arguments):
-                if _travels(value):
+                if _is_pinnable(value):
                     whole = self._copies.pinned(value)
                     self._pinned[id(value)] = value, whole
-                    self._reads_callers |= whole is value
+                    self._reads_pinned_args |= whole is value
 
     def finish(self) -> None:
-        """Waits until nothing reads the caller's own memory any more: it may be written to."""
-        if self._copies is not None and self._reads_callers:
+        """Waits until no copy reads the caller's memory, so that the caller may write to it."""
+        if self._copies is not None and self._reads_pinned_args:
             self._copies.synchronize()
 
     def device_for(self, tensor: Tensor, replica_id: int) -> torch.device:
-        """Returns where a replica is to have its part of what comes apart."""
-        devices = self.devices if self._places is None else self._places.replica_at(tensor.device)
+        """Returns the device for a replica's part of a tensor."""
+        devices = self.devices if self._mesh is None else self._mesh.replica_at(tensor.device)
         return devices[replica_id]
 
     def to_replica(self, tensor: Tensor, replica_id: int) -> Tensor:
-        """Returns a replica's rows of a tensor, or all of it, on its device; maybe itself.
+        """Returns a replica's rows of a tensor, or all of it, on the replica's device.
 
-        A host that waited for a copy would wait for the GPU's earlier work, too, and hold up the
-        other replicas: see [Note: Turns].
+        The result aliases ``tensor`` if nothing has to be copied. Copies are asynchronous: a
+        host that waited for one would wait for the GPU's earlier work too, and the other
+        replicas with it.
         """
-        devices = self.devices if self._places is None else self._places.replica_at(tensor.device)
+        devices = self.devices if self._mesh is None else self._mesh.replica_at(tensor.device)
         device, is_ready = devices[replica_id], False
         if self._copies is not None:
             is_ready = id(tensor) in self._pinned
@@ -150,7 +148,7 @@ class SplitPlan:
             part = tensor.narrow(0, self.starts[replica_id], self.sizes[replica_id])
         if self._copies is None or part.device == device:
             return part.to(device)
-        if is_ready or (_travels(part) and not part.is_pinned()):
+        if is_ready or (_is_pinnable(part) and not part.is_pinned()):
             return self._copies.deliver(part, device)
         if part.device.type == "cpu" and current.replica is not None:
             current.replica.run.lockstep.let_next_begin(replica_id)
@@ -158,14 +156,14 @@ class SplitPlan:
 
 
 class ReplicaArgs:
-    """What one replica is handed of the arguments.
+    """One replica's arguments, and the records by which its changes are found.
 
     Attributes:
-        own: by ``id`` of what the caller passed, that and what the replica has in its place.
-        given: objects of the caller's, their copies, and what those held when handed out.
-        tensors: tensors of the caller's, the replica's, and the versions of those.
-        shared: objects that all replicas have, and what they held.
-        has_share: whether a ``num_items_in_batch`` was among them.
+        own: by ``id`` of a caller's value: that value, and the replica's value for it.
+        given: the caller's objects, the replica's copies, and the copies' first contents.
+        tensors: the caller's tensors, the replica's, and the replica's first versions.
+        shared: the objects that all replicas share, and their first contents.
+        has_share: whether the arguments have a ``num_items_in_batch``.
     """
 
     __slots__ = ("given", "has_share", "own", "replica_id", "shared", "split", "tensors")
@@ -180,29 +178,37 @@ class ReplicaArgs:
         self.has_share = False
 
     def has_ignored(self) -> bool:
-        """Whether integers below zero came, as those that losses ignore; waits for the device."""
-        whole = [
+        """Returns whether an integer tensor has values below zero, which losses ignore.
+
+        Waits for the device.
+        """
+        tensors = [
             part for _, part in self.own.values() if isinstance(part, Tensor) and part.numel()
         ]
-        return any(bool((t < 0).any()) for t in whole if t.dtype in (torch.int32, torch.int64))
+        return any(bool((t < 0).any()) for t in tensors if t.dtype in (torch.int32, torch.int64))
 
     def from_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the replica's arguments; ``names`` are those of the positional parameters."""
-        own = list(map(self.of, args))
+        """Returns the replica's arguments.
+
+        Args:
+            names: the names of the positional parameters.
+        """
+        own = list(map(self.part_of, args))
         if _COUNT in names and names.index(_COUNT) < len(own):
             own[names.index(_COUNT)] = self._share(args[names.index(_COUNT)])
         if not kwargs:
             return tuple(own), kwargs
-        return tuple(own), {key: self._of_entry(key, value) for key, value in kwargs.items()}
+        return tuple(own), {key: self._part_of_entry(key, value) for key, value in kwargs.items()}
 
-    def of(self, value: Any) -> Any:
-        """Returns the replica's part of a value, the same one for the same object.
+    def part_of(self, value: Any) -> Any:
+        """Returns the replica's part of a value; the same part for the same object.
 
         Raises:
-            BatchError: a PackedSequence, or a PerReplica without a part for this replica.
-            StrategyError: an iterator.
+            BatchError: the value is a PackedSequence, or a PerReplica without a part for this
+                replica.
+            StrategyError: the value is an iterator, which every replica would consume.
         """
         kind = type(value)
         if kind in IMMUTABLE:
@@ -211,15 +217,15 @@ class ReplicaArgs:
         if key in self.own:
             return self.own[key][1]
         if isinstance(value, Tensor):
-            part: Any = self._of_tensor(value)
+            part: Any = self._part_of_tensor(value)
         elif is_leaf(value):
-            part = self._of_leaf(value)
+            part = self._part_of_leaf(value)
         else:
-            return self._of_contents(value)
+            return self._part_of_contents(value)
         self.own[key] = value, part
         return part
 
-    def _of_contents(self, value: Any) -> Any:
+    def _part_of_contents(self, value: Any) -> Any:
         if isinstance(value, PackedSequence):
             raise BatchError(
                 "a PackedSequence cannot be split over the replicas, its examples are "
@@ -228,12 +234,12 @@ class ReplicaArgs:
         if is_consumed(value):
             raise StrategyError(
                 f"an iterator ({type(value).__name__}) cannot be an argument of a split call: "
-                "every replica would take from it what the others then miss; pass a list or a "
-                "tensor, or call the module inside strategy.run"
+                "each replica would consume items that the other replicas then miss; pass a list "
+                "or a tensor, or call the module inside strategy.run"
             )
         key = id(value)
         if isinstance(value, tuple):
-            part = mapped(value, self.of)
+            part = mapped(value, self.part_of)
             self.own[key] = value, part
         elif is_shared(value):
             self.own[key] = value, value
@@ -241,31 +247,40 @@ class ReplicaArgs:
             part = value
         else:
             part = empty_like(value)
-            self.own[key] = value, part  # first: it may hold itself
-            contents = {k: self._of_entry(k, child) for k, child in contents_of(value).items()}
+            self.own[key] = value, part  # before its contents, since it may hold itself
+            contents = {
+                k: self._part_of_entry(k, child) for k, child in contents_of(value).items()
+            }
             assign(part, contents)
             self.given.append((value, part, contents))
         return part
 
-    def _of_entry(self, key: Any, value: Any) -> Any:
-        return self._share(value) if key == _COUNT else self.of(value)
+    def _part_of_entry(self, key: Any, value: Any) -> Any:
+        return self._share(value) if key == _COUNT else self.part_of(value)
 
     def _share(self, items: Any) -> Any:
+        """Returns the replica's share of ``num_items_in_batch``, by its number of examples.
+
+        transformers calls by this name the target tokens of the whole batch; a model divides a
+        sum by them. Outputs are averaged by examples, so with ``items * size / num_examples``
+        each replica's summand is exact, wherever the tokens are. A mean that is added to it (an
+        auxiliary loss) stays a mean.
+        """
         split = self.split
         is_count = is_number(items) or (isinstance(items, Tensor) and items.dim() == 0)
         if not is_count or not split.num_examples or len(split.active) == 1:
-            return self.of(items)
+            return self.part_of(items)
         self.has_share = True
-        return self.of(items) * (split.sizes[self.replica_id] / split.num_examples)
+        return self.part_of(items) * (split.sizes[self.replica_id] / split.num_examples)
 
-    def _of_leaf(self, value: Any) -> Any:
+    def _part_of_leaf(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
             part = value.values[self.replica_id] if self.replica_id < len(value.values) else ABSENT
             if part is ABSENT:
                 raise BatchError(
                     f"a PerReplica among the arguments has no part for replica {self.replica_id},"
-                    f" which has {self.split.sizes[self.replica_id]} of the examples; it came out "
-                    "of a smaller batch: begin anew with every batch of another size"
+                    f" which has {self.split.sizes[self.replica_id]} of the examples; it was "
+                    "computed from a smaller batch: compute it again for each batch size"
                 )
             if isinstance(part, Tensor) and not part.is_meta:
                 return part.to(self.split.device_for(part, self.replica_id))
@@ -275,7 +290,7 @@ class ReplicaArgs:
             return value[start : start + self.split.sizes[self.replica_id]]
         return value
 
-    def _of_tensor(self, tensor: Tensor) -> Tensor:
+    def _part_of_tensor(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, MirroredTensor) or tensor.is_meta:
             return tensor
         split, shape = self.split, tensor.shape
@@ -284,7 +299,7 @@ class ReplicaArgs:
             if part.device == tensor.device:
                 return part  # a view
         elif len(split.active) > 1 and _is_copied(tensor):
-            # Not in the caller's inference mode, so that it has a version.
+            # Outside the caller's inference mode, so that the copy has a version.
             with torch.inference_mode(False), torch.no_grad():
                 part = split.to_replica(tensor, self.replica_id)
                 part = part.clone() if part is tensor else part
@@ -295,20 +310,20 @@ class ReplicaArgs:
         return part
 
 
-def _travels(value: Any) -> bool:
-    """Whether a value goes to GPUs by way of pinned memory: its copies are in no graph."""
+def _is_pinnable(value: Any) -> bool:
+    """Returns whether a value goes to GPUs through pinned memory: no graph has its copies."""
     is_plain = type(value) is Tensor and value.layout is torch.strided
     return is_plain and value.device.type == "cpu" and not value.requires_grad
 
 
 def must_move(value: Any, devices: Sequence[torch.device]) -> bool:
-    """Whether a call on these devices needs copies of what it is given, to bring tensors there."""
+    """Returns whether a value has a tensor that a call on these devices must copy there."""
     found, seen = [value], set[int]()
     while found:
         value = found.pop()
         if isinstance(value, Tensor):
-            is_elsewhere = value.device not in devices and not value.is_meta
-            if is_elsewhere and not isinstance(value, MirroredTensor):
+            is_remote = value.device not in devices and not value.is_meta
+            if is_remote and not isinstance(value, MirroredTensor):
                 return True
         elif not is_leaf(value) and id(value) not in seen and not is_consumed(value):
             seen.add(id(value))
@@ -318,17 +333,17 @@ def must_move(value: Any, devices: Sequence[torch.device]) -> bool:
 
 
 def describe_split(split: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Returns which argument went as which parts, for errors."""
-    went, whole = [], []
+    """Returns the shapes of the parts of each argument, for errors."""
+    split_args, whole = [], []
     named = [(f"argument {key!r}", value) for key, value in (*enumerate(args), *kwargs.items())]
     for path, tensor in _tensors_of(named):
         shape = tuple(tensor.shape)
         if split.is_batched(tensor):
             parts = ", ".join(str((split.sizes[r], *shape[1:])) for r in split.active)
-            went.append(f"{path} of shape {shape} went as {parts}")
+            split_args.append(f"{path} of shape {shape} went as {parts}")
         elif shape:
             whole.append(f"{path} of shape {shape}")
-    text = "; ".join(went[:_MOST_DESCRIBED])
+    text = "; ".join(split_args[:_MOST_DESCRIBED])
     if whole:
         text += f"; whole, to every replica, went {', '.join(whole[:_MOST_DESCRIBED])}"
     return text

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mirror.errors import CheckpointError
 from mirror.replica.params.bitwise import bytes_of
-from mirror.replica.params.local_buffers import local_buffers
+from mirror.replica.params.buffers import local_buffers
 from mirror.train.checkpoint.aliasing import Tensors, View
 from mirror.train.checkpoint.generator_state import take_global
 from mirror.train.checkpoint.manifest import SavedTensor

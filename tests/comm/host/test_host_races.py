@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm.kernels.test_races import run
-from tests.shared import made_once
+from tests.fixtures import made_once
 
 DRIVER = Path(__file__).with_name("race_driver.cpp")
 SOURCES = Path(__file__).parents[3] / "csrc" / "host"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import made_once
 from tests.pairs import EXHAUSTIVE, pairwise
-from tests.shared import made_once
 
 DRIVER = Path(__file__).with_name("race_driver.cpp")
 ALGORITHMS = ("direct", "ring", "hierarchical")

@@ -88,7 +88,7 @@ for path in sys.argv[1:]:
 
 
 @needs_compiler
-def test_the_copy_in_memory_is_used_and_two_are_refused(forks, tmp_path):
+def test_the_copy_in_memory_is_used_and_two_are_refused(script_pool, tmp_path):
     first, second = tmp_path / "a" / "libnccl.so.2", tmp_path / "b" / "libnccl.so.2.28.9"
     for path in (first, second):
         path.parent.mkdir()
@@ -96,22 +96,22 @@ def test_the_copy_in_memory_is_used_and_two_are_refused(forks, tmp_path):
     shutil.copy(first, second)
     plugin = tmp_path / "libnccl-net.so"
     shutil.copy(first, plugin)
-    lines = in_a_process(forks, IN_A_PROCESS, plugin, first, second).splitlines()
+    lines = in_a_process(script_pool, IN_A_PROCESS, plugin, first, second).splitlines()
     assert lines[0].startswith("there is no libnccl")
     assert lines[1] == f"{first} 22809"
     assert lines[2].startswith(f"two copies of libnccl are loaded, {first} and {second}, ")
 
 
 @needs_compiler
-def test_a_copy_in_memory_whose_file_is_gone_is_refused(forks, tmp_path):
+def test_a_copy_in_memory_whose_file_is_gone_is_refused(script_pool, tmp_path):
     path = tmp_path / "libnccl.so.2"
     write_fake(path)
     program = IN_A_PROCESS.replace("CDLL(path)", "CDLL(path); import os; os.remove(path)")
-    assert in_a_process(forks, program, path).startswith(f"{path} (deleted) does not load")
+    assert in_a_process(script_pool, program, path).startswith(f"{path} (deleted) does not load")
 
 
-def in_a_process(forks, program, *arguments):
-    done = forks.run(program, *arguments)
+def in_a_process(script_pool, program, *arguments):
+    done = script_pool.run(program, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -202,8 +202,8 @@ print(threading.active_count())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-def test_the_real_library_says_that_there_is_no_driver(forks, real):
-    error, threads = in_a_process(forks, WITHOUT_A_DRIVER, real.path).splitlines()
+def test_the_real_library_says_that_there_is_no_driver(script_pool, real):
+    error, threads = in_a_process(script_pool, WITHOUT_A_DRIVER, real.path).splitlines()
     assert error.startswith(f"BackendError NCCL {version_name(real.version)} failed at making")
     assert "ncclCommInitRankConfig returned ncclUnhandledCudaError" in error
     assert threads == "1"

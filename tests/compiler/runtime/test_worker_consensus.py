@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import mirror
 from mirror.errors import DivergenceError
 from tests.compiler.training import batches, mlp, squared_step, usual_step
+from tests.multi_worker import strategy_of
 from tests.replica.multi_worker.test_replica_sums import OfCpus
-from tests.several import strategy_of
 
 EVEN = [12, 12, 12, 12]
 RAGGED = [12, 12, 12, 10, 12, 7, 12]
@@ -87,8 +87,8 @@ def trained(counts, sizes, model="mlp", step="usual_step", mode="trace", begin=N
         return losses, values, getattr(compiled, "num_traces", 0)
 
 
-def check(crew, counts, sizes, traces=1, **kinds):
-    found = crew(len(counts)).run(trained, counts, sizes, **kinds)
+def check(worker_pool, counts, sizes, traces=1, **kinds):
+    found = worker_pool(len(counts)).run(trained, counts, sizes, **kinds)
     losses, values, _ = trained((1,), sizes, **kinds | {"mode": None})
     for theirs, own, num_traces in found:
         assert num_traces == traces
@@ -101,50 +101,50 @@ def check(crew, counts, sizes, traces=1, **kinds):
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("sizes", [EVEN, RAGGED, TINY])
-def test_a_compiled_step_of_workers_is_that_of_one_device(crew, counts, sizes):
-    check(crew, counts, sizes)
+def test_a_compiled_step_of_workers_is_that_of_one_device(worker_pool, counts, sizes):
+    check(worker_pool, counts, sizes)
 
 
 @pytest.mark.parametrize("model", ["with_norm", "with_large", "Complex"])
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1)])
-def test_buffers_large_and_complex_gradients_are_those_of_one_device(crew, counts, model):
-    check(crew, counts, EVEN, model=model)
+def test_buffers_large_and_complex_gradients_are_those_of_one_device(worker_pool, counts, model):
+    check(worker_pool, counts, EVEN, model=model)
 
 
 @pytest.mark.parametrize("step", ["clipped_step", "accumulating_step"])
-def test_a_step_meets_the_other_workers_wherever_it_meets_replicas(crew, step):
+def test_a_step_meets_the_other_workers_wherever_it_meets_replicas(worker_pool, step):
     losses = trained((1,), RAGGED, step=step, mode=None)[1]
-    for _, own, traces in crew(2).run(trained, (1, 2), RAGGED, step=step):
+    for _, own, traces in worker_pool(2).run(trained, (1, 2), RAGGED, step=step):
         assert traces == 1
         torch.testing.assert_close(own, losses, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_a_worker_without_examples_traces_nothing(crew, counts):
+def test_a_worker_without_examples_traces_nothing(worker_pool, counts):
     kinds = {"sizes": [12, 1, 12, 12], "step": "squared_step"}
     _, whole, _ = trained((1,), mode=None, **kinds)
-    for _, own, _ in crew(len(counts)).run(trained, counts, **kinds):
+    for _, own, _ in worker_pool(len(counts)).run(trained, counts, **kinds):
         torch.testing.assert_close(own, whole, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
-def test_programs_of_inductor_are_the_same(crew, counts):
-    check(crew, counts, EVEN, mode="inductor")
+def test_programs_of_inductor_are_the_same(worker_pool, counts):
+    check(worker_pool, counts, EVEN, mode="inductor")
 
 
-def test_plain_sums_of_gradients_are_sums_over_all_workers(crew):
+def test_plain_sums_of_gradients_are_sums_over_all_workers(worker_pool):
     options = {"gradient_reduction": "sum"}
     whole = trained((3,), EVEN, mode=None, **options)[1]
-    for _, own, traces in crew(2).run(trained, (1, 2), EVEN, **options):
+    for _, own, traces in worker_pool(2).run(trained, (1, 2), EVEN, **options):
         assert traces == 1
         torch.testing.assert_close(own, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_travel_in_the_dtype_that_is_asked_for(crew):
+def test_gradients_travel_in_the_dtype_that_is_asked_for(worker_pool):
     options = {"communication_options": mirror.CommunicationOptions(wire_dtype=torch.bfloat16)}
     exact = trained((2,), EVEN)[1]
-    for _, own, traces in crew(2).run(trained, (1, 1), EVEN, **options):
+    for _, own, traces in worker_pool(2).run(trained, (1, 1), EVEN, **options):
         assert traces == 1
         assert not all(map(torch.equal, own, exact))
         torch.testing.assert_close(own, exact, rtol=0.05, atol=0.05)
@@ -176,9 +176,9 @@ def alternating(counts):
         return [value.detach().clone() for value in net.state_dict().values()]
 
 
-def test_compiled_and_other_steps_may_alternate(crew):
+def test_compiled_and_other_steps_may_alternate(worker_pool):
     expected = alternating((1,))
-    for own in crew(2).run(alternating, (1, 2)):
+    for own in worker_pool(2).run(alternating, (1, 2)):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -197,9 +197,9 @@ def trained_by_replicas(counts, sizes, wire_dtype):
 
 
 @pytest.mark.parametrize(("wire_dtype", "most"), [(None, 1e-5), (torch.bfloat16, 0.05)])
-def test_sums_over_all_replicas_at_once_are_those_of_one_device(crew, wire_dtype, most):
+def test_sums_over_all_replicas_at_once_are_those_of_one_device(worker_pool, wire_dtype, most):
     expected = trained((1,), RAGGED, mode=None)[1]
-    for own, num_sums in crew(2).run(trained_by_replicas, (1, 2), RAGGED, wire_dtype):
+    for own, num_sums in worker_pool(2).run(trained_by_replicas, (1, 2), RAGGED, wire_dtype):
         assert num_sums > 0
         torch.testing.assert_close(own, expected, rtol=most, atol=most)
 
@@ -220,8 +220,8 @@ def drawing(counts):
         return found, compiled.num_traces, torch.rand(()).item()
 
 
-def test_replicas_of_all_workers_draw_apart_and_the_program_alike(crew):
-    found = crew(2).run(drawing, (1, 2))
+def test_replicas_of_all_workers_draw_apart_and_the_program_alike(worker_pool):
+    found = worker_pool(2).run(drawing, (1, 2))
     drawn = [part for steps, _, _ in found for parts in steps for part in parts]
     assert len(set(drawn)) == len(drawn) == 9
     assert [traces for _, traces, _ in found] == [1, 1]
@@ -249,8 +249,8 @@ def bad_gradient(counts, at):
 
 
 @pytest.mark.parametrize("at", [0, 11])
-def test_a_gradient_that_is_not_finite_is_an_error_of_all_workers(crew, at):
-    (first, _), (second, traces) = crew(2).run(bad_gradient, (1, 2), at)
+def test_a_gradient_that_is_not_finite_is_an_error_of_all_workers(worker_pool, at):
+    (first, _), (second, traces) = worker_pool(2).run(bad_gradient, (1, 2), at)
     assert traces == 1
     assert len(first) == 1
     assert first == second
@@ -280,9 +280,11 @@ def falling_back(counts):
         return len(set(found)), len(calls), compiled.num_traces
 
 
-def test_what_one_worker_cannot_compile_runs_uncompiled_on_all(crew, caplog):
+def test_what_one_worker_cannot_compile_runs_uncompiled_on_all(worker_pool, caplog):
     with caplog.at_level(logging.ERROR):
-        (first, of_first, _), (second, of_second, traces) = crew(2).run(falling_back, (1, 1))
+        (first, of_first, _), (second, of_second, traces) = worker_pool(2).run(
+            falling_back, (1, 1)
+        )
     assert (first, second) == (1, 1)
     assert traces == 0
     assert min(of_first, of_second) >= 5  # no call was made by a program
@@ -315,8 +317,8 @@ def parting(counts):
         return "no error"
 
 
-def test_programs_that_meet_for_different_things_are_an_error_on_all_workers(crew):
-    for said in crew(2).run(parting, (1, 1)):
+def test_programs_that_meet_for_different_things_are_an_error_on_all_workers(worker_pool):
+    for said in worker_pool(2).run(parting, (1, 1)):
         assert "gradients of 6 parameters (" in said
         assert "gradients of 6 parameters, sum (" in said
 
@@ -341,8 +343,8 @@ def apart(counts):
         return "no error"
 
 
-def test_a_worker_that_compiles_and_one_that_does_not_end_in_an_error(crew):
-    found = crew(2).run(apart, (1, 1))
+def test_a_worker_that_compiles_and_one_that_does_not_end_in_an_error(worker_pool):
+    found = worker_pool(2).run(apart, (1, 1))
     assert all("all workers must reach the same operations" in said for said in found)
     # Who looks first is told where both are, the other one perhaps that it has gone.
     assert any("worker 0 of 2: waits in a compiled step at " in said for said in found)

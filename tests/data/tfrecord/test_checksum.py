@@ -24,9 +24,9 @@ def test_the_mask_rotates_by_15_bits_and_adds():
     assert masked_crc32c(b"\x00" * 32) == (0x6D551522 + 0xA282EAD8) % 2**32
 
 
-def test_without_the_package_the_extra_is_named_and_no_file_is_made(forks, tmp_path):
+def test_without_the_package_the_extra_is_named_and_no_file_is_made(script_pool, tmp_path):
     path = tmp_path / "a.tfrecord"
-    done = forks.run(WITHOUT, path)
+    done = script_pool.run(WITHOUT, path)
     messages = done.stdout.splitlines()
     assert len(messages) == 2
     assert all("pip install 'mirror-strategy[tfrecord]'" in message for message in messages)

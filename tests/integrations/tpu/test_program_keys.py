@@ -1,10 +1,17 @@
-"""A step is traced anew when a plain value that it reads is another one."""
+"""What triggers a retrace, what branches may return, and the one replica of a traced step."""
 
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from mirror.errors import StrategyError, StructureError
 from mirror.integrations.tpu.program_keys import tpu_program_key
+from mirror.integrations.tpu.program_outputs import ProgramOutput, widest_of
 from mirror.integrations.tpu.tpu_arguments import arguments_of
+from mirror.integrations.tpu.traced_context import inside
 from mirror.server.recorded_model import Model
 
 SCALE = 1.0
@@ -65,3 +72,57 @@ def test_what_is_no_function_has_no_names():
     step = Step()
     assert key(step) == key(step)
     assert key(step.__call__) == key(step.__call__)
+
+
+def test_the_largest_of_all_branches():
+    a = ProgramOutput((0, 0), [np.empty((3, 1)), ["x"]])
+    b = ProgramOutput((0, 0), [np.empty((2, 4)), ["y"]])
+    assert widest_of([a, None, b]) == [((3, 4), np.float64)]
+
+
+@pytest.mark.parametrize(
+    ("other", "rule"),
+    [
+        (ProgramOutput([0, 0], [np.empty(1), ["x"]]), "different structures"),
+        (ProgramOutput((0, 0), [np.empty((1, 1)), ["x"]]), "number of dimensions"),
+        (
+            ProgramOutput((0, 0), [np.empty(1, "int64"), ["x"]]),
+            "a float64 tensor .* a int64 tensor",
+        ),
+        (ProgramOutput((0, 0), [[5], ["x"]]), "got 5 and a float64 tensor"),
+    ],
+)
+def test_what_does_not_fit_is_refused(other, rule):
+    with pytest.raises(StructureError, match=rule):
+        widest_of([ProgramOutput((0, 0), [np.empty(1), ["x"]]), other])
+
+
+strategy = SimpleNamespace(num_replicas_in_sync=3, devices=(torch.device("cpu"),) * 3)
+
+
+def test_it_knows_how_many_there_are():
+    context = inside(strategy).context
+    assert (context.num_replicas_in_sync, context.strategy) == (3, strategy)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("all_reduce", "strategy.reduce"),
+        ("all_gather", "strategy.gather"),
+        ("merge_call", "between runs"),
+        ("replica_id_in_sync_group", "results of run"),
+        ("device", "x.device"),
+        ("weight", "weight_of"),
+    ],
+)
+def test_the_rest_is_refused(name, way):
+    context = inside(strategy).context
+    with pytest.raises(StrategyError, match=f"has no {name}; .*{way}"):
+        getattr(context, name)
+    with pytest.raises(StrategyError, match=f"has no {name}"):
+        setattr(context, name, 1)
+
+
+def test_an_unknown_name_is_none():
+    assert not hasattr(inside(strategy).context, "all_to_all")

@@ -1,11 +1,16 @@
-"""Arguments of a run as arrays: padded, with the true sizes, and put together again."""
+"""Arguments and results of a run as arrays: padded, and cut to their true sizes."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from mirror.errors import StructureError
-from mirror.integrations.tpu.tpu_arguments import arguments_of, is_static
+from mirror.errors import StrategyError, StructureError
+from mirror.integrations.tpu.program_outputs import ProgramOutput
+from mirror.integrations.tpu.tpu_arguments import TpuArguments, arguments_of, is_static
+from mirror.integrations.tpu.tpu_copies import TpuCopies, from_numpy, to_numpy
+from mirror.integrations.tpu.tpu_results import results_of
 from mirror.values import ABSENT, PerReplica
 
 
@@ -66,3 +71,66 @@ def test_parts_of_unlike_kinds_are_refused(other):
 def test_what_can_be_compared():
     assert is_static([1, ("a", None)])
     assert not is_static([1, torch.ones(1)])
+
+
+ARGUMENTS = TpuArguments(None, (), (((2,),), ((1,),), None), (0, 1, 2), [], [], (2.0, 1.0, 0.0))
+OUTPUTS = [
+    ProgramOutput({"y": 0, "n": 0}, [np.empty(2), [2]]),
+    ProgramOutput({"y": 0, "n": 0}, [np.empty(1), [1]]),
+    None,
+]
+PADDED = [np.array([[1, 2], [3, 0], [0, 0]], "float32")]
+
+
+def test_results_are_cut_and_who_sits_out_has_none():
+    found = results_of(OUTPUTS, PADDED, ARGUMENTS, None)
+    assert [value.tolist() for _, value in found["y"].parts()] == [[1.0, 2.0], [3.0]]
+    assert dict(found["n"].parts()) == {0: 2, 1: 1}
+    assert found["y"].weights == (2.0, 1.0, 0.0)
+
+
+def test_a_backward_pass_from_results_says_where_it_belongs():
+    found = results_of(OUTPUTS, PADDED, ARGUMENTS, "into run")
+    with pytest.raises(StrategyError, match="backward outside of run: into run"):
+        found["y"].values[0].sum().backward()
+    with torch.no_grad():
+        assert found["y"].values[0].sum() == 3
+
+
+jax = SimpleNamespace(device_put=lambda array, sharding: array)
+
+
+def test_a_tensor_is_sent_when_its_bits_have_changed():
+    copies, x = TpuCopies(jax, None), torch.zeros(2)
+    first = copies.copy_of("x", x)
+    assert copies.copy_of("x", x) is first
+    x.data[0] = -0.0  # no version is counted, and 0.0 == -0.0
+    assert np.signbit(copies.copy_of("x", x)).tolist() == [True, False]
+    x[1] = torch.nan
+    copies.copy_of("x", x)
+    copies.copy_of("x", x)
+    assert copies.sent == 3
+
+
+def test_what_a_run_has_changed_is_read_back_in_place():
+    copies, x = TpuCopies(jax, None), torch.nn.Parameter(torch.zeros(2))
+    address = x.data_ptr()
+    copies.copy_of("x", x)
+    copies.put("x", np.ones(2, "float32"), x)
+    assert x.tolist() == [1.0, 1.0]
+    assert x.data_ptr() == address
+    copies.copy_of("x", x)
+    assert copies.sent == 1
+    copies.clear()
+    assert copies.arrays() == {}
+
+
+def test_copies_do_not_share_memory():
+    x = torch.zeros(2)
+    array = to_numpy(x)
+    x += 1
+    assert not array.any()
+    values = from_numpy(array)
+    array += 5
+    assert not values.any()
+    assert to_numpy(torch.tensor(3)).shape == ()

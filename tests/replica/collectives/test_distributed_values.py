@@ -9,8 +9,8 @@ import torch
 import mirror
 from mirror.errors import DivergenceError
 from mirror.values import ABSENT
+from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
-from tests.several import both, strategy_of
 
 OPS = ("sum", "mean", "max", "min", "prod")
 
@@ -69,16 +69,16 @@ def combined(counts):
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2)], ids=str)
-def test_values_have_the_bits_of_one_process(crew, counts):
-    found, expected = both(crew, combined, counts)
+def test_values_have_the_bits_of_one_process(worker_pool, counts):
+    found, expected = both(worker_pool, combined, counts)
     for mine in found:
         assert_same(mine, expected[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 2), (1, 1, 2)], ids=str)
-def test_values_have_the_bits_of_one_process_on_more(crew, counts):
-    found, expected = both(crew, combined, counts)
+def test_values_have_the_bits_of_one_process_on_more(worker_pool, counts):
+    found, expected = both(worker_pool, combined, counts)
     for mine in found:
         assert_same(mine, expected[0])
 
@@ -100,8 +100,8 @@ def refused(counts, kind):
 
 
 @pytest.mark.parametrize("kind", ["shapes", "plain", "gathered", "nothing"])
-def test_what_one_process_refuses_all_workers_do(crew, kind):
-    found, expected = both(crew, refused, (1, 1), kind)
+def test_what_one_process_refuses_all_workers_do(worker_pool, kind):
+    found, expected = both(worker_pool, refused, (1, 1), kind)
     assert found == expected
 
 
@@ -127,8 +127,8 @@ def empty_part(counts, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(3, 0), (0, 2), (2, 2)], ids=str)
-def test_a_worker_without_examples_makes_the_pass_with_the_others(crew, sizes):
-    found, expected = both(crew, empty_part, (1, 1), sizes)
+def test_a_worker_without_examples_makes_the_pass_with_the_others(worker_pool, sizes):
+    found, expected = both(worker_pool, empty_part, (1, 1), sizes)
     for (mine, loss), (theirs, whole) in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
         assert loss == whole
@@ -148,8 +148,8 @@ def later(counts):
         return [x.grad * own for x in xs.values]
 
 
-def test_a_pass_counts_for_what_the_last_run_did(crew):
-    found, expected = both(crew, later, (1, 1))
+def test_a_pass_counts_for_what_the_last_run_did(worker_pool):
+    found, expected = both(worker_pool, later, (1, 1))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -162,8 +162,8 @@ def own_losses():
         return strategy.reduce("mean", 4.0 * rank).item(), strategy.gather(torch.ones(rank)).shape
 
 
-def test_a_plain_value_is_its_workers_and_counts_for_its_last_run(crew):
-    assert crew(2).run(own_losses) == [(3.0, (1,)), (3.0, (1,))]
+def test_a_plain_value_is_its_workers_and_counts_for_its_last_run(worker_pool):
+    assert worker_pool(2).run(own_losses) == [(3.0, (1,)), (3.0, (1,))]
 
 
 def in_merge_calls(counts):
@@ -184,8 +184,8 @@ def in_merge_calls(counts):
         return list(strategy.local_results(strategy.run(fn, args=(xs,))))
 
 
-def test_a_merge_call_has_local_parts_and_reduces_over_all(crew):
-    found, expected = both(crew, in_merge_calls, (2, 1))
+def test_a_merge_call_has_local_parts_and_reduces_over_all(worker_pool):
+    found, expected = both(worker_pool, in_merge_calls, (2, 1))
     assert_same(found, expected)
 
 
@@ -197,8 +197,8 @@ def parting():
         return str(caught.value)
 
 
-def test_workers_that_reduce_unlike_are_named(crew):
-    first, second = crew(2).run(parting)
+def test_workers_that_reduce_unlike_are_named(worker_pool):
+    first, second = worker_pool(2).run(parting)
     assert first == second
     assert "worker 0 of 2: reduce('mean', axis=None) at " in first
     assert "worker 1 of 2: reduce('sum', axis=None) at " in first

@@ -10,7 +10,7 @@ import torch
 
 import mirror
 from mirror.errors import StrategyError
-from tests.several import both, strategy_of
+from tests.multi_worker import both, strategy_of
 
 LINKS = ("sum", "mean", "gather", "pair", "own", "constant", "max", "large")
 
@@ -82,27 +82,27 @@ def losses_of(strategy, losses):
     return mirror.PerReplica([one[None] for one in strategy.local_results(losses)])
 
 
-def compare(crew, counts, seed, way):
+def compare(worker_pool, counts, seed, way):
     weights = [float(random.Random(seed).randint(1, 9)) for _ in range(sum(counts))]
-    found, expected = both(crew, differentiated, counts, seed, way, weights)
+    found, expected = both(worker_pool, differentiated, counts, seed, way, weights)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("way", ["inside", "own", "reduce", "gather"])
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2)], ids=str)
-def test_gradients_are_those_of_one_process(crew, counts, way):
+def test_gradients_are_those_of_one_process(worker_pool, counts, way):
     for seed in range(6):
-        compare(crew, counts, seed, way)
+        compare(worker_pool, counts, seed, way)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["inside", "own", "reduce", "gather"])
 @pytest.mark.parametrize("counts", [(2, 2), (1, 1, 2)], ids=str)
-def test_gradients_are_those_of_one_process_in_more_programs(crew, counts, way):
+def test_gradients_are_those_of_one_process_in_more_programs(worker_pool, counts, way):
     for seed in range(100, 140):
-        compare(crew, counts, seed, way)
+        compare(worker_pool, counts, seed, way)
 
 
 def twice_inside(counts):
@@ -120,8 +120,8 @@ def twice_inside(counts):
         return list(strategy.local_results(strategy.run(fn, args=(mirror.PerReplica(ids),))))
 
 
-def test_second_derivatives_inside_run_are_those_of_one_process(crew):
-    found, expected = both(crew, twice_inside, (1, 2))
+def test_second_derivatives_inside_run_are_those_of_one_process(worker_pool):
+    found, expected = both(worker_pool, twice_inside, (1, 2))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -134,5 +134,5 @@ def twice_outside():
             torch.autograd.grad(strategy.local_results(y)[0].sum(), x, create_graph=True)
 
 
-def test_second_derivatives_outside_run_are_refused(crew):
-    crew(2).run(twice_outside)
+def test_second_derivatives_outside_run_are_refused(worker_pool):
+    worker_pool(2).run(twice_outside)

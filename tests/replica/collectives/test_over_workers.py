@@ -7,8 +7,8 @@ import torch
 
 import mirror
 from mirror.errors import DivergenceError
+from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
-from tests.several import both, strategy_of
 
 OPS = ("sum", "mean", "max", "min", "prod")
 DTYPES = (
@@ -59,8 +59,8 @@ def reduced(counts, are_whole):
 @pytest.mark.parametrize(
     ("counts", "are_whole"), [((1, 1), False), ((1, 2), True)], ids=["1 and 1", "1 and 2"]
 )
-def test_every_reduction_has_the_bits_of_one_process(crew, counts, are_whole):
-    found, expected = both(crew, reduced, counts, are_whole)
+def test_every_reduction_has_the_bits_of_one_process(worker_pool, counts, are_whole):
+    found, expected = both(worker_pool, reduced, counts, are_whole)
     for mine in found:
         assert_same(mine, expected[0])
 
@@ -68,8 +68,8 @@ def test_every_reduction_has_the_bits_of_one_process(crew, counts, are_whole):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("counts", [(2, 1), (2, 2), (1, 1, 1), (1, 2, 3)], ids=str)
-def test_every_reduction_has_the_bits_of_one_process_on_more(crew, counts):
-    found, expected = both(crew, reduced, counts, True)
+def test_every_reduction_has_the_bits_of_one_process_on_more(worker_pool, counts):
+    found, expected = both(worker_pool, reduced, counts, True)
     for mine in found:
         assert_same(mine, expected[0])
 
@@ -89,8 +89,8 @@ def totalled(counts):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_all_replicas_have_the_same_bits(crew):
-    first, *rest = [one for mine in crew(3).run(totalled, (1, 2, 2)) for one in mine]
+def test_all_replicas_have_the_same_bits(worker_pool):
+    first, *rest = [one for mine in worker_pool(3).run(totalled, (1, 2, 2)) for one in mine]
     assert len(rest) == 4
     for mine in rest:
         assert_same(mine, first)
@@ -114,8 +114,8 @@ def gathered(counts):
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2)], ids=str)
-def test_what_is_gathered_is_in_the_order_of_all_replicas(crew, counts):
-    found, expected = both(crew, gathered, counts)
+def test_what_is_gathered_is_in_the_order_of_all_replicas(worker_pool, counts):
+    found, expected = both(worker_pool, gathered, counts)
     for mine in found:
         assert_same(mine, expected[0])
 
@@ -138,8 +138,8 @@ def sitting_out(counts):
         return list(strategy.local_results(strategy.run(fn, args=args)))
 
 
-def test_replicas_that_sit_out_count_for_nobody(crew):
-    found, expected = both(crew, sitting_out, (2, 1))
+def test_replicas_that_sit_out_count_for_nobody(worker_pool):
+    found, expected = both(worker_pool, sitting_out, (2, 1))
     assert len(found) == 2
     assert_same(found[0][0], torch.tensor([1.0, 1.0]))
     assert_same(found, expected)
@@ -168,8 +168,8 @@ def parting(kind):
 
 
 @pytest.mark.parametrize("kind", ["shape", "op", "structure", "dtype", "operation"])
-def test_workers_that_part_ways_are_named_with_their_lines(crew, kind):
-    messages = crew(2).run(parting, kind)
+def test_workers_that_part_ways_are_named_with_their_lines(worker_pool, kind):
+    messages = worker_pool(2).run(parting, kind)
     for message in messages:
         assert "worker 0 of 2: " in message
         assert "worker 1 of 2: " in message

@@ -1,4 +1,4 @@
-"""Gradients that travel in another dtype than their own."""
+"""Where lists of gradients are reduced, and in which dtype they travel."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import mirror
 from mirror.comm.packing import flatten
+from mirror.replica.collectives.packed_reducer import Reducer
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-6, torch.float64: 1e-6}
 
@@ -80,3 +81,48 @@ def test_half_gradients_keep_their_dtype(make_strategy, sent):
 def test_flatten_casts_in_the_same_pass():
     parts = [torch.arange(6.0).view(2, 3).t(), torch.tensor(0.1)]
     assert flatten(parts, torch.bfloat16).tolist() == flatten(parts).bfloat16().tolist()
+
+
+def columns_of(n):
+    return [[torch.full((3, 2), float(r)), torch.ones(5), torch.ones(400)] for r in range(n)]
+
+
+def reduced(backend, columns, wire_dtype=None, bytes_per_pack=100):
+    """Returns what was moved and then reduced."""
+    with mirror.MirroredStrategy(["cpu"] * len(columns), backend) as strategy:
+        reducer = Reducer(strategy._group.replicas, bytes_per_pack, wire_dtype)
+        moved = reducer.move(columns, None)
+        reducer.all_reduce(moved, 0.5)
+        return moved
+
+
+@pytest.mark.parametrize(
+    ("backend", "wire_dtype", "bytes_per_pack", "staying"),
+    [
+        ("naive", None, 100, [2]),
+        ("naive", None, 2**20, []),
+        ("naive", None, 0, [0, 1, 2]),
+        ("naive", torch.bfloat16, 100, [0, 1, 2]),
+        ("host", None, 100, [0, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_shares_a_pack_is_moved_and_all_is_reduced_in_its_place(
+    n, backend, wire_dtype, bytes_per_pack, staying
+):
+    columns = columns_of(n)
+    before = [list(column) for column in columns]
+    moved = reduced(backend, columns, wire_dtype, bytes_per_pack)
+    assert list(moved.staying) == staying
+    total = sum(range(n)) / 2
+    for column, old in zip(columns, before, strict=True):
+        assert [i for i, (a, b) in enumerate(zip(column, old, strict=True)) if a is b] == staying
+        assert torch.equal(column[0], torch.full((3, 2), total))
+        assert torch.equal(column[1], torch.full((5,), n / 2))
+        assert torch.equal(column[2], torch.full((400,), n / 2))
+
+
+def test_every_replica_has_buffers_of_its_own():
+    moved = reduced("naive", columns_of(3))
+    addresses = {buffer.data_ptr() for mine in moved.buffers for buffer in mine}
+    assert len(addresses) == 3

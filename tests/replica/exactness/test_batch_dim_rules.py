@@ -41,5 +41,5 @@ def test_what_is_exact_is_not_told_of(name, replicas, n):
 @pytest.mark.parametrize(("replicas", "n"), [(2, 8), (2, 7), (3, 7), (3, 9)])
 @pytest.mark.parametrize("name", INEXACT)
 def test_what_is_not_exact_is_told_of(name, replicas, n):
-    with pytest.warns(UserWarning, match="what came is"):
+    with pytest.warns(UserWarning, match="this output is"):
         values(INEXACT[name], replicas, n)

@@ -51,7 +51,7 @@ def test_what_is_exact_is_not_told_of(way, name, replicas, n):
 @pytest.mark.parametrize("name", [*INEXACT, *SUMS])
 @pytest.mark.parametrize("way", ["reduced", "stepped"])
 def test_what_is_not_exact_is_told_of(way, name, replicas, n):
-    with pytest.warns(UserWarning, match="not what one device gives") as told:
+    with pytest.warns(UserWarning, match="differ from one device's") as told:
         gradients(way, (INEXACT | SUMS)[name], replicas, n)
     assert [one.filename for one in told] == [__file__]
 

@@ -45,10 +45,10 @@ def launches(monkeypatch):
     original = mirror.replica.gradients.buckets.Buckets._launch
 
     def launch(self, order, part):
-        before = len(self.on_their_way)
+        before = len(self.in_flight)
         original(self, order, part)
-        if len(self.on_their_way) > before:
-            launched.append([variable.name for variable in self.on_their_way[-1].variables])
+        if len(self.in_flight) > before:
+            launched.append([variable.name for variable in self.in_flight[-1].variables])
 
     monkeypatch.setattr(mirror.replica.gradients.buckets.Buckets, "_launch", launch)
     return launched

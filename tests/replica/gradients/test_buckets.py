@@ -54,7 +54,7 @@ def test_every_step_but_the_first_launches_all_buckets_but_the_last(
     assert_same_training(model, optimizers[1], plain, optimizers[0])
 
 
-def test_a_model_of_less_than_a_bucket_launches_nothing(make_strategy, launches, begun):
+def test_a_model_of_less_than_a_bucket_launches_nothing(make_strategy, launches, leaks):
     strategy = make_strategy(2)
     plain, model = pair(strategy)
     for batch in batches(3):
@@ -62,7 +62,7 @@ def test_a_model_of_less_than_a_bucket_launches_nothing(make_strategy, launches,
             loss_of(m, batch).backward()
     assert_same_grads(strategy, model, plain)
     assert not launches
-    assert begun.threads("mirror side") == []
+    assert leaks.threads("mirror side") == []
 
 
 def test_a_trace_shows_buckets_beside_the_backward_pass(make_bucketed, tmp_path, monkeypatch):

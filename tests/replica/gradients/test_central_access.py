@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from tests.ones import ONES, mirrored_layer, sgd
 from tests.oracle import assert_same, in_run
+from tests.toy_models import ONES, mirrored_layer, sgd
 
 SIZES = [7, 3, 1]
 

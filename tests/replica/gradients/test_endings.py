@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import mirror
-from tests.ones import ONES, collect, mirrored_layer
 from tests.oracle import in_run
 from tests.replica.gradients.bucketed import (
     SIZE,
@@ -21,6 +20,7 @@ from tests.replica.gradients.bucketed import (
     loss_of,
     pair,
 )
+from tests.toy_models import ONES, collect, mirrored_layer
 
 # Lifetime
 
@@ -42,7 +42,7 @@ def test_gradients_that_nobody_looked_at_keep_nothing_alive():
 # Optimizers and their state
 
 
-def test_backward_after_close_starts_no_thread(make_strategy, begun):
+def test_backward_after_close_starts_no_thread(make_strategy, leaks):
     # A bucket that was complete after `close` started the thread that `close` had ended anew.
     strategy = make_strategy(
         2, communication_options=mirror.CommunicationOptions(bytes_per_pack=0)
@@ -53,7 +53,7 @@ def test_backward_after_close_starts_no_thread(make_strategy, begun):
     model.zero_grad()
     strategy.close()
     loss.backward()
-    assert begun.threads("mirror side") == []
+    assert leaks.threads("mirror side") == []
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
@@ -71,7 +71,7 @@ def test_an_error_while_a_bucket_is_on_its_way_leaves_nothing_behind(make_bucket
         @staticmethod
         def backward(ctx, grad):
             if mirror.get_replica_context().replica_id_in_sync_group == 1:
-                assert schedule == "staggered" or strategy._group.gradients.buckets.on_their_way
+                assert schedule == "staggered" or strategy._group.gradients.buckets.in_flight
                 reached.set()
                 raise ValueError("in backward")
             return grad
@@ -147,19 +147,19 @@ def test_a_layer_replaced_after_backward_takes_no_gradients_of_the_others(make_b
     assert_same_grads(strategy, model, plain)
 
 
-def test_closing_ends_the_thread_that_reduces(make_bucketed, begun):
+def test_closing_ends_the_thread_that_reduces(make_bucketed, leaks):
     strategy = make_bucketed(2)
     plain, model = pair(strategy)
     learn(strategy, model, plain)
     loss_of(model, torch.randn(10, SIZE)).backward()
-    assert len(begun.threads("mirror side")) == 1
+    assert len(leaks.threads("mirror side")) == 1
     strategy.close()
-    assert begun.threads("mirror side") == []
+    assert leaks.threads("mirror side") == []
     del model
     gc.collect()
 
 
-def test_a_strategy_that_is_gone_leaves_no_threads(begun):
+def test_a_strategy_that_is_gone_leaves_no_threads(leaks):
     def use():
         packs = mirror.CommunicationOptions(bytes_per_pack=300)
         strategy = mirror.MirroredStrategy(["cpu"] * 2, communication_options=packs)
@@ -169,6 +169,6 @@ def test_a_strategy_that_is_gone_leaves_no_threads(begun):
 
     use()
     gc.collect()
-    for thread in begun.threads():
+    for thread in leaks.threads():
         thread.join(60)
         assert not thread.is_alive()

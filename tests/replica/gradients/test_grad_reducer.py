@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mirror
-from tests.ones import ONES, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same, in_run
 from tests.replica.params.coherence import N, Net, assert_all_see, momentum, seen, train_a_step
+from tests.toy_models import ONES, mirrored_layer, ones_layer, sgd
 
 
 @pytest.fixture

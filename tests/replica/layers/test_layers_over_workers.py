@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import mirror
+from tests.multi_worker import both, strategy_of
 from tests.oracle import assert_same
-from tests.several import both, strategy_of
 
 SIZES = [(4, 3), (5, 0), (0, 3), (1, 1), (2, 3, 1), (0, 4, 0)]
 
@@ -42,9 +42,9 @@ def normalized(counts, kind, sizes):
 
 @pytest.mark.parametrize("kind", ["ours", "torch", "untracked"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_batch_normalisation_is_over_all_workers(crew, kind, sizes):
+def test_batch_normalisation_is_over_all_workers(worker_pool, kind, sizes):
     counts = (1, len(sizes) - 1)
-    found, expected = both(crew, normalized, counts, kind, sizes)
+    found, expected = both(worker_pool, normalized, counts, kind, sizes)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same(mine[0], theirs[0])
         torch.testing.assert_close(mine[1], theirs[1])
@@ -68,8 +68,8 @@ def split(counts):
         return [(of_all, y.detach())]
 
 
-def test_a_split_call_of_each_worker_is_one_of_all(crew):
-    found, ((grad, y),) = both(crew, split, (1, 1))
+def test_a_split_call_of_each_worker_is_one_of_all(worker_pool):
+    found, ((grad, y),) = both(worker_pool, split, (1, 1))
     assert_same(torch.cat([one for _, one in found]), y)
     torch.testing.assert_close(torch.cat([one for one, _ in found]), grad)
 
@@ -83,8 +83,8 @@ def one_value():
             strategy.run(lambda: layer(torch.ones(rank, 3)))
 
 
-def test_one_value_per_channel_on_all_workers_is_refused(crew):
-    crew(2).run(one_value)
+def test_one_value_per_channel_on_all_workers_is_refused(worker_pool):
+    worker_pool(2).run(one_value)
 
 
 def losses(counts):
@@ -102,8 +102,8 @@ def losses(counts):
         return list(strategy.local_results(strategy.run(fn)))
 
 
-def test_losses_are_summands_of_that_of_all_workers(crew):
-    found, expected = both(crew, losses, (1, 2))
+def test_losses_are_summands_of_that_of_all_workers(worker_pool):
+    found, expected = both(worker_pool, losses, (1, 2))
     assert_same(found, expected)
 
 
@@ -158,8 +158,8 @@ def trained_on_one_device():
 
 @pytest.mark.parametrize("way", [2, 3])
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2)], ids=str)
-def test_a_training_with_it_is_that_of_one_device(crew, counts, way):
+def test_a_training_with_it_is_that_of_one_device(worker_pool, counts, way):
     expected = trained_on_one_device()
-    for found in crew(len(counts)).run(trained, counts, way):
+    for found in worker_pool(len(counts)).run(trained, counts, way):
         for name, value in expected.items():
             torch.testing.assert_close(found[0][name], value, rtol=1e-6, atol=1e-6)

@@ -182,7 +182,7 @@ def test_lazy_layers_train_as_on_one_device(way, is_loaded):
 
 
 @LOADED
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 def test_lazy_layers_that_all_replicas_meet_at_once_train_as_on_one_device(schedule, is_loaded):
     """Under "staggered" all replicas find them without values at the same time."""
     with FakeGpus(4) as gpus:

@@ -82,7 +82,7 @@ def is_same(actual, expected):
     assert_same(plain(actual), plain(expected), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 @pytest.mark.parametrize(("make", "inputs"), KINDS.values(), ids=KINDS.keys())
 def test_a_lone_metric_in_run_is_that_of_one_device(make, inputs, schedule, make_strategy, eager):
     plain, lone = make(), make()
@@ -163,7 +163,7 @@ def test_a_metric_put_on_a_mirrored_module_is_updated_once(make_strategy):
     assert model.metric.update_count == len(SIZES)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "staggered"])
+@pytest.mark.parametrize("schedule", ["lockstep", "staggered", "parallel"])
 def test_one_replica_alone_may_update_and_compute(schedule, make_strategy, eager):
     strategy = make_strategy(N, schedule=schedule)
     lone, plain = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()

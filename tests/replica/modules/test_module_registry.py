@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import mirror
-from tests.ones import ONES, ones_layer, sgd
 from tests.oracle import assert_same
 from tests.replica.params.coherence import (
     N,
@@ -18,6 +17,7 @@ from tests.replica.params.coherence import (
     seen,
     train_a_step,
 )
+from tests.toy_models import ONES, ones_layer, sgd
 
 
 @pytest.fixture

@@ -185,8 +185,8 @@ class Listing(nn.Module):
         return [first * self.weight, rest["a"] * self.weight]
 
 
-def test_the_only_replica_of_a_worker_has_the_arguments_themselves(crew):
-    for found in crew(2).run(calls_of_an_only_replica):
+def test_the_only_replica_of_a_worker_has_the_arguments_themselves(worker_pool):
+    for found in worker_pool(2).run(calls_of_an_only_replica):
         assert found["changed"] == [[2.0, 2.0]] * 3
         assert found["same"]
         assert found["loss"]

@@ -102,11 +102,13 @@ def on_one_device(program, sizes=SIZES):
     return place.kept
 
 
-def assert_as_one_device(crew, program, counts=(1, 1), way=1, sizes=SIZES, tolerance=1e-6, **how):
-    """Has a crew run a program of a test file; each worker must keep what one device does."""
+def assert_as_one_device(
+    worker_pool, program, counts=(1, 1), way=1, sizes=SIZES, tolerance=1e-6, **how
+):
+    """Runs a program of a test file on workers; each must keep what one device keeps."""
     wanted = on_one_device(program, sizes)
     assert wanted
-    for found in crew(len(counts)).run(as_worker, program, counts, way, sizes=sizes, **how):
+    for found in worker_pool(len(counts)).run(as_worker, program, counts, way, sizes=sizes, **how):
         assert len(found) == len(wanted)
         for i, (mine, whole) in enumerate(zip(found, wanted, strict=True)):
             assert (mine is None) == (whole is None), i

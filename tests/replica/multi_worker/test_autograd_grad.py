@@ -73,9 +73,9 @@ def on_worker(case, num_local):
 
 @pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_that_of_one_device(crew, case, num_local):
+def test_it_is_that_of_one_device(worker_pool, case, num_local):
     expected = grads_of(case, X, nullcontext(), None)
-    found = crew(2).run(on_worker, case, num_local)
+    found = worker_pool(2).run(on_worker, case, num_local)
     if case == "with the input":  # each worker has its own, of its own loss
         parts = [torch.tensor(grads.pop()) for grads in found]
         own = torch.cat([parts[0] * 0.6, parts[1] * 0.4])
@@ -101,8 +101,8 @@ def with_a_graph():
         return rank()
 
 
-def test_gradients_of_parameters_with_a_graph_are_refused(crew):
-    assert crew(2).run(with_a_graph) == [0, 1]
+def test_gradients_of_parameters_with_a_graph_are_refused(worker_pool):
+    assert worker_pool(2).run(with_a_graph) == [0, 1]
 
 
 def loss_of(model, x):
@@ -138,8 +138,8 @@ def by_torch_func(case, num_local, detached, inside):
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("case", DERIVATIVES)
-def test_derivatives_of_torch_func_by_parameters_are_refused(crew, case, num_local, inside):
-    first, second = crew(2).run(by_torch_func, case, num_local, num_local == 1, inside)
+def test_derivatives_of_torch_func_by_parameters_are_refused(worker_pool, case, num_local, inside):
+    first, second = worker_pool(2).run(by_torch_func, case, num_local, num_local == 1, inside)
     assert first == second
 
 
@@ -168,8 +168,8 @@ def own_by_torch_func(kind, num_local):
 @pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("kind", ["inputs", "examples", "no gradient"])
 def test_what_torch_func_gives_of_inputs_and_single_examples_is_the_workers_own(
-    crew, kind, num_local
+    worker_pool, kind, num_local
 ):
-    for found, expected in crew(2).run(own_by_torch_func, kind, num_local):
+    for found, expected in worker_pool(2).run(own_by_torch_func, kind, num_local):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other))

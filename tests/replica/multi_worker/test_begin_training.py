@@ -161,9 +161,9 @@ def on_worker(num_local, *args, **kwargs):
         return program(Place(strategy, num_workers), *args, **kwargs)
 
 
-def assert_as_one_device(crew, num_workers, num_local, *args, **kwargs):
+def assert_as_one_device(worker_pool, num_workers, num_local, *args, **kwargs):
     expected = program(Place(None, 1), *args, **kwargs)
-    for evaluated, values in crew(num_workers).run(on_worker, num_local, *args, **kwargs):
+    for evaluated, values in worker_pool(num_workers).run(on_worker, num_local, *args, **kwargs):
         torch.testing.assert_close(evaluated, expected[0], rtol=1e-4, atol=1e-5)
         assert values.keys() == expected[1].keys()
         for name, value in values.items():
@@ -182,17 +182,17 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("early", EARLY)
-def test_training_begins_with_worker_0s_values(crew, early, way):
+def test_training_begins_with_worker_0s_values(worker_pool, early, way):
     inside = (EARLY.index(early) + WAYS.index(way)) % 2 == 0
     between = (EARLY.index(early) + WAYS.index(way)) % 3 == 0 and early != "chief's evaluation"
-    assert_as_one_device(crew, 2, 1, early, way, between=between, inside=inside)
+    assert_as_one_device(worker_pool, 2, 1, early, way, between=between, inside=inside)
 
 
 @pytest.mark.parametrize("early", ["many evaluations", "unlike evaluations", "spectral_norm"])
 @pytest.mark.parametrize(("num_workers", "num_local"), [(2, 2), (3, 1)])
-def test_however_many_there_are(crew, early, num_workers, num_local):
+def test_however_many_there_are(worker_pool, early, num_workers, num_local):
     options = {"between": False, "inside": True}
-    assert_as_one_device(crew, num_workers, num_local, early, "load_state_dict", **options)
+    assert_as_one_device(worker_pool, num_workers, num_local, early, "load_state_dict", **options)
 
 
 def by_hand():
@@ -213,8 +213,8 @@ def by_hand():
         return len(sent)
 
 
-def test_updates_without_an_optimizer_are_the_beginning_of_training(crew):
-    assert crew(2).run(by_hand) == [2, 2]
+def test_updates_without_an_optimizer_are_the_beginning_of_training(worker_pool):
+    assert worker_pool(2).run(by_hand) == [2, 2]
 
 
 def evaluates_alone():
@@ -227,8 +227,8 @@ def evaluates_alone():
         return True
 
 
-def test_a_program_that_never_trains_may_have_unlike_numbers_of_batches(crew):
-    assert crew(2).run(evaluates_alone) == [True, True]
+def test_a_program_that_never_trains_may_have_unlike_numbers_of_batches(worker_pool):
+    assert worker_pool(2).run(evaluates_alone) == [True, True]
 
 
 def too_late():
@@ -244,8 +244,8 @@ def too_late():
             assert model.weight.grad is not None
 
 
-def test_values_that_change_after_the_first_forward_of_others_are_refused(crew):
-    crew(2).run(too_late)
+def test_values_that_change_after_the_first_forward_of_others_are_refused(worker_pool):
+    worker_pool(2).run(too_late)
 
 
 def stale(alone):
@@ -277,8 +277,8 @@ def stale(alone):
 @pytest.mark.parametrize(
     ("alone", "how"), [(True, "at other lines of the program"), (False, "more often")]
 )
-def test_an_evaluation_with_the_values_from_before_is_told_of(crew, alone, how):
-    first, second = crew(2).run(stale, alone)
+def test_an_evaluation_with_the_values_from_before_is_told_of(worker_pool, alone, how):
+    first, second = worker_pool(2).run(stale, alone)
     assert first == []
     assert len(second) == 1
     assert how in second[0]
@@ -308,8 +308,8 @@ def compiled(way):
 
 
 @pytest.mark.parametrize("way", ["load_state_dict", "data"])
-def test_compiled_steps_begin_with_worker_0s_values(crew, way):
-    first, second = crew(2).run(compiled, way)
+def test_compiled_steps_begin_with_worker_0s_values(worker_pool, way):
+    first, second = worker_pool(2).run(compiled, way)
     assert first == second
 
 

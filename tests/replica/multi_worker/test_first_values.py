@@ -22,8 +22,10 @@ def seeded_apart(num_local):
 
 
 @pytest.mark.parametrize("num_local", [1, 2])
-def test_all_begin_with_worker_0s_values(crew, num_local):
-    (first, given, later), (others, also_given, also_later) = crew(2).run(seeded_apart, num_local)
+def test_all_begin_with_worker_0s_values(worker_pool, num_local):
+    (first, given, later), (others, also_given, also_later) = worker_pool(2).run(
+        seeded_apart, num_local
+    )
     assert first != others
     assert given == also_given == first
     assert later == also_later
@@ -37,8 +39,8 @@ def another_model():
             strategy.run(model, args=(torch.ones(1, 3),))
 
 
-def test_another_model_is_found(crew):
-    crew(2).run(another_model)
+def test_another_model_is_found(worker_pool):
+    worker_pool(2).run(another_model)
 
 
 def lazy():
@@ -51,8 +53,8 @@ def lazy():
         return [value.tolist() for value in strategy.local_results(own)], values_of(model)
 
 
-def test_lazy_layers_are_alike_in_their_first_run(crew):
-    (first, values), (others, other_values) = crew(2).run(lazy)
+def test_lazy_layers_are_alike_in_their_first_run(worker_pool):
+    (first, values), (others, other_values) = worker_pool(2).run(lazy)
     assert first == others
     assert first[0] == first[1]
     assert values == other_values

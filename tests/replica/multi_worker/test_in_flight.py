@@ -33,18 +33,18 @@ def gone_wrong(what):
     return told
 
 
-def test_a_worker_that_fails_after_its_pass_is_told_of(crew):
-    (first,), (second,) = crew(2).run(gone_wrong, "raises")
+def test_a_worker_that_fails_after_its_pass_is_told_of(worker_pool):
+    (first,), (second,) = worker_pool(2).run(gone_wrong, "raises")
     assert first == (2, "DivergenceError")
     assert second == (2, "ValueError")
 
 
-def test_a_worker_that_leaves_out_a_pass_is_found_at_the_next(crew):
-    found = crew(2).run(gone_wrong, "skips")
+def test_a_worker_that_leaves_out_a_pass_is_found_at_the_next(worker_pool):
+    found = worker_pool(2).run(gone_wrong, "skips")
     assert all("DivergenceError" in str(told) for told in found)
 
 
-def unfit(way, kept):
+def non_finite(way, kept):
     guards = mirror.Guards(finite_gradients=True)
     place = Worker((1, 1), way, guards=guards)
     told = []
@@ -69,8 +69,8 @@ def unfit(way, kept):
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("way", [1, 3])
-def test_a_gradient_that_is_not_finite_is_an_error_on_all_workers(crew, way, kept):
-    first, second = crew(2).run(unfit, way, kept)
+def test_a_gradient_that_is_not_finite_is_an_error_on_all_workers(worker_pool, way, kept):
+    first, second = worker_pool(2).run(non_finite, way, kept)
     assert first == second
     ((step, told),) = first
     assert step == 1
@@ -88,6 +88,6 @@ def carrying_a_graph():
     return model[0].bias.grad
 
 
-def test_gradients_that_carry_a_graph_are_refused_and_training_goes_on(crew):
-    first, second = crew(2).run(carrying_a_graph)
+def test_gradients_that_carry_a_graph_are_refused_and_training_goes_on(worker_pool):
+    first, second = worker_pool(2).run(carrying_a_graph)
     assert torch.equal(first, second)

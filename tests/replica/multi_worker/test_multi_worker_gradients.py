@@ -25,15 +25,15 @@ def trains(place):
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2)])
 @pytest.mark.parametrize("way", [1, 2, 3])
-def test_training_is_that_of_one_device(crew, counts, way):
-    assert_as_one_device(crew, trains, counts, way)
+def test_training_is_that_of_one_device(worker_pool, counts, way):
+    assert_as_one_device(worker_pool, trains, counts, way)
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2)])
-def test_gradients_may_travel_in_half_precision(crew, counts):
+def test_gradients_may_travel_in_half_precision(worker_pool, counts):
     coarse = mirror.CommunicationOptions(bytes_per_pack=200, wire_dtype=torch.bfloat16)
     options = {"communication_options": coarse, "tolerance": 1e-2}
-    assert_as_one_device(crew, trains, counts, 3, **options)
+    assert_as_one_device(worker_pool, trains, counts, 3, **options)
 
 
 class Heads(nn.Module):
@@ -262,9 +262,9 @@ def trains_sparsely(place, change, optimizer):
 @pytest.mark.parametrize("way", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("optimizer", SPARSE_OPTIMIZERS)
-def test_sparse_gradients_stay_sparse_for_the_optimizer(crew, optimizer, change, way):
+def test_sparse_gradients_stay_sparse_for_the_optimizer(worker_pool, optimizer, change, way):
     program = partial(trains_sparsely, change=change, optimizer=optimizer)
-    assert_as_one_device(crew, program, (1, 2), way)
+    assert_as_one_device(worker_pool, program, (1, 2), way)
 
 
 class Odd(nn.Module):
@@ -344,13 +344,13 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("way", [1, 2])
-def test_workers_decide_by_the_loss_of_all(crew, way):
-    assert_as_one_device(crew, asks_for_losses, way=way, tolerance=1e-3)
+def test_workers_decide_by_the_loss_of_all(worker_pool, way):
+    assert_as_one_device(worker_pool, asks_for_losses, way=way, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_gradients_are_those_of_one_device(crew, program):
-    assert_as_one_device(crew, program, way=3)
+def test_gradients_are_those_of_one_device(worker_pool, program):
+    assert_as_one_device(worker_pool, program, way=3)
 
 
 @pytest.mark.slow
@@ -358,5 +358,5 @@ def test_gradients_are_those_of_one_device(crew, program):
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2), (1, 2), (1, 1, 1)])
 @pytest.mark.parametrize("way", [1, 2, 3])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_gradients_are_those_of_one_device_in_all_ways(crew, program, way, counts):
-    assert_as_one_device(crew, program, counts, way)
+def test_gradients_are_those_of_one_device_in_all_ways(worker_pool, program, way, counts):
+    assert_as_one_device(worker_pool, program, counts, way)

@@ -46,13 +46,13 @@ def takes_random_steps(place, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_programs(crew, seed):
-    assert_as_one_device(crew, partial(takes_random_steps, seed=seed), way=1 + 2 * seed)
+def test_random_programs(worker_pool, seed):
+    assert_as_one_device(worker_pool, partial(takes_random_steps, seed=seed), way=1 + 2 * seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("seed", range(2, 14))
-def test_more_random_programs(crew, seed, counts):
+def test_more_random_programs(worker_pool, seed, counts):
     program = partial(takes_random_steps, seed=seed)
-    assert_as_one_device(crew, program, counts, 1 + seed % 3, tolerance=3e-6)
+    assert_as_one_device(worker_pool, program, counts, 1 + seed % 3, tolerance=3e-6)

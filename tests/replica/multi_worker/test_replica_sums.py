@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mirror.errors import DivergenceError
+from tests.multi_worker import strategy_of
 from tests.replica.multi_worker import test_multi_worker_gradients as programs
 from tests.replica.multi_worker.beside_one_device import OneDevice, assert_as_one_device
-from tests.several import strategy_of
 
 PROGRAMS = ("trains", "leaves_out", "uses_by_sign", "freezes", "accumulates", "passes_twice")
 
@@ -56,8 +56,8 @@ def by_replicas(name, place):
         *(pytest.param(name, (1, 2), 2, marks=pytest.mark.slow) for name in PROGRAMS),
     ],
 )
-def test_gradients_are_those_of_one_device(crew, name, counts, way):
-    assert_as_one_device(crew, partial(by_replicas, name), counts, way)
+def test_gradients_are_those_of_one_device(worker_pool, name, counts, way):
+    assert_as_one_device(worker_pool, partial(by_replicas, name), counts, way)
 
 
 class Never:
@@ -90,8 +90,8 @@ def sums_unlike_buffers():
 
 
 @pytest.mark.slow
-def test_buffers_of_unlike_sizes_are_an_error_on_all_workers(crew):
-    for summed, told in crew(2).run(sums_unlike_buffers):
+def test_buffers_of_unlike_sizes_are_an_error_on_all_workers(worker_pool):
+    for summed, told in worker_pool(2).run(sums_unlike_buffers):
         assert summed == [2.0] * 4
         assert "torch.float32[4]" in told
         assert "torch.float32[5]" in told

@@ -33,16 +33,16 @@ def _losses(model, sizes):
 @pytest.mark.parametrize(
     "sizes", [[(4, 4), (4, 4)], [(4, 4), (2, 2)], [(4, 2), (8, 4)], [(3,), (5,)]]
 )
-def test_equal_proportions_are_right(crew, sizes):
-    assert crew(2).run(passes, sizes) == [[], []]
+def test_equal_proportions_are_right(worker_pool, sizes):
+    assert worker_pool(2).run(passes, sizes) == [[], []]
 
 
-def test_unlike_ones_are_told_once_on_all_workers(crew):
-    for told in crew(2).run(passes, [(4, 2), (4, 4)]):
+def test_unlike_ones_are_told_once_on_all_workers(worker_pool):
+    for told in worker_pool(2).run(passes, [(4, 2), (4, 4)]):
         (message,) = told
         assert "worker 0: 4, 2; worker 1: 4, 4" in message
         assert "inside strategy.run" in message
 
 
-def test_inside_run_nothing_is_told(crew):
-    assert crew(2).run(passes, [(4, 2), (4, 4)], in_run=True) == [[], []]
+def test_inside_run_nothing_is_told(worker_pool):
+    assert worker_pool(2).run(passes, [(4, 2), (4, 4)], in_run=True) == [[], []]

@@ -40,8 +40,8 @@ def of_one_process(num_local, aggregation):
 
 @pytest.mark.parametrize("aggregation", [None, "sum", "mean", "first"])
 @pytest.mark.parametrize("num_local", [1, 2])
-def test_they_are_those_of_as_many_replicas_of_one_process(crew, num_local, aggregation):
-    first, second = crew(2).run(trained, num_local, aggregation)
+def test_they_are_those_of_as_many_replicas_of_one_process(worker_pool, num_local, aggregation):
+    first, second = worker_pool(2).run(trained, num_local, aggregation)
     assert first == second
     for name, value in of_one_process(num_local, aggregation).items():
         assert first[name] == pytest.approx(value, rel=1e-6), name

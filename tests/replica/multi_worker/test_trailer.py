@@ -6,17 +6,22 @@ import torch
 from mirror.replica.multi_worker.trailer import UsualTrailers, read_trailer, write_trailer
 
 
-def summed(*tails):
-    return read_trailer(torch.tensor(tails).sum(0).tolist())
+def summed(*trailers):
+    return read_trailer(torch.tensor(trailers).sum(0).tolist())
 
 
 def test_what_workers_have_brought_is_counted():
-    tail = summed(
+    trailer = summed(
         write_trailer([1.0, 0.0], 5, 3.0, more=True),
-        write_trailer([1.0, 1.0], 5, 4.0, unfit=True, left=True),
+        write_trailer([1.0, 1.0], 5, 4.0, non_finite=True, failed=True),
     )
-    assert list(tail.flags) == [2.0, 1.0]
-    assert (tail.weight, tail.more, tail.unfit, tail.left) == (7.0, 1.0, 1.0, 1.0)
+    assert list(trailer.flags) == [2.0, 1.0]
+    assert (trailer.weight, trailer.more, trailer.non_finite, trailer.failed) == (
+        7.0,
+        1.0,
+        1.0,
+        1.0,
+    )
 
 
 def test_another_reduction_has_another_mark():
@@ -29,20 +34,20 @@ def test_another_reduction_has_another_mark():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_usual_tails_are_those_of_workers_that_have_nothing_else_to_say(dtype):
-    tails = UsualTrailers(2, dtype)
+    trailers = UsualTrailers(2, dtype)
     for number in (3, 19, 21):
         for weight in (8.0, 2.5):
-            own = torch.frombuffer(bytearray(tails.own(number, weight)), dtype=dtype)
+            own = torch.frombuffer(bytearray(trailers.own(number, weight)), dtype=dtype)
             assert own.tolist() == write_trailer([1.0, 1.0], number, weight)
             both = own + torch.tensor(write_trailer([1.0, 1.0], number, 4.0))
-            assert both.tolist() == tails.all(number, weight + 4.0, 2)
-            assert both.tolist() != tails.all(number + 1, weight + 4.0, 2)
-            assert both.tolist() != tails.all(number, weight, 2)
+            assert both.tolist() == trailers.all(number, weight + 4.0, 2)
+            assert both.tolist() != trailers.all(number + 1, weight + 4.0, 2)
+            assert both.tolist() != trailers.all(number, weight, 2)
 
 
 def test_usual_tails_of_ever_other_weights_are_not_all_kept():
-    tails = UsualTrailers(1, torch.float32)
+    trailers = UsualTrailers(1, torch.float32)
     for weight in range(500):
-        tails.own(1, float(weight))
-        tails.all(1, float(weight), 2)
-    assert max(len(tails._own), len(tails._all)) < 100
+        trailers.own(1, float(weight))
+        trailers.all(1, float(weight), 2)
+    assert max(len(trailers._own), len(trailers._all)) < 100

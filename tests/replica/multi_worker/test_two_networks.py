@@ -52,9 +52,9 @@ def on_worker(way, *args):
 
 @pytest.mark.parametrize("is_detached", [True, False], ids=["detached", "through both"])
 @pytest.mark.parametrize(("way", "order"), [(1, "cg"), (3, "gcc")])
-def test_a_pass_of_one_network_leaves_the_others_gradients(crew, way, order, is_detached):
+def test_a_pass_of_one_network_leaves_the_others_gradients(worker_pool, way, order, is_detached):
     expected = gan(OneDevice(SIZES), order, is_detached)
-    for found in crew(2).run(on_worker, way, order, is_detached):
+    for found in worker_pool(2).run(on_worker, way, order, is_detached):
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine is None) == (theirs is None)
             if theirs is not None:

@@ -30,9 +30,9 @@ def layouts():
 def test_gradients_come_back_as_they_were_in_the_layout_of_their_variables(bucket_of):
     bucket, module = bucket_of(layouts())
     grads = [torch.randn(p.shape) for p in module.parameters()]
-    tail = [1.0, 2.0]
-    buffer = bucket.packed(grads, 1.0, tail)
-    assert buffer[bucket.num_elements :].tolist() == tail
+    trailer = [1.0, 2.0]
+    buffer = bucket.packed(grads, 1.0, trailer)
+    assert buffer[bucket.num_elements :].tolist() == trailer
     for grad, found, p in zip(grads, bucket.unpacked(buffer), module.parameters(), strict=True):
         assert torch.equal(found, grad)
         assert found.stride() == p.stride()
@@ -83,13 +83,13 @@ def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, 
     columns = [[torch.randn(shape, dtype=dtype) for shape in shapes] for _ in range(2)]
     columns[1][0] = torch.randn(5, 3, dtype=dtype).t()  # as a hook may have left it
     before = [[grad.clone() for grad in column] for column in columns]
-    tail = bucket.tails.own(3, 2.0)
+    trailer = bucket.usual_trailers.own(3, 2.0)
     for n in (1, 2):
         sums = [sum(row) for row in zip(*columns[:n], strict=True)]
         slowly = bucket.packed([scale * one for one in sums], 1.0, [])
-        found = bucket.summed(columns[:n], scale, tail)
+        found = bucket.summed(columns[:n], scale, trailer)
         assert torch.equal(found[: bucket.num_elements], slowly)
-        assert found[bucket.num_elements :].numpy().tobytes() == tail
+        assert found[bucket.num_elements :].numpy().tobytes() == trailer
         for grad, one in zip(bucket.unpacked(found), sums, strict=True):
             assert torch.equal(grad, scale * one)
     for column, kept in zip(columns, before, strict=True):
@@ -97,8 +97,8 @@ def test_sums_are_packed_in_one_pass_with_the_bits_of_several(bucket_of, dtype, 
 
 
 def test_what_the_host_library_cannot_pack_has_no_usual_tails(bucket_of):
-    assert bucket_of([torch.zeros(3)])[0].tails is not None
-    assert bucket_of([torch.zeros(3)], wire=torch.bfloat16)[0].tails is None
-    assert bucket_of([torch.zeros(3, dtype=torch.bfloat16)])[0].tails is None
-    assert bucket_of([torch.zeros(3, dtype=torch.complex64)])[0].tails is None
-    assert bucket_of([torch.zeros(2, 3).t()])[0].tails is None
+    assert bucket_of([torch.zeros(3)])[0].usual_trailers is not None
+    assert bucket_of([torch.zeros(3)], wire=torch.bfloat16)[0].usual_trailers is None
+    assert bucket_of([torch.zeros(3, dtype=torch.bfloat16)])[0].usual_trailers is None
+    assert bucket_of([torch.zeros(3, dtype=torch.complex64)])[0].usual_trailers is None
+    assert bucket_of([torch.zeros(2, 3).t()])[0].usual_trailers is None

@@ -41,8 +41,8 @@ def drift(of):
         ("replica", "parameter '0.bias' differs on replica 3 of 4 (worker 1, cpu) from replica 2"),
     ],
 )
-def test_what_differs_is_named_on_all_workers(crew, of, told):
-    for message in crew(2).run(drift, of):
+def test_what_differs_is_named_on_all_workers(worker_pool, of, told):
+    for message in worker_pool(2).run(drift, of):
         assert told in message
 
 
@@ -91,11 +91,13 @@ def drop(case, num_local, inside):
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize("num_local", [1, 2])
 @pytest.mark.parametrize("case", ["one has them", "each has another"])
-def test_what_only_a_garbage_collection_frees_is_not_compared(crew, case, num_local, inside):
-    assert crew(2).run(drop, case, num_local, inside) == [4, 4]
+def test_what_only_a_garbage_collection_frees_is_not_compared(
+    worker_pool, case, num_local, inside
+):
+    assert worker_pool(2).run(drop, case, num_local, inside) == [4, 4]
 
 
-def test_what_one_worker_alone_keeps_is_a_divergence(crew):
-    for message in crew(2).run(drop, "one keeps them", 1, inside=True):
+def test_what_one_worker_alone_keeps_is_a_divergence(worker_pool):
+    for message in worker_pool(2).run(drop, "one keeps them", 1, inside=True):
         assert "worker 0 of 2: check_replicas of 8 " in message
         assert "worker 1 of 2: check_replicas of 24 " in message

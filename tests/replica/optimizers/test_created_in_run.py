@@ -9,9 +9,9 @@ from torch import nn
 
 import mirror
 from mirror.replica.optimizers.optimizer_registry import optimizers_of
-from tests.ones import ONES, mirrored_layer
 from tests.oracle import assert_same, in_run
 from tests.pairs import pairwise
+from tests.toy_models import ONES, mirrored_layer
 
 
 class Own(torch.optim.SGD):

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mirror.values import leaves_of
-from tests.ones import ONES, mirrored_layer, sgd
 from tests.oracle import assert_same, assert_same_training, in_run, train, train_loop
 from tests.pairs import each_once
+from tests.toy_models import ONES, mirrored_layer, sgd
 from tests.transparency.cases import CASES, WAYS, compare, make_batches, prepared
 
 SIZES = [7, 3, 1]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ones import ONES, collect, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same, in_run
 from tests.pairs import each_once
 from tests.replica.params.coherence import N, Net, momentum, seen, train_a_step
+from tests.toy_models import ONES, collect, mirrored_layer, ones_layer, sgd
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mirror
-from tests.ones import ONES, collect, mirrored_layer, ones_layer
 from tests.oracle import assert_same, in_run
+from tests.toy_models import ONES, collect, mirrored_layer, ones_layer
 
 # Optimizers
 

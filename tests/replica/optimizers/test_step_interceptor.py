@@ -15,7 +15,6 @@ from torch.optim.optimizer import (
 import mirror
 from mirror.execution.current_replica import current
 from mirror.execution.step_ends import step_ends
-from tests.ones import ONES, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same
 from tests.pairs import pairwise
 from tests.replica.optimizers.kinds import SAM, Child, CounterOnSelf, Lookahead, lbfgs
@@ -27,6 +26,7 @@ from tests.replica.optimizers.stepping import (
     pair,
     step_in_run,
 )
+from tests.toy_models import ONES, mirrored_layer, ones_layer, sgd
 
 HISTORY = """
 import torch
@@ -71,8 +71,8 @@ used.step()
     ("history", "used_before"),
     [(("user", 2), USED_BEFORE), (("user", 1, 2), ""), ((1, "user", 2), ""), ((1, "user"), "")],
 )
-def test_hooks_of_the_user_run_within_the_time_of_the_step(history, used_before, forks):
-    done = forks.run(HISTORY.format(history=history, used_before=used_before))
+def test_hooks_of_the_user_run_within_the_time_of_the_step(history, used_before, script_pool):
+    done = script_pool.run(HISTORY.format(history=history, used_before=used_before))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [*["hook ['SGD.step'] 0"] * 2, "steps 1"]
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import mirror
 from mirror.execution.runner import runner_of
-from tests.ones import ONES, mirrored_layer, ones_layer, sgd
 from tests.oracle import assert_same, in_run
+from tests.toy_models import ONES, mirrored_layer, ones_layer, sgd
 
 
 @pytest.fixture(params=["lockstep", "staggered"])

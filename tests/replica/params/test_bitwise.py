@@ -1,4 +1,4 @@
-"""Replicas are compared bit for bit, whatever the layout of what they hold."""
+"""Replicas are compared bit for bit, and parameters are named by their paths."""
 
 import warnings
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import mirror
 from mirror.replica.params.bitwise import same_bits, same_values
+from mirror.replica.params.param_paths import path_of
 
 DENSE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 0.0, 4.0]])
 OTHER = torch.tensor([[0.0, 2.0, 0.0, 1.0], [3.0, 0.0, 0.0, 5.0]])
@@ -101,3 +102,30 @@ def test_tensors_in_a_list_of_the_state_are_compared(make_strategy):
     strategy.run(differ)
     with pytest.raises(mirror.ReplicaMismatchError, match="kept"):
         strategy.check_replicas()
+
+
+def test_the_path_is_from_the_outermost_module():
+    block = nn.Sequential(nn.Linear(2, 2))
+    weight = block[0].weight
+    assert path_of(weight, "") == "0.weight"
+    model = nn.ModuleDict({"body": nn.ModuleList([block])})
+    assert path_of(weight, "") == "body.0.0.weight"
+    del model
+    assert path_of(weight, "") == "0.weight"
+
+
+def test_modules_made_in_a_scope_one_by_one_have_paths(make_strategy):
+    with make_strategy().scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert path_of(model[1][0].bias, "") == "1.0.bias"
+
+
+def test_what_is_in_no_module_or_gone_has_the_name_that_was_known():
+    assert path_of(torch.ones(1), "known") == "known"
+    assert path_of(None, "known") == "known"
+
+
+def test_a_module_inside_itself_is_no_endless_path():
+    layer = nn.Linear(1, 1)
+    layer.me = nn.Sequential(layer)
+    assert path_of(layer.weight, "").endswith("weight")

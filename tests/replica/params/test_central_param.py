@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import mirror
-from tests.ones import ONES, mirrored_layer
 from tests.oracle import in_run
+from tests.toy_models import ONES, mirrored_layer
 
 SIZES = [7, 3, 1]
 

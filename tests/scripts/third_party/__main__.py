@@ -1,8 +1,8 @@
 """Trains programs over public libraries on 3 replicas and plainly: make third-party.
 
-Writes docs/third-party.md. Each library runs in a process of its own, one after the other and
-the smallest first; what is seen is kept in .third-party.json after every row, so that a run that
-was ended goes on there.
+Writes docs/third-party.md. Each library runs in a process of its own, one after the other. The
+rows of finished libraries are kept in .third-party.json, and a later run continues with the rest;
+``--again`` starts over, as is needed after a change of mirror.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import torch
 
 from tests.scripts.third_party import page
 from tests.scripts.third_party.program import CASES, rows_of, silent
-from tests.scripts.third_party.results import Results
 from tests.scripts.third_party.torchvision_shim import define_operators
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +34,7 @@ SECONDS_PER_CASE = 240
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="libraries, separated by commas; prints and writes nothing")
-    parser.add_argument("--again", action="store_true", help="keep nothing of an earlier run")
+    parser.add_argument("--again", action="store_true", help="start over")
     args = parser.parse_args()
     for name in FILES:
         importlib.import_module(f"tests.scripts.third_party.{name}")
@@ -44,25 +43,18 @@ def main() -> None:
             for row in _rows(library):
                 print(page.line(row), flush=True)
         return
-    results = Results(KEPT, ROOT)
-    if args.again:
-        results.forget()
-    programs = {
-        library: {Path(case.program.__code__.co_filename) for case in CASES[library]}
-        for library in sorted(CASES, key=lambda library: (len(CASES[library]), library.lower()))
-    }
-    for library in results.begin(programs):
-        for row in _rows(library):
-            results.add(library, row)
-            print(page.line(row), flush=True)
-        results.finish(library)
-        TABLE.write_text(page.text(results))
-    TABLE.write_text(page.text(results))  # also if all was there
-    print(page.total(results.rows()))
+    seen = json.loads(KEPT.read_text()) if KEPT.exists() and not args.again else {}
+    for library in sorted(CASES, key=str.lower):
+        if library not in seen:
+            seen[library] = list(_rows(library))
+            print(*map(page.line, seen[library]), sep="\n", flush=True)
+            KEPT.write_text(json.dumps(seen, indent=1))
+            TABLE.write_text(page.text(seen, ROOT))
+    TABLE.write_text(page.text(seen, ROOT))
 
 
 def _rows(library: str) -> Iterator[dict]:
-    """Trains a library's programs in a fork of this process, and yields what comes of them."""
+    """Trains a library's programs in a fork of this process, and yields their rows."""
     reading, writing = os.pipe()
     with tempfile.TemporaryFile("w+") as errors:
         child = os.fork()
@@ -76,9 +68,9 @@ def _rows(library: str) -> Iterator[dict]:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status:
             errors.seek(0)
-            told = errors.read()
-            print(told[-3000:], file=sys.stderr, flush=True)
-            last = (told.strip().splitlines() or [""])[-1][:160]
+            text = errors.read()
+            print(text[-3000:], file=sys.stderr, flush=True)
+            last = (text.strip().splitlines() or [""])[-1][:160]
             remark = f"exit code {status}: {last}"
             yield {"library": library, "name": "?", "way": 0, "verdict": "ERROR", "remark": remark}
 

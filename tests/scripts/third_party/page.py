@@ -1,11 +1,18 @@
-"""docs/third-party.md, of what was seen."""
+"""The text of docs/third-party.md, from the rows of all libraries."""
 
 import importlib.metadata
+import os
+import platform
 import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 
+import torch
+
 from tests.scripts.third_party.program import CASES, PAIRS
-from tests.scripts.third_party.results import Results
 
 _HEAD = """# Third-party code seen to work
 
@@ -28,7 +35,7 @@ anywhere: `torch_geometric.nn.LayerNorm` without `batch=` is such a layer, and n
 
 {run}
 
-`make third-party` writes this page from one run, which it continues if it was ended before;
+`make third-party` writes this page; a run that was interrupted continues.
 `tests/scripts/third_party/` holds the programs and pins. {total}
 
 """
@@ -41,23 +48,29 @@ _COLUMNS = "library | version | what was trained | way | difference | ratio | ve
 _RULE = "---|---|---|---|---|---|---|---"
 
 
-def text(results: Results) -> str:
-    """Returns the page."""
-    rows, run = results.rows(), results.run
-    loads = [row["load"] for row in rows if row.get("load")]
-    busy = f"{min(loads):.1f} to {max(loads):.1f}, on {run['cores']} cores" if loads else ""
-    begun, ended = run["begun"], run["ended"].removeprefix(run["begun"][:11])
-    commit = f" as of commit {run['commit']}" if run["commit"] else ""
+def text(seen: Mapping[str, Sequence[dict]], root: Path) -> str:
+    """Returns the page.
+
+    Args:
+        seen: the rows of each library that was trained.
+        root: the repository, for the commit.
+    """
+    rows = [row for library in sorted(seen, key=str.lower) for row in seen[library]]
+    loads = [row["load"] for row in rows if row.get("load")] or [0.0]
+    command = ["git", "log", "-1", "--format=%h", "--", "mirror", "csrc"]
+    commit = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip()
+    numpy = importlib.metadata.version("numpy")
     head = _HEAD.format(
         pairs=PAIRS,
-        load=f"The load average was {busy}; above 1, other programs ran\n  beside.",
-        run=f"From {begun} to {ended} UTC, on {run['machine']};\n{run['of']['versions']}; "
-        f"mirror{commit}.",
+        load=f"The load average was {min(loads):.1f} to {max(loads):.1f},\n  on "
+        f"{os.cpu_count()} cores; above 1, other programs ran at the same time.",
+        run=f"Written on {datetime.now(UTC):%Y-%m-%d}, on {platform.machine()}, {os.cpu_count()} "
+        f"cores, {platform.system()};\ntorch {torch.__version__}, numpy {numpy}, Python "
+        f"{platform.python_version()}; mirror as of commit {commit}.",
         total=total(rows),
     )
-    missing = sorted((name for name in CASES if not results.is_whole(name)), key=str.lower)
-    told = [f"{name} ({len(CASES[name])} programs)" for name in missing]
-    end = f"\nNot run, or not to the end: {', '.join(told)}.\n" if missing else ""
+    missing = [f"{name} ({len(CASES[name])} programs)" for name in CASES if name not in seen]
+    end = f"\nNot run: {', '.join(sorted(missing, key=str.lower))}.\n" if missing else ""
     return head + "\n".join([f"| {_COLUMNS} |", f"|{_RULE}|", *map(line, rows)]) + "\n" + end
 
 
@@ -74,8 +87,8 @@ def line(row: dict) -> str:
     difference, ratios = row.get("difference"), row.get("ratios")
     spread = f"{median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})" if ratios else ""
     known = _KNOWN.get((row["library"], row["verdict"]), "")
-    told = re.sub(r" \(/[^)]*\)?", "", row["remark"])  # paths of the machine
-    remark = "; ".join(filter(None, (known, told)))
+    seen = re.sub(r" \(/[^)]*\)?", "", row["remark"])  # paths of the machine
+    remark = "; ".join(filter(None, (known, seen)))
     cells = [
         row["library"],
         _version(row["library"]),

@@ -224,7 +224,7 @@ def test_actors_that_fork_end_all_the_same(process_engine):
 
 
 @pytest.mark.slow  # a fork server each
-def test_actors_end_with_who_has_started_them(forks):
+def test_actors_end_with_who_has_started_them(script_pool):
     program = f"""
 import os, signal, sys
 from mirror.server.engine.process_engine import ProcessEngine
@@ -238,7 +238,7 @@ print(fork_server().pid, *pids, flush=True)
         for name in ("SIGKILL", "SIGTERM", "SIGINT")
     }
     ends |= {"sys.exit(3)": 3, "raise LookupError": 1, "os.abort()": -signal.SIGABRT}
-    done = forks.run_all([program + end for end in ends])
+    done = script_pool.run_all([program + end for end in ends])
     assert [one.returncode for one in done] == list(ends.values())
     pids = [int(pid) for one in done for pid in one.stdout.split()]
     assert len(pids) == 3 * len(ends)

@@ -1,4 +1,4 @@
-"""mirror/tools/doctor/cluster_report.py: in a worker, the doctor says which cluster it found."""
+"""In a worker, the doctor reports the cluster, and the links between workers."""
 
 import json
 
@@ -7,6 +7,7 @@ import pytest
 from mirror import cli
 from mirror.errors import WorkerLostError
 from mirror.tools.doctor.cluster_report import examine_cluster
+from mirror.tools.doctor.link_report import LinkReport, measure_links
 
 TORCHRUN = {
     "RANK": "3",
@@ -104,3 +105,25 @@ def test_the_doctor_of_a_worker_shows_it_and_fails_where_it_is_wrong(
     assert found["healthy"] is (code == 0)
     assert found["cluster"]["launchers"] == ["torchrun"]
     assert code or found["cluster"]["place"]["rank"] == 1
+
+
+def measured():
+    told = []
+    report = measure_links(2, told.append)
+    return report, told
+
+
+def test_doctors_of_all_workers_measure_their_links(worker_pool):
+    for report, told in worker_pool(2).run(measured):
+        assert told == ["waiting up to 30 s for the doctors of the other workers"]
+        assert report.failure is report.missing is None
+        assert 0 < report.seconds_per_exchange < report.seconds_per_sum < 30
+        first, second = report.render()
+        assert first.startswith("an exchange of all workers takes ")
+        assert second.startswith("an all-reduce of 10 MB takes ")
+        assert json.loads(json.dumps(report.to_dict()))["failure"] is None
+
+
+def test_what_went_wrong_is_said():
+    assert list(LinkReport(failure="broken").render()) == ["FAILED: broken"]
+    assert list(LinkReport(missing="nobody").render()) == ["not tested: nobody"]

@@ -14,8 +14,8 @@ from torch import nn
 
 import mirror
 from mirror.errors import CheckpointError
+from tests.multi_worker import strategy_of
 from tests.oracle import assert_same
-from tests.several import strategy_of
 
 
 class Training:
@@ -79,8 +79,8 @@ def goes_on(counts, folder, wait, sharding="off"):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_is_restored_goes_on_to_the_same_bits(crew, tmp_path, wait):
-    assert crew(2).run(goes_on, (1, 2), str(tmp_path), wait) == [7, 7]
+def test_what_is_restored_goes_on_to_the_same_bits(worker_pool, tmp_path, wait):
+    assert worker_pool(2).run(goes_on, (1, 2), str(tmp_path), wait) == [7, 7]
 
 
 def restores(counts, folder):
@@ -91,9 +91,9 @@ def restores(counts, folder):
     return step, mean
 
 
-def test_another_number_of_workers_restores_it(crew, tmp_path):
-    crew(2).run(goes_on, (1, 1), str(tmp_path), True, "data")
-    (step, mean), (_, same) = crew(2).run(restores, (1, 1), str(tmp_path))
+def test_another_number_of_workers_restores_it(worker_pool, tmp_path):
+    worker_pool(2).run(goes_on, (1, 1), str(tmp_path), True, "data")
+    (step, mean), (_, same) = worker_pool(2).run(restores, (1, 1), str(tmp_path))
     assert step == 3
     assert_same(same, mean)
     assert_same(restores((2,), str(tmp_path)), (3, mean))
@@ -111,8 +111,8 @@ def apart(folder):
     return has_written, str(caught.value)
 
 
-def test_the_chief_alone_writes_and_a_directory_of_ones_own_is_found_out(crew, tmp_path):
-    (first, said), (second, also) = crew(2).run(apart, str(tmp_path))
+def test_the_chief_alone_writes_and_a_directory_of_ones_own_is_found_out(worker_pool, tmp_path):
+    (first, said), (second, also) = worker_pool(2).run(apart, str(tmp_path))
     assert (first, second) == (True, False)
     assert "worker 1 of 2" in said
     assert "share" in said
@@ -132,8 +132,8 @@ def stale(folder):
     return str(caught.value)
 
 
-def test_who_reads_another_checkpoint_is_named_on_all(crew, tmp_path):
-    first, second = crew(2).run(stale, str(tmp_path))
+def test_who_reads_another_checkpoint_is_named_on_all(worker_pool, tmp_path):
+    first, second = worker_pool(2).run(stale, str(tmp_path))
     assert first[:-1].rpartition("/")[0] == second[:-1].rpartition("/")[0]
 
 
@@ -145,9 +145,9 @@ def fails(folder):
     return str(caught.value)
 
 
-def test_a_save_that_fails_fails_on_all(crew, tmp_path):
+def test_a_save_that_fails_fails_on_all(worker_pool, tmp_path):
     (tmp_path / "taken").write_text("")
-    for said in crew(2).run(fails, str(tmp_path)):
+    for said in worker_pool(2).run(fails, str(tmp_path)):
         assert "will not be replaced" in said
 
 
@@ -165,8 +165,8 @@ def older(folder):
     return found, len(told)
 
 
-def test_all_skip_the_checkpoint_that_the_chief_finds_damaged(crew, tmp_path):
-    assert crew(2).run(older, str(tmp_path)) == [(1, 1), (1, 0)]
+def test_all_skip_the_checkpoint_that_the_chief_finds_damaged(worker_pool, tmp_path):
+    assert worker_pool(2).run(older, str(tmp_path)) == [(1, 1), (1, 0)]
 
 
 def preempted(folder, at):
@@ -184,8 +184,8 @@ def preempted(folder, at):
 
 
 @pytest.mark.parametrize("at", [0, 2])
-def test_one_worker_that_is_asked_to_leave_takes_all_along(crew, tmp_path, at):
-    first, second = crew(2).run(preempted, str(tmp_path), at)
+def test_one_worker_that_is_asked_to_leave_takes_all_along(worker_pool, tmp_path, at):
+    first, second = worker_pool(2).run(preempted, str(tmp_path), at)
     assert first == second
     assert first[0] == 42
     assert first[2] == max(at, 1)

@@ -12,7 +12,7 @@ import mirror
 from mirror.execution.step_ends import step_ends
 from mirror.train import TerminationConfig
 from mirror.train.checkpoint import preemption
-from tests.several import strategy_of
+from tests.multi_worker import strategy_of
 
 COUNTS = [(1,), (2,), (1, 1)]
 
@@ -93,10 +93,10 @@ class Program:
         self.optimizer.step()
 
 
-def on_all(crew, counts, program, *args):
+def on_all(worker_pool, counts, program, *args):
     """Returns what a program returns on every worker."""
     if len(counts) > 1:
-        return crew(len(counts)).run(program, counts, *args)
+        return worker_pool(len(counts)).run(program, counts, *args)
     return [program(counts, *args)]
 
 
@@ -124,19 +124,19 @@ def train_with_grace(counts, folder, is_scoped, seconds, save_seconds, num_steps
     ],
 )
 def test_grace_period_saves_at_once_and_again_before_its_end(
-    crew, tmp_path, counts, is_scoped, seconds, save_seconds, saved
+    worker_pool, tmp_path, counts, is_scoped, seconds, save_seconds, saved
 ):
     results = on_all(
-        crew, counts, train_with_grace, str(tmp_path), is_scoped, seconds, save_seconds, 20
+        worker_pool, counts, train_with_grace, str(tmp_path), is_scoped, seconds, save_seconds, 20
     )
     last = saved[-1][0]
     assert results == [(42, last, saved, last)] * len(results)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_the_end_of_the_block_ends_the_grace_period(crew, tmp_path, counts):
+def test_the_end_of_the_block_ends_the_grace_period(worker_pool, tmp_path, counts):
     for code, _, saved, latest in on_all(
-        crew, counts, train_with_grace, str(tmp_path), True, 1000, 0, 4
+        worker_pool, counts, train_with_grace, str(tmp_path), True, 1000, 0, 4
     ):
         assert (code, [step for step, _ in saved], latest) == (42, [2, 4], 4)
 
@@ -148,8 +148,8 @@ def train_with_own_grace(counts, folder):
         return *program.train(TerminationConfig(grace_period=seconds)), program.saved
 
 
-def test_the_grace_period_of_the_worker_that_is_asked_counts(crew, tmp_path):
-    first, second = crew(2).run(train_with_own_grace, (1, 1), str(tmp_path))
+def test_the_grace_period_of_the_worker_that_is_asked_counts(worker_pool, tmp_path):
+    first, second = worker_pool(2).run(train_with_own_grace, (1, 1), str(tmp_path))
     assert first == second == (42, 5, [(2, 102), (5, 105)])
 
 
@@ -169,9 +169,11 @@ def train_with_watcher(counts, folder, signals):
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("signals", [(), (signal.SIGTERM,)])
-def test_watcher_is_called_at_steps_until_it_announces_the_end(crew, tmp_path, counts, signals):
+def test_watcher_is_called_at_steps_until_it_announces_the_end(
+    worker_pool, tmp_path, counts, signals
+):
     for is_last, *result, calls in on_all(
-        crew, counts, train_with_watcher, str(tmp_path), signals
+        worker_pool, counts, train_with_watcher, str(tmp_path), signals
     ):
         assert result == [42, 5, [(3, 103), (5, 105)]]
         assert calls == (3 if is_last else 5)
@@ -200,9 +202,9 @@ def train_with_functions(counts, folder, exits, wait):
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(("exits", "result"), [(True, (7, 2)), (False, (None, 5))])
 def test_functions_replace_save_and_exit_on_every_worker(
-    crew, tmp_path, counts, wait, exits, result
+    worker_pool, tmp_path, counts, wait, exits, result
 ):
-    results = on_all(crew, counts, train_with_functions, str(tmp_path), exits, wait)
+    results = on_all(worker_pool, counts, train_with_functions, str(tmp_path), exits, wait)
     assert results == [(*result, ["save", "exit after 102"], [102])] * len(results)
 
 

@@ -301,8 +301,8 @@ def over_workers(directory):
 
 
 @pytest.mark.slow
-def test_what_one_worker_asks_for_all_do(crew, tmp_path):
-    first, second = crew(2).run(over_workers, str(tmp_path))
+def test_what_one_worker_asks_for_all_do(worker_pool, tmp_path):
+    first, second = worker_pool(2).run(over_workers, str(tmp_path))
     saved = [("saved", 2), ("saved", 5)]
     assert first == (5, "worker 1: enough", saved, 14)
     assert second == (5, "enough", saved, 0)

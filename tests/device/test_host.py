@@ -1,0 +1,115 @@
+"""The host: its memory, and the facts that tell machines apart."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mirror.device import machine_facts
+from mirror.device.machine_facts import facts_of_machine
+
+ROOT = str(Path(__file__).parents[2])
+STEPS, BLOCKS, BYTES = 5, 4, 24 * 2**20
+PROGRAM = f"""
+import resource, torch, mirror
+
+def step():
+    blocks = [torch.ones({BYTES} // 4) for _ in range({BLOCKS})]
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+strategy = mirror.MirroredStrategy(["cpu"] * 2)
+for _ in range({STEPS}):
+    step()
+before = faults()
+for _ in range({STEPS}):
+    step()
+kept = resident()
+print((faults() - before) * resource.getpagesize() / ({STEPS} * {BLOCKS} * {BYTES}))
+strategy.close()
+print(kept - resident())
+"""
+
+glibc_only = pytest.mark.skipif(
+    not (sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")),
+    reason="glibc alone is told",
+)
+
+
+def measured(**variables):
+    """Returns the share of a step's memory that is new to it, and what closing gives back."""
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**clean, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **variables},
+    )
+    return tuple(map(float, done.stdout.split()))
+
+
+@glibc_only
+def test_a_step_reuses_the_memory_of_the_one_before_and_closing_gives_it_back():
+    share, given_back = measured()
+    assert share < 0.05
+    assert given_back > 0.9 * BLOCKS * BYTES
+
+
+@glibc_only
+def test_what_the_user_has_set_stays():
+    share, _ = measured(MALLOC_TRIM_THRESHOLD_="131072")
+    assert share > 0.5
+
+
+GPUS = [torch.device("cuda", i) for i in range(2)]
+
+
+@pytest.fixture
+def properties(monkeypatch):
+    found = [
+        SimpleNamespace(name="H100", uuid=f"GPU-{i}", total_memory=80, pci_bus_id=i)
+        for i in range(2)
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found[device.index])
+    return found
+
+
+def test_gpus_are_told_apart_and_by_their_order(properties):
+    facts = facts_of_machine(GPUS)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["gpus"] == [
+        ["H100", "GPU-0", "80", "", "0", ""],
+        ["H100", "GPU-1", "80", "", "1", ""],
+    ]
+    assert facts_of_machine(GPUS) == facts
+    assert facts_of_machine(GPUS[::-1]) != facts
+    properties[1].uuid = "GPU-7"
+    assert facts_of_machine(GPUS) != facts
+
+
+def test_another_driver_or_command_line_is_another_machine(properties, monkeypatch, tmp_path):
+    files = {name: tmp_path / name for name in machine_facts._FILES}
+    monkeypatch.setattr(machine_facts, "_FILES", files)
+    seen = [facts_of_machine(GPUS)]  # nothing is there
+    assert seen[0]["driver"] == ""
+    for name in files:
+        files[name].write_text("560.1")
+        seen.append(facts_of_machine(GPUS))
+    assert seen[0] != seen[1] != seen[2]
+
+
+def test_the_cpu_has_a_name_only():
+    assert facts_of_machine([torch.device("cpu")] * 2)["gpus"] == [["cpu"], ["cpu"]]

@@ -1,0 +1,257 @@
+"""schedule="parallel": replicas run at once, or take turns for what they share per process."""
+
+import random
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mirror
+from mirror.execution import parallel_runs
+from tests.oracle import assert_same, finishes
+
+WIDTH = 8
+
+
+class Recurrent(nn.Module):
+    """A GRU, an attribute that every replica sets, and a buffer that it changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.last = self.gru(x.unsqueeze(1).expand(-1, 3, -1))[0]
+        self.seen += len(x)
+        return self.head(sum(self.last.unbind(1)))
+
+
+MODELS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 3)),
+    "norms": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 3)
+    ),
+    "synchronized": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 16), mirror.nn.SyncBatchNorm(16), nn.ReLU(), nn.Linear(16, 3)
+    ),
+    "recurrent": Recurrent,
+}
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+}
+
+
+def batches(num=6):
+    made = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(size, WIDTH, generator=made), torch.randint(3, (size,), generator=made))
+        for size in [12] * (num - 1) + [7]
+    ]
+
+
+def program(strategy, model, optimizer, way, is_inside):
+    """Trains as the README does; returns the losses and the model's state."""
+
+    def loss_of(batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    def train():
+        losses = []
+        if way == 1:
+            losses = [step(batch) for batch in batches()]
+        for batch in strategy.distribute_dataset(batches()) if way > 1 else ():
+            if way == 3:
+                losses.append(strategy.reduce("mean", strategy.run(step, (batch,))))
+            else:
+                optimizer.zero_grad()
+                losses.append(strategy.reduce("mean", strategy.run(loss_of, (batch,))))
+                losses[-1].backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        return [loss.detach().clone() for loss in losses]
+
+    if is_inside:
+        with strategy.scope():
+            return train(), model.state_dict()
+    return train(), model.state_dict()
+
+
+def trained(make_strategy, schedule, n, model, optimizer, way=3, is_inside=True):
+    strategy = make_strategy(n, schedule=schedule)
+    torch.manual_seed(0)
+    with strategy.scope():
+        made = MODELS[model]()
+        steps = OPTIMIZERS[optimizer](made.parameters())
+    result, error, _ = finishes(
+        lambda: program(strategy, made, steps, way, is_inside), hang_after=60
+    )
+    assert error is None
+    strategy.check_replicas()
+    return result
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("way", [1, 2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_parallel_replicas_have_the_bits_of_lockstep(make_strategy, model, way, n):
+    wanted = trained(make_strategy, "lockstep", n, model, "adamw", way)
+    assert_same(trained(make_strategy, "parallel", n, model, "adamw", way), wanted)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
+def test_they_have_them_with_every_optimizer_inside_and_outside_the_scope(
+    make_strategy, optimizer, is_inside
+):
+    wanted = trained(make_strategy, "lockstep", 2, "norms", optimizer, is_inside=is_inside)
+    found = trained(make_strategy, "parallel", 2, "norms", optimizer, is_inside=is_inside)
+    assert_same(found, wanted)
+
+
+def test_all_replicas_run_at_once_from_the_second_run_on(make_strategy):
+    strategy = make_strategy(3, schedule="parallel")
+    assert [len(set(strategy.run(threading.get_ident).values))] == [1]  # turns, in one thread
+    barrier = threading.Barrier(3, timeout=30)
+    _, error, _ = finishes(lambda: strategy.run(barrier.wait), hang_after=60)
+    assert error is None
+
+
+def test_one_warning_says_that_replicas_share_the_gil(monkeypatch):
+    monkeypatch.setattr("mirror.strategy.mirrored.is_gil_enabled", lambda: True)
+    with pytest.warns(
+        UserWarning, match=r'schedule="parallel".* this interpreter has a GIL'
+    ) as said:
+        strategy = mirror.MirroredStrategy(["cpu"] * 2, schedule="parallel")
+    with strategy:
+        for _ in range(3):
+            strategy.run(lambda: None)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_is_said_of_one_replica_or_without_the_gil(monkeypatch, n):
+    monkeypatch.setattr("mirror.strategy.mirrored.is_gil_enabled", lambda: n == 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mirror.MirroredStrategy(["cpu"] * n, schedule="parallel").close()
+
+
+DRAWS = {
+    "torch's generator of the CPU": lambda: torch.rand(()),
+    "Python's random": random.random,
+    "numpy.random": lambda: np.random.rand(),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_replicas_that_draw_from_what_they_share_take_turns_and_say_so(
+    make_strategy, drawn, monkeypatch
+):
+    monkeypatch.setattr(parallel_runs, "LOOK_EVERY", 1)
+    draws = {}
+    for schedule in ("lockstep", "parallel"):
+        strategy = make_strategy(2, schedule=schedule)
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        if schedule == "parallel":
+            with pytest.warns(UserWarning, match=f"random numbers from {drawn}.*draw outside"):
+                draws[schedule] = [strategy.run(DRAWS[drawn]).values]
+        else:
+            draws[schedule] = [strategy.run(DRAWS[drawn]).values]
+        draws[schedule] += [strategy.run(DRAWS[drawn]).values for _ in range(5)]
+    assert_same(draws["parallel"], draws["lockstep"])
+
+
+def test_a_later_draw_is_noticed_after_its_run(make_strategy):
+    strategy = make_strategy(2, schedule="parallel")
+    for _ in range(3):
+        strategy.run(lambda: None)
+    with pytest.warns(UserWarning, match="take turns, as in"):
+        strategy.run(lambda: torch.rand(()))
+    assert len(set(strategy.run(threading.get_ident).values)) == 1
+
+
+def test_replicas_take_turns_once_torch_compile_has_compiled_in_run(make_strategy):
+    strategy = make_strategy(2, schedule="parallel")
+    with strategy.scope():
+        model = nn.Linear(WIDTH, 3)
+    compiled = torch.compile(model, backend="eager")
+
+    def step(x):
+        return compiled(x), threading.get_ident()
+
+    x = torch.ones(4, WIDTH)
+    with pytest.warns(UserWarning, match=r"take turns.*torch\.compile.*strategy\.compile"):
+        strategy.run(step, (x,))
+    found, threads = strategy.run(step, (x,))
+    assert len(set(threads.values)) == 1
+    assert_same(found.values[1], model(x))
+
+
+def test_no_replica_clears_the_casts_of_another_one(make_strategy):
+    strategy = make_strategy(2, schedule="parallel")
+    strategy.run(lambda: None)
+    assert strategy.run(torch.is_autocast_cache_enabled).values == (False, False)
+    assert torch.is_autocast_cache_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert strategy.run(torch.is_autocast_cache_enabled).values == (False, False)
+        assert strategy.run(torch.get_autocast_dtype, ("cpu",)) == torch.bfloat16
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_a_run_within_a_merge_is_parallel_as_the_run_around_it(make_strategy):
+    strategy = make_strategy(2, schedule="parallel")
+
+    def outer(met):
+        return mirror.get_replica_context().merge_call(
+            lambda strategy: len(set(strategy.run(met).values))
+        )
+
+    assert strategy.run(outer, (threading.get_ident,)).values == (1, 1)
+    barrier = threading.Barrier(2, timeout=30)
+
+    def meet():
+        barrier.wait()
+        return threading.get_ident()
+
+    found, error, _ = finishes(lambda: strategy.run(outer, (meet,)), hang_after=60)
+    assert error is None
+    assert found.values == (2, 2)
+
+
+def test_errors_and_divergence_of_parallel_replicas_reach_the_caller(make_strategy):
+    strategy = make_strategy(3, schedule="parallel")
+    strategy.run(lambda: None)
+    me = lambda: mirror.get_replica_context().replica_id_in_sync_group  # noqa: E731
+
+    def fail():
+        if me() == 1:
+            raise KeyError("planted")
+        mirror.get_replica_context().merge_call(lambda strategy: None)
+
+    def diverge():
+        if me() > 0:
+            mirror.get_replica_context().merge_call(lambda strategy: None)
+
+    for _ in range(20):
+        _, error, _ = finishes(lambda: strategy.run(fail), hang_after=60)
+        assert isinstance(error, KeyError)
+        assert "replica 1 of 3" in error.__notes__[0]
+        _, error, _ = finishes(lambda: strategy.run(diverge), hang_after=60)
+        assert isinstance(error, mirror.DivergenceError)
+    assert strategy.run(me).values == (0, 1, 2)
