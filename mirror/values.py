@@ -253,6 +253,8 @@ def map_structure(fn: Callable[..., object], tree: Any, *others: Any) -> Any:
 
 def leaves_of(tree: Any) -> list[Any]:
     """Returns the leaves of ``tree`` in the order ``map_structure`` visits them."""
+    if type(tree) is tuple and _LEAVES.issuperset(map(type, tree)):  # as arguments mostly are
+        return list(tree)
     leaves: list[Any] = []
     map_structure(leaves.append, tree)
     return leaves

@@ -20,9 +20,13 @@ def taking_part(num_replicas: int, *trees: Any) -> tuple[Sequence[int], Sequence
     Raises:
         StructureError: a PerReplica has a wrong number of parts, or nobody has all.
     """
-    if not any(trees):
+    leaves: list[Any] = []
+    for tree in trees:
+        if tree:
+            leaves += leaves_of(tree)
+    if not leaves:
         return range(num_replicas), None
-    values = check_parts(num_replicas, leaves_of(trees))
+    values = check_parts(num_replicas, leaves)
     active = present_in(values)
     if active is None:
         return range(num_replicas), None

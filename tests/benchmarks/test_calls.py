@@ -54,7 +54,7 @@ def nothing(*_):
     pass
 
 
-@pytest.mark.parametrize(("n", "most"), [(1, 95), (2, 275), (8, 640)])
+@pytest.mark.parametrize(("n", "most"), [(1, 75), (2, 168), (8, 390)])
 def test_an_empty_run(n, most):
     with mirror.MirroredStrategy(["cpu"] * n) as strategy:
         assert calls_of(lambda: strategy.run(nothing)) <= most
@@ -67,7 +67,7 @@ def test_a_merge():
 
     with mirror.MirroredStrategy(["cpu"] * N) as strategy:
         few, many = (calls_of(lambda t=t: strategy.run(merge, args=(t,))) for t in (2, 12))
-    assert (many - few) / 10 <= 209
+    assert (many - few) / 10 <= 52
 
 
 def test_a_step_in_run_per_parameter():
@@ -83,7 +83,7 @@ def test_a_step_in_run_per_parameter():
 
             return calls_of(lambda: strategy.run(step))
 
-    assert (calls(12) - calls(2)) / 20 <= 26
+    assert (calls(12) - calls(2)) / 20 <= 25
 
 
 class Convolutions(nn.Sequential):
@@ -131,14 +131,14 @@ def test_what_a_replica_adds_to_a_step_beyond_its_own_pass():
             return (thrice - once) / 2 / N
 
     added = (step_calls(6) - step_calls(2)) / 4
-    assert added - pass_calls() <= 40
+    assert added - pass_calls() <= 25
 
 
 def test_giving_combined_buffers_to_replicas_that_have_them():
     with mirror.MirroredStrategy(["cpu"] * 8) as strategy:
         model = strategy.mirror(Convolutions())
         model(torch.ones(24, 2, 2, 2))
-        assert calls_of(strategy._group.runner.prepare) <= 200
+        assert calls_of(strategy._group.runner.prepare) <= 175
 
 
 @pytest.mark.parametrize("n", [2, 8])

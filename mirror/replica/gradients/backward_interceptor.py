@@ -110,8 +110,10 @@ def _with_all_leaves(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]:
     Needed by older versions of torch: they ignore ``__torch_function__`` of the inputs here.
     """
     retain, create, inputs, *others = rest
-    if any(isinstance(given, MirroredParameter) for given in inputs):
-        inputs = tuple(all_leaves(inputs))
+    for given in inputs:
+        if isinstance(given, MirroredParameter):
+            inputs = tuple(all_leaves(inputs))
+            break
     return outputs, grads, retain, create, inputs, *others
 
 
@@ -120,7 +122,10 @@ def _with_own_gradients(outputs: Any, grads: Any, *rest: Any) -> tuple[Any, ...]
 
     All replicas may pass the same tensor, and autograd may put it into ``.grad`` as it is.
     """
-    own = (grad.clone() if grad is not None and grad.dim() else grad for grad in grads)
+    own = list(grads)
+    for i, grad in enumerate(grads):
+        if grad is not None and grad.dim():
+            own[i] = grad.clone()
     return outputs, tuple(own), *rest
 
 

@@ -111,11 +111,11 @@ class GradReducer:
         )
 
     def _prepare(self) -> None:
-        if self._shown or self.watch.may_have_arrived or any(self._noted):
+        if self._shown or self.tracker.may_have_arrived or any(self._sources):
             self.finish(self.equal_shares)
 
     def _finish(self, run: Run) -> None:
-        if self._shown or self.watch.may_have_arrived or any(self._noted):
+        if self._shown or self.tracker.may_have_arrived or any(self._sources):
             self.finish(partial(self.shares_in, run))
 
     def must_reduce(self, replica_id: int) -> bool:

@@ -36,10 +36,7 @@ class BackwardPass:
         is_over: whether it has ended; after an interrupt, ``end_pass`` may not have been called.
     """
 
-    __slots__ = ("is_over",)
-
-    def __init__(self) -> None:
-        self.is_over = False
+    is_over = False
 
 
 class GradTracker:

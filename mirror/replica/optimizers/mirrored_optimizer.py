@@ -101,14 +101,15 @@ class MirroredOptimizer:
 
     # Steps inside run
 
-    def step_in_run(self, step: Step, context: Replica, args: Any, kwargs: Any) -> Any:
+    def step_in_run(
+        self, step: Step, optimizer: Optimizer, context: Replica, args: Any, kwargs: Any
+    ) -> Any:
         """Merges the replicas before their steps, and makes that of the calling replica.
 
         Args:
             step: the class's step, with the hooks of torch around it.
         """
         loan = self.loan
-        optimizer = loan.optimizer
         is_in_turn, has_hooks = context.replica_id in self._met, has_step_hooks(optimizer)
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
@@ -123,13 +124,13 @@ class MirroredOptimizer:
             steps_once = not (by_itself or has_hooks) and self._steps_once(optimizer)
 
             def action(payloads: dict[int, Any]) -> dict[int, Any]:
-                self._meet(context, payloads)
+                self._meet(optimizer, context, payloads)
                 loan.refresh(only_first=steps_once)
                 if steps_once:
                     self._step_first(optimizer, context.run.active[0])
                 return payloads
 
-            self._merge(context, "optimizer.step", action, options_of(optimizer))
+            self._merge(optimizer, context, "optimizer.step", action, options_of(optimizer))
         # 2. The replica steps. A step that raises is ended by ``end_failed``.
         loan.swap_in(NO_REPLICA if steps_once else context.replica_id)
         context.lent.append(loan)
@@ -140,20 +141,21 @@ class MirroredOptimizer:
         loan.swap_out()
         # 3. All replicas meet again, if one could see what another one's step leaves.
         if not is_in_turn and (has_hooks or not context.run.lockstep.takes_turns):
-            self._end_together(context, left)
+            self._end_together(optimizer, context, left)
         return result
 
-    def step_leader_first(self, step: Callable[[], Any], context: Replica) -> Any:
+    def step_leader_first(
+        self, step: Callable[[], Any], optimizer: Optimizer, context: Replica
+    ) -> Any:
         """Makes the first replica's step, then the other ones', or copies its result to them.
 
         See [Note: Step dispatch].
         """
-        optimizer = self.loan.optimizer
         leader, others = context.run.active[0], context.run.active[1:]
 
         def meet(payloads: dict[int, Any]) -> dict[int, Any]:
             refuse_what_is_not_mirrored(optimizer)
-            self._meet(context, payloads)
+            self._meet(optimizer, context, payloads)
             self.loan.refresh()
             self._met = set(context.run.active)
             return payloads
@@ -165,14 +167,14 @@ class MirroredOptimizer:
                 self.states.sync_idle(leader, others)
             return dict.fromkeys(payloads, payloads[leader])
 
-        self._merge(context, "optimizer.step", meet, options_of(optimizer))
+        self._merge(optimizer, context, "optimizer.step", meet, options_of(optimizer))
         has_changed, result = False, None
         if context.replica_id == leader:
             kept = kept_by(optimizer)
             result = refusing_draws(step, context.device)
             has_changed = kept_by(optimizer) != kept
         outcome = (has_changed, result)
-        has_changed, result = self._merge(context, "the first step", follow, outcome)
+        has_changed, result = self._merge(optimizer, context, "the first step", follow, outcome)
         if has_changed:
             self._met.discard(context.replica_id)
             return result
@@ -180,25 +182,26 @@ class MirroredOptimizer:
             result = refusing_draws(step, context.device)
         self._met.discard(context.replica_id)
         if has_step_hooks(optimizer) or not context.run.lockstep.takes_turns:
-            self._end_together(context, options_of(optimizer))
+            self._end_together(optimizer, context, options_of(optimizer))
         return result
 
-    def _meet(self, context: Replica, seen: dict[int, Options]) -> None:
-        refuse_different(self.loan.optimizer, seen, _BEFORE)
+    def _meet(self, optimizer: Optimizer, context: Replica, seen: dict[int, Options]) -> None:
+        refuse_different(optimizer, seen, _BEFORE)
         context.run.stepped.setdefault(self, {})
         self._optimizers.reduce(context.run)
 
-    def _merge(self, context: Replica, what: str, action: Action, payload: Any) -> Any:
-        point = step_point(self.loan.optimizer, self._serial, what, payload, action)
+    def _merge(
+        self, optimizer: Optimizer, context: Replica, what: str, action: Action, payload: Any
+    ) -> Any:
+        point = step_point(optimizer, self._serial, what, payload, action)
         return context.run.merge(context.replica_id, point)
 
-    def _end_together(self, context: Replica, left: Options) -> None:
+    def _end_together(self, optimizer: Optimizer, context: Replica, left: Options) -> None:
         """Merges the replicas after their steps, where one could read another one's groups.
 
         Without turns, another replica's groups may be swapped in. And the values that hooks write
         to the first replica's groups exist only after its step.
         """
-        optimizer = self.loan.optimizer
 
         def keep(payloads: dict[int, Any]) -> dict[int, Any]:
             refuse_different(optimizer, payloads, "after a step")
@@ -206,7 +209,7 @@ class MirroredOptimizer:
                 keep_options(self.loan.groups, payloads[min(payloads)])
             return payloads
 
-        self._merge(context, "the end of optimizer.step", keep, left)
+        self._merge(optimizer, context, "the end of optimizer.step", keep, left)
 
     # One step for all
 
@@ -229,7 +232,7 @@ class MirroredOptimizer:
 
     # Steps outside run
 
-    def step_cross_replica(self, step: Step, args: Any, kwargs: Any) -> Any:
+    def step_cross_replica(self, step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Steps replicas 1 .. N-1, then makes the called step as that of replica 0.
 
         With a closure or hooks, or if the class is not torch's, makes one step on the mirrored
@@ -238,9 +241,8 @@ class MirroredOptimizer:
         self.runner.prepare("optimizer.step")
         self._optimizers.reduce()
         loan, closure = self.loan, args[0] if args else kwargs.get("closure")
-        optimizer = loan.optimizer
         if closure is not None or has_step_hooks(optimizer) or not is_torchs_own(type(optimizer)):
-            return self._step_mirrored_params(step, args, kwargs, closure)
+            return self._step_mirrored_params(step, optimizer, args, kwargs, closure)
         steps_once = self._steps_once(optimizer)
         loan.refresh(only_first=steps_once)
         self.runner.unfinished = True
@@ -262,7 +264,9 @@ class MirroredOptimizer:
         self.runner.unfinished = self.runner.running is not None
         return result
 
-    def _step_mirrored_params(self, step: Step, args: Any, kwargs: Any, closure: Any) -> Any:
+    def _step_mirrored_params(
+        self, step: Step, optimizer: Optimizer, args: Any, kwargs: Any, closure: Any
+    ) -> Any:
         """Makes a step on the mirrored parameters, and copies its result to all replicas."""
         loan, workers = self.loan, self.replicas.workers
         if closure is not None and workers.is_multi_process:
@@ -273,7 +277,7 @@ class MirroredOptimizer:
             args, kwargs = _with_closure(args, kwargs, whole)
         loan.refresh(only_first=True, is_whole=True)
         loan.is_begun = True
-        result = step(loan.optimizer, *args, **kwargs)
+        result = step(optimizer, *args, **kwargs)
         loan.is_begun = False
         for variable in loan.parameters.variables:
             variable.broadcast()

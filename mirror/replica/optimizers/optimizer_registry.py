@@ -1,7 +1,6 @@
 """OptimizerRegistry: the optimizers over one strategy's parameters, and the values they exchange.
 
-``CentralOptimizers`` replaces it if parameters have a device of their own: see
-``params/central_param.py``.
+``CentralOptimizers`` replaces it with a parameter device, see ``params/central_param.py``.
 """
 
 from __future__ import annotations

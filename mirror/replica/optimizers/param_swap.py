@@ -79,7 +79,8 @@ class ParamGroupSwap:
             only_first: whether only the first replica's are needed.
             is_whole: whether the step runs on the mirrored parameters, without a swap.
         """
-        optimizer = self.optimizer
+        optimizer = self._optimizer()
+        assert optimizer is not None  # the caller keeps it alive
         self.groups = optimizer.param_groups
         if not self.parameters.are_in(self.groups):
             self.parameters = ParamGroupsView(self.groups)
@@ -106,7 +107,8 @@ class ParamGroupSwap:
                 current.replica.run.lockstep.check_going_on()
         if alone is not self._alone:
             raise RunCancelled
-        optimizer = self.optimizer
+        optimizer = self._optimizer()
+        assert optimizer is not None  # the caller keeps it alive
         self._to = replica_id
         self.is_begun |= replica_id == 0
         self._lent.add(self)
@@ -140,10 +142,3 @@ class ParamGroupSwap:
     def is_swapped_in(self) -> bool:
         """Whether a replica's groups are swapped in, by a step in progress or interrupted."""
         return self._to is not None
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer; the caller keeps it alive."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer

@@ -149,7 +149,8 @@ def _step_in_run(step: Step, optimizer: Any, context: Replica, args: Any, kwargs
         mirror: MirroredOptimizer | None = optimizer.__dict__.get("_mirror")
         if mirror is None or not mirror.loan.parameters.are_in(optimizer.param_groups):
             mirror = _mirror_of(optimizer, context.replicas)
-        return mirror.step_leader_first(partial(_step, step, optimizer, context, (), {}), context)
+        own_step = partial(_step, step, optimizer, context, (), {})
+        return mirror.step_leader_first(own_step, optimizer, context)
     result, _ = merge_call_shared(
         context,
         _once(step, context),
@@ -203,9 +204,9 @@ def _step(step: Step, optimizer: Any, replica: Replica | None, args: Any, kwargs
             hold = suspend_dynamo()
             try:
                 if replica is not None and replica.replicas is mirror.replicas:
-                    result = mirror.step_in_run(step, replica, args, kwargs)
+                    result = mirror.step_in_run(step, optimizer, replica, args, kwargs)
                 else:
-                    result = mirror.step_cross_replica(step, args, kwargs)
+                    result = mirror.step_cross_replica(step, optimizer, args, kwargs)
             finally:
                 resume_dynamo(hold)
     finally:

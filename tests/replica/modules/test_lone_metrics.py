@@ -275,7 +275,7 @@ def test_a_forward_that_is_split_updates_a_lone_metric_with_the_whole_batch(make
 
 def test_what_cannot_be_joined_is_refused(make_strategy):
     strategy, lone = make_strategy(N), torchmetrics.SumMetric()
-    with pytest.raises(StrategyError, match=r"SumMetric is updated once .* one row each"):
+    with pytest.raises(StrategyError, match=r"SumMetric is updated once .* one row per example"):
         strategy.run(lambda: lone.update(torch.rand(())))
     strategy.run(lambda: lone.update(torch.ones(2)))
     assert lone.compute() == 2 * N
