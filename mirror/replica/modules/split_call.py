@@ -16,7 +16,7 @@ from mirror.base.torch_private import (
     WHOLE_CALL,
     Loss,
     functions_interpreter,
-    is_tracing,
+    tracing_state,
     transforms_of,
 )
 from mirror.data.split_batch import split_sizes
@@ -310,7 +310,9 @@ def _splits(module: nn.Module) -> bool:
 
 def _is_tracing() -> bool:
     """Whether something follows this thread through one plain module: tracing, torch.func."""
-    return is_tracing() or torch.compiler.is_exporting() or functions_interpreter() is not None
+    if tracing_state() is not None or functions_interpreter() is not None:
+        return True
+    return torch.compiler.is_exporting()
 
 
 def _refuse_own_gradients(module: nn.Module, args: Any, kwargs: Any) -> None:
