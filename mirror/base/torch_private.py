@@ -235,7 +235,6 @@ set_grad_enabled: Callable[[bool], object] = _find(
     "torch._C._set_grad_enabled", torch.set_grad_enabled
 )
 _jit: Any = torch.jit  # untyped
-is_tracing: Callable[[], bool] = _find("torch._C._is_tracing", _jit.is_tracing)
 tracing_state: Callable[[], object] = _find(
     "torch._C._get_tracing_state", lambda: _jit.is_tracing() or None
 )
@@ -288,8 +287,10 @@ top_saved_tensors_hooks = _find_top()
 # Autograd's graph
 
 PASS = "_engine_run_backward"  # of torch.autograd; every backward pass goes through it
+
+# Class names of nodes, as ``grad_fn`` shows them: of a leaf, and of nodes that contain another.
 ACCUMULATES = "AccumulateGrad"
-HIDES_ANOTHER = frozenset(("CopySlices", "CppFunction"))  # kinds of nodes
+HIDES_ANOTHER = frozenset(("CopySlices", "CppFunction"))
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 # Of nodes written in Python.
 set_sequence_number: Callable[[Any, int], None] = _find("torch._C._FunctionBase._set_sequence_nr")
@@ -315,7 +316,6 @@ def arriving_shape(node: Any, number: int) -> tuple[int, ...]:
 # Tensors
 
 WithoutSubclass: Any = _find("torch._C.DisableTorchFunctionSubclass")
-make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
 _counted = itertools.count()
 _use_count: Callable[[Any], int] = _find(
     "torch._C._storage_Use_Count", lambda storage: next(_counted)

@@ -260,7 +260,6 @@ def test_what_follows_a_thread_is_seen():
     def record_tracing(x):
         seen.append(
             (
-                torch_private.is_tracing(),
                 torch_private.tracing_state() is not None,
                 torch_private.functions_interpreter() is not None,
                 torch_private.num_dispatch_modes(),
@@ -276,10 +275,10 @@ def test_what_follows_a_thread_is_seen():
     with FlopCounterMode(display=False):
         record_tracing(x)
     assert seen == [
-        (False, False, False, 0),
-        (True, True, False, 0),
-        (False, False, True, 0),
-        (False, False, False, 1),
+        (False, False, 0),
+        (True, False, 0),
+        (False, True, 0),
+        (False, False, 1),
     ]
     with torch.device("cpu"):
         assert torch_private.num_function_modes() == 1

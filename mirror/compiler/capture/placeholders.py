@@ -126,7 +126,7 @@ class Placeholders:
                 if place.is_parameter:
                     changed = {"copies": (stands,), "targets": (stands,), "gradients": gradients}
                 else:
-                    changed |= {"_stale": record._stale, "_apart": record._apart}
+                    changed |= {"_stale": record._stale, "_may_differ": record._may_differ}
                 kept.append((record, {name: getattr(record, name) for name in changed}))
                 for name, value in changed.items():
                     setattr(record, name, value)

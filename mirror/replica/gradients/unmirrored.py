@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
+from mirror.base.torch_private import ACCUMULATES
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
 from mirror.execution.lifecycle import LifecycleHooks, WhilePending
@@ -280,4 +281,4 @@ def _leaf_of(node: Any) -> Tensor | None:
 
     The class decides, not ``hasattr``: users may set any attribute on a custom function's node.
     """
-    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+    return node.variable if type(node).__name__ == ACCUMULATES else None

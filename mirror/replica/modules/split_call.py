@@ -52,8 +52,8 @@ from mirror.base.torch_private import (
     current_autograd_node,
     current_graph_task_id,
     functions_interpreter,
-    is_tracing,
     top_saved_tensors_hooks,
+    tracing_state,
     transforms_of,
 )
 from mirror.data.split_batch import split_sizes
@@ -237,7 +237,11 @@ class CallInterceptor(Interceptor):
         modules, replicas = self.recorder, self.replicas
         runner = modules.runner
         # Tracing, export and torch.func follow this thread through one plain module.
-        if is_tracing() or torch.compiler.is_exporting() or functions_interpreter() is not None:
+        if (
+            tracing_state() is not None
+            or torch.compiler.is_exporting()
+            or functions_interpreter() is not None
+        ):
             if replicas.workers.is_multi_process:
                 _refuse_own_gradients(module, args, kwargs)
             return getattr(module, WHOLE_CALL)(*args, **kwargs)

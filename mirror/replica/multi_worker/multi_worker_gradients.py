@@ -201,7 +201,7 @@ class MultiWorkerGradients(GradReducer):
             for unsettled in self.unsettled:
                 unsettled.append(self._in_flight)
         columns = take(bucket.copies)
-        self._reduction.launch(bucket, columns, self._reduction.estimated(weights), weights)
+        self._reduction.launch(bucket, columns, self._reduction.estimated_shares(weights), weights)
 
     def _current_weights(self) -> PassWeights | None:
         """Returns the weights of the running pass; ``None`` if they are not certain."""
@@ -244,9 +244,9 @@ class MultiWorkerGradients(GradReducer):
             has_sparse = False
             # With the old order first, even if a new one is needed: workers may have launched.
             if self._order is not None:
-                has_sparse = self._reduction.make(self._order, shares)
+                has_sparse = self._reduction.reduce(self._order, shares)
             if has_sparse or not self._fits():
-                self._reduction.make(self._agree(shares.total or 0.0), shares)
+                self._reduction.reduce(self._agree(shares.total or 0.0), shares)
         finally:
             set_grad_enabled(is_enabled)
 
@@ -315,7 +315,7 @@ class MultiWorkerGradients(GradReducer):
             self._non_finite.scan(arrivals.variables, columns, shares)
             if self._non_finite.is_looked_for:
                 self._non_finite.exchange()
-            weigh(columns, self._reduction.exact(shares))
+            weigh(columns, self._reduction.exact_shares(shares))
             self.deferred.add(arrivals.variables, columns)
         self._deferred.has_passes = True
         self.tracker.forget_streams()

@@ -66,8 +66,8 @@ class WorkerReduction:
         self._has_sparse = False
         self.dropped: set[tuple[ReplicatedParam, int]] = set()
 
-    def make(self, order: BucketOrder, weights: PassWeights) -> bool:
-        """Reduces all buckets, again and again until no worker has gradients left.
+    def reduce(self, order: BucketOrder, weights: PassWeights) -> bool:
+        """Reduces all buckets, and repeats that until no worker has gradients left.
 
         Gradients are left if a second pass has filled slots whose bucket was launched.
 
@@ -76,47 +76,57 @@ class WorkerReduction:
         """
         self._has_sparse, more = False, True
         while more:
-            more = self._once(order, weights)
+            more = self._reduce_once(order, weights)
         self._several_calls.forget()
         return self._has_sparse
 
-    def _once(self, order: BucketOrder, weights: PassWeights) -> bool:
+    def _reduce_once(self, order: BucketOrder, weights: PassWeights) -> bool:
+        """Reduces all buckets; returns whether a worker has gradients left."""
+        # 1. Take the gradients out of their slots, and launch the remaining buckets.
         is_exact = self._deferred.has_passes
         shares: Mapping[int, float]
-        shares = self.exact(weights) if is_exact else self.estimated(weights)
+        shares = self.exact_shares(weights) if is_exact else self.estimated_shares(weights)
         try:
-            rows = self._take_sparse(order, shares)
+            sparse = self._take_sparse(order, shares)
             self._launch_rest(order, shares, weights)
         except BaseException:
             self._in_flight.abandon(order)
             raise
+        # 2. Sum sparse gradients, and wait for the buckets.
         if order.sparse:
-            rows = sum_sparse(self._workers, rows, order.sparse)
+            sparse = sum_sparse(self._workers, sparse, order.sparse)
         self._tracker.clear()  # last, so that gradients are found again after an interrupt
-        completed = self._complete()
+        try:
+            completed = self._in_flight.complete()
+        finally:
+            for unsettled in self._tracker.unsettled:
+                unsettled[:] = [one for one in unsettled if one is not self._in_flight]
+        # 3. Act on the trailers.
         factor, least = 1.0, IS_THERE * self._workers.size
         if any(trailer is not None for _, trailer in completed):
-            factor, least = self._handle(completed, weights, is_exact)
+            factor, least = self._read_trailers(completed, weights, is_exact)
+        # 4. Add the sums to every replica's gradients.
         self._runner.unfinished = True  # some replicas have it, some not: [Note: Interrupts]
         for flight, trailer in completed:
             self._accumulate(flight, trailer, factor, least)
-        for variable, row in zip(order.sparse, rows, strict=True):
-            if variable is not None and row is not None and (variable, 0) not in self.dropped:
-                reduce_non_dense(variable, [row], factor)
+        for variable, grad in zip(order.sparse, sparse, strict=True):
+            if variable is not None and grad is not None and (variable, 0) not in self.dropped:
+                reduce_non_dense(variable, [grad], factor)
         self._runner.unfinished = self._runner.running is not None
         last = completed[-1][1]
         return last is not None and bool(last.more)
 
-    def _handle(
+    def _read_trailers(
         self,
         completed: Sequence[tuple[BucketInFlight, Trailer | None]],
         weights: PassWeights,
         is_exact: bool,
     ) -> tuple[float, float]:
-        """Acts on the trailers.
+        """Acts on the trailers: raises, warns, and corrects the total of all weights.
 
         Returns:
-            The factor for the reduced gradients, and the flag above which one is counted.
+            The factor for the reduced gradients, and the largest flag of a variable whose
+            ``.grad`` stays unchanged.
 
         Raises:
             GradientError: a worker has found a gradient that is not finite.
@@ -160,10 +170,8 @@ class WorkerReduction:
         """Launches a bucket with the weighted sum of the local replicas."""
         # Part of the mark: a worker that has skipped a pass is one run behind.
         phase = 0 if self._runner.running is None else self._workers.num_runs
-        is_non_finite, is_mixed = (
-            self._non_finite.found is not None,
-            self._several_calls.differ(weights),
-        )
+        is_non_finite = self._non_finite.found is not None
+        is_mixed = self._several_calls.differ(weights)
         is_usual = not (self._workers.sums_replicas or more or is_non_finite or is_mixed)
         if bucket.usual_trailers is not None and is_usual:
             scale = self._contributions.usual_scale(columns, shares)
@@ -182,10 +190,10 @@ class WorkerReduction:
         if self._deferred:
             kept = [self._deferred.is_sparse(v) for v in bucket.variables if v is not None]
             has_sparse = has_sparse or any(kept)
-        summand = self._contributions.contribution_of(bucket, columns, shares)
+        contribution = self._contributions.contribution_of(bucket, columns, shares)
         buffers = self._in_flight.launch(
             bucket,
-            *summand,
+            *contribution,
             weight=weights.total or 0.0,
             more=more,
             non_finite=is_non_finite,
@@ -194,7 +202,7 @@ class WorkerReduction:
             phase=phase,
         )
         if self._tracker.streams is not None and self._workers.sums_replicas:
-            self._tracker.streams.keep(summand.columns, [[buffer] for buffer in buffers])
+            self._tracker.streams.keep(contribution.columns, [[buffer] for buffer in buffers])
 
     def _accumulate(
         self, flight: BucketInFlight, trailer: Trailer | None, factor: float, least: float
@@ -214,16 +222,16 @@ class WorkerReduction:
         variables = bucket.variables
         is_plain = not self.dropped and not [v for v in variables if v is None or v.hooks]
         if not is_plain or (trailer is not None and flags and min(flags) <= least):
-            which = [
+            counted = [
                 (i, variable)
                 for i, (variable, flag) in enumerate(zip(variables, flags, strict=True))
                 if variable is not None and flag > least
             ]
-            columns = [[column[i] for i, _ in which] for column in columns]
-            targets = [[mine[i] for i, _ in which] for mine in targets]
-            run_hooks([variable for _, variable in which], columns)
+            columns = [[column[i] for i, _ in counted] for column in columns]
+            targets = [[mine[i] for i, _ in counted] for mine in targets]
+            run_hooks([variable for _, variable in counted], columns)
             for r in range(len(columns) if self.dropped else 0):
-                kept = [j for j, (_, v) in enumerate(which) if (v, r) not in self.dropped]
+                kept = [j for j, (_, v) in enumerate(counted) if (v, r) not in self.dropped]
                 columns[r] = [columns[r][j] for j in kept]
                 targets[r] = [targets[r][j] for j in kept]
         for mine, reduced in zip(targets, columns, strict=True):
@@ -231,27 +239,20 @@ class WorkerReduction:
 
     def _take_sparse(self, order: BucketOrder, shares: Mapping[int, float]) -> list[Tensor | None]:
         """Takes this worker's contributions to sparse variables out of the slots."""
-        rows = list[Tensor | None]()
+        grads = list[Tensor | None]()
         for variable in order.sparse:
             if variable is None:
-                rows.append(None)
+                grads.append(None)
             else:
                 columns = take([[copy] for copy in variable.copies])
                 self._non_finite.scan([variable], columns, shares)
-                rows.append(self._contributions.sparse_contribution(variable, columns, shares))
-        return rows
-
-    def _complete(self) -> list[tuple[BucketInFlight, Trailer | None]]:
-        try:
-            return self._in_flight.complete()
-        finally:
-            for unsettled in self._tracker.unsettled:
-                unsettled[:] = [one for one in unsettled if one is not self._in_flight]
+                grads.append(self._contributions.sparse_contribution(variable, columns, shares))
+        return grads
 
     def _reference(self) -> float:
         return self._workers.reference or 1.0
 
-    def estimated(self, weights: PassWeights) -> dict[int, float]:
+    def estimated_shares(self, weights: PassWeights) -> dict[int, float]:
         """Returns shares in the previous total, which all workers know.
 
         The reduced gradients are corrected by the exact total.
@@ -261,7 +262,7 @@ class WorkerReduction:
             known = self._estimated = weights, reference, weights.shares(reference)
         return known[2]
 
-    def exact(self, weights: PassWeights) -> dict[int, float]:
+    def exact_shares(self, weights: PassWeights) -> dict[int, float]:
         """Returns shares in the total of this pass, which the workers exchange."""
         if weights.total is None:
             return dict(weights)

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from mirror.base.dynamo import disable_dynamo
-from mirror.base.torch_private import make_subclass
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import replica_of
 from mirror.execution.replicas import Replicas
@@ -102,7 +101,8 @@ class ReplicatedBuffer:
         averaged = buffer.is_floating_point() or buffer.is_complex()
         self._aggregation = "mean" if averaged else "first"
         self.devices = replicas.places.replica_at(buffer.device)
-        self.combined: CombinedBuffer = make_subclass(CombinedBuffer, buffer.detach())
+        self.combined = buffer.detach()
+        self.combined.__class__ = CombinedBuffer
         self.copies = [buffer.detach().to(d, copy=True) for d in self.devices]
         self.handles = StorageAliases()
         self._ran = tuple(range(replicas.num_replicas))  # the replicas of the last run

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mirror.base.torch_private import make_subclass
 from mirror.errors import StrategyError
 from mirror.execution.current_replica import current
 
@@ -54,7 +53,7 @@ def parameter_like(other: Tensor, kind: type, value: Tensor, requires_grad: bool
 
     It has the attributes of ``other``. The constructor of ``kind`` is not called.
     """
-    parameter: Any = make_subclass(kind, value.detach(), requires_grad)
+    parameter: Any = nn.Parameter.__new__(kind, value.detach(), requires_grad)
     parameter.__dict__.update(attributes_of(other))
     return parameter
 
