@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from mirror.integrations.tpu.program_keys import tpu_program_key
-from mirror.integrations.tpu.tpu_arguments import arguments_of
+from mirror.integrations.tpu.tpu_arguments import make_arguments
+from mirror.integrations.tpu.tpu_programs import tpu_program_key
 from mirror.server.recorded_model import Model
 
 SCALE = 1.0
@@ -12,7 +12,7 @@ SCALE = 1.0
 
 def key(fn, model=None, optimizers=()):
     return tpu_program_key(
-        fn, arguments_of(((), {}), [0], None, 1), model or Model([]), optimizers
+        fn, make_arguments(((), {}), [0], None, 1), model or Model([]), optimizers
     )
 
 

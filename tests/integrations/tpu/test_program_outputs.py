@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from mirror.errors import StructureError
-from mirror.integrations.tpu.program_outputs import ProgramOutput, widest_of
+from mirror.integrations.tpu.tpu_results import ProgramOutput, find_widest
 
 
 def test_the_largest_of_all_branches():
     a = ProgramOutput((0, 0), [np.empty((3, 1)), ["x"]])
     b = ProgramOutput((0, 0), [np.empty((2, 4)), ["y"]])
-    assert widest_of([a, None, b]) == [((3, 4), np.float64)]
+    assert find_widest([a, None, b]) == [((3, 4), np.float64)]
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_the_largest_of_all_branches():
 )
 def test_what_does_not_fit_is_refused(other, rule):
     with pytest.raises(StructureError, match=rule):
-        widest_of([ProgramOutput((0, 0), [np.empty(1), ["x"]]), other])
+        find_widest([ProgramOutput((0, 0), [np.empty(1), ["x"]]), other])

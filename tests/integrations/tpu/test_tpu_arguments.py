@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mirror.errors import StructureError
-from mirror.integrations.tpu.tpu_arguments import arguments_of, is_static
+from mirror.integrations.tpu.tpu_arguments import is_static, make_arguments
 from mirror.values import ABSENT, PerReplica
 
 
@@ -17,7 +17,7 @@ def uneven():
 
 
 def test_parts_are_padded_and_their_sizes_kept():
-    found = arguments_of(uneven(), [0, 1], [3, 2, 0], 3)
+    found = make_arguments(uneven(), [0, 1], [3, 2, 0], 3)
     assert found.sizes == (((3, 2),), ((2, 2),), None)
     assert found.which == (0, 1, 2)
     assert found.counts == (3.0, 2.0, 0.0)
@@ -28,7 +28,7 @@ def test_parts_are_padded_and_their_sizes_kept():
 
 
 def test_the_structure_comes_back_with_other_leaves():
-    found = arguments_of(uneven(), [0, 1], None, 3)
+    found = make_arguments(uneven(), [0, 1], None, 3)
     args, kwargs = found.rebuild(["part"], ["shared"])
     assert args == ({"x": "part"}, "shared")
     assert kwargs == {"flag": True}
@@ -36,31 +36,31 @@ def test_the_structure_comes_back_with_other_leaves():
 
 
 def test_only_sizes_and_plain_values_make_another_program():
-    same = arguments_of(uneven(), [0, 1], None, 3)
-    assert arguments_of(uneven(), [0, 1], None, 3).key == same.key
+    same = make_arguments(uneven(), [0, 1], None, 3)
+    assert make_arguments(uneven(), [0, 1], None, 3).key == same.key
     args, _ = uneven()
-    assert arguments_of((args, {"flag": False}), [0, 1], None, 3).key != same.key
+    assert make_arguments((args, {"flag": False}), [0, 1], None, 3).key != same.key
     even = PerReplica([torch.ones(2)] * 3)
-    assert arguments_of((even,), [0, 1, 2], None, 3).sizes == (((2,),),)
+    assert make_arguments((even,), [0, 1, 2], None, 3).sizes == (((2,),),)
 
 
 def test_memory_is_not_shared():
     x = torch.zeros(2)
-    found = arguments_of((x, np.zeros(2)), [0], None, 1)
+    found = make_arguments((x, np.zeros(2)), [0], None, 1)
     x += 1
     assert not found.shared[0].any()
 
 
 @pytest.mark.parametrize("values", [["a", "b"], [1, 2]])
 def test_what_differs_and_is_no_tensor_is_refused(values):
-    with pytest.raises(StructureError, match="what differs between replicas must be tensors"):
-        arguments_of((PerReplica(values),), [0, 1], None, 2)
+    with pytest.raises(StructureError, match="differ between replicas must be tensors"):
+        make_arguments((PerReplica(values),), [0, 1], None, 2)
 
 
 @pytest.mark.parametrize("other", [torch.ones(2, 1), torch.ones(2, dtype=torch.float64)])
 def test_parts_of_unlike_kinds_are_refused(other):
     with pytest.raises(StructureError, match="differ in dtype or number of dimensions"):
-        arguments_of((PerReplica([torch.ones(2), other]),), [0, 1], None, 2)
+        make_arguments((PerReplica([torch.ones(2), other]),), [0, 1], None, 2)
 
 
 def test_what_can_be_compared():

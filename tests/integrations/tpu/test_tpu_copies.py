@@ -12,24 +12,24 @@ jax = SimpleNamespace(device_put=lambda array, sharding: array)
 
 def test_a_tensor_is_sent_when_its_bits_have_changed():
     copies, x = TpuCopies(jax, None), torch.zeros(2)
-    first = copies.copy_of("x", x)
-    assert copies.copy_of("x", x) is first
+    first = copies.device_copy("x", x)
+    assert copies.device_copy("x", x) is first
     x.data[0] = -0.0  # no version is counted, and 0.0 == -0.0
-    assert np.signbit(copies.copy_of("x", x)).tolist() == [True, False]
+    assert np.signbit(copies.device_copy("x", x)).tolist() == [True, False]
     x[1] = torch.nan
-    copies.copy_of("x", x)
-    copies.copy_of("x", x)
+    copies.device_copy("x", x)
+    copies.device_copy("x", x)
     assert copies.sent == 3
 
 
 def test_what_a_run_has_changed_is_read_back_in_place():
     copies, x = TpuCopies(jax, None), torch.nn.Parameter(torch.zeros(2))
     address = x.data_ptr()
-    copies.copy_of("x", x)
+    copies.device_copy("x", x)
     copies.put("x", np.ones(2, "float32"), x)
     assert x.tolist() == [1.0, 1.0]
     assert x.data_ptr() == address
-    copies.copy_of("x", x)
+    copies.device_copy("x", x)
     assert copies.sent == 1
     copies.clear()
     assert copies.arrays() == {}

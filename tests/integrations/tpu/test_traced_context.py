@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from mirror.errors import StrategyError
-from mirror.integrations.tpu.traced_context import inside
+from mirror.integrations.tpu.traced_call import make_traced_replica
 
 strategy = SimpleNamespace(num_replicas_in_sync=3, devices=(torch.device("cpu"),) * 3)
 
 
 def test_it_knows_how_many_there_are():
-    context = inside(strategy).context
+    context = make_traced_replica(strategy).context
     assert (context.num_replicas_in_sync, context.strategy) == (3, strategy)
 
 
@@ -28,7 +28,7 @@ def test_it_knows_how_many_there_are():
     ],
 )
 def test_the_rest_is_refused(name, way):
-    context = inside(strategy).context
+    context = make_traced_replica(strategy).context
     with pytest.raises(StrategyError, match=f"has no {name}; .*{way}"):
         getattr(context, name)
     with pytest.raises(StrategyError, match=f"has no {name}"):
@@ -36,4 +36,4 @@ def test_the_rest_is_refused(name, way):
 
 
 def test_an_unknown_name_is_none():
-    assert not hasattr(inside(strategy).context, "all_to_all")
+    assert not hasattr(make_traced_replica(strategy).context, "all_to_all")
