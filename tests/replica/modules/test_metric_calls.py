@@ -201,7 +201,9 @@ def test_a_metric_is_reset_and_computed_once_in_run(make_strategy):
 
 def test_what_cannot_be_joined_for_a_metric_is_refused(make_strategy):
     model = make_strategy(2).mirror(Net(torchmetrics.SumMetric(), lambda h, y: (h.sum(),)))
-    with pytest.raises(StrategyError, match=r"SumMetric is updated once .* pass one row per example"):
+    with pytest.raises(
+        StrategyError, match=r"SumMetric is updated once .* pass one row per example"
+    ):
         model(torch.randn(4, 4), torch.zeros(4))
 
 

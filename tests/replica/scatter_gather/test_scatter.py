@@ -63,7 +63,7 @@ def test_counts_of_examples_are_left_apart_and_never_read_as_one(size, make_stra
     for step in (1, 2):
         model(torch.randn(size, 3), state)
         assert sum(state["n"].values) == step * size
-    with pytest.raises(TypeError, match="came out of a split call"):
+    with pytest.raises(TypeError, match="A split call has returned it"):
         state["n"] + 1
 
 
