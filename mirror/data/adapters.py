@@ -27,6 +27,59 @@ from mirror.data.worker_sharding import Window
 from mirror.errors import BatchError
 
 
+def make_adapter(dataset: Iterable[Any], window: Window | None = None) -> DatasetAdapter:
+    """Returns the adapter for a dataset.
+
+    Args:
+        window: this worker's window of each batch; ``None`` for whole batches.
+
+    Raises:
+        TypeError: the dataset is not iterable, or yields keys, characters or single examples.
+        BatchError: the loader's sampler skips examples that no other process reads.
+    """
+    if isinstance(dataset, (Mapping, str, bytes)):
+        raise TypeError(
+            "a dataset must be an iterable of batches; got a "
+            f"{type(dataset).__name__}, which yields its keys or characters; for arrays in "
+            "memory, also in a dict, use mirror.data.from_arrays(arrays, batch_size)"
+        )
+    if _is_single_batch(dataset):
+        raise TypeError(
+            f"a dataset must be an iterable of batches; got a {type(dataset).__name__} of tensors "
+            "or numbers, one batch or all examples; pass one batch as [batch], and for arrays in "
+            "memory use mirror.data.from_arrays(arrays, batch_size)"
+        )
+    if callable(dataset) and not isinstance(dataset, Iterable):
+        raise TypeError(
+            "a dataset must be an iterable of batches; got a function; call it, or pass it to "
+            "strategy.distribute_dataset_from_function(fn)"
+        )
+    if not isinstance(dataset, Iterable):
+        raise TypeError(
+            "a dataset must be an iterable of batches, a DataLoader for instance; got "
+            f"a {type(dataset).__name__}; wrap a map-style dataset in "
+            "torch.utils.data.DataLoader(dataset, batch_size=...)"
+        )
+    if isinstance(dataset, DataLoader):
+        for sampler in samplers_of(dataset)[0]:
+            if reads_a_shard(sampler):
+                raise BatchError(SHARDED.format(sampler.num_replicas))
+    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+        return StatefulAdapter(dataset)
+    if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
+        return LoaderAdapter(dataset, window)
+    is_of_tensorflow = callable(getattr(dataset, "as_numpy_iterator", None))
+    return TensorFlowAdapter(dataset) if is_of_tensorflow else DatasetAdapter(dataset)
+
+
+def _is_single_batch(dataset: object) -> bool:
+    """Returns whether iteration would yield the rows of an array, or the columns of a batch."""
+    arrays = (torch.Tensor, np.ndarray)
+    if type(dataset) is tuple:
+        return len(dataset) > 1 and all(isinstance(item, arrays) for item in dataset)
+    return isinstance(dataset, arrays)
+
+
 class DatasetPass:
     """One pass over a dataset's batches.
 
@@ -202,7 +255,8 @@ class LoaderAdapter(DatasetAdapter):
 
     def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> DatasetPass:
         loader = self._idle.pop() if self._idle else copy_loader(self._loader, self._window)
-        end = (lambda: self._idle.append(loader)) if _persists(loader) else None
+        persists = loader.persistent_workers and loader.num_workers > 0
+        end = (lambda: self._idle.append(loader)) if persists else None
         indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if not isinstance(indices, Indices):
             batches: Iterator[Any] = iter(loader)
@@ -253,6 +307,15 @@ class LoaderAdapter(DatasetAdapter):
         return known
 
 
+class TensorFlowAdapter(DatasetAdapter):
+    """A ``tf.data.Dataset``; its batches are NumPy arrays."""
+
+    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> DatasetPass:
+        batches: Iterator[Any] = self.dataset.as_numpy_iterator()  # type: ignore[attr-defined]
+        skip(batches, num_consumed)
+        return DatasetPass(batches)
+
+
 # Each loader's copies with persistent workers, between passes.
 _idle: weakref.WeakKeyDictionary[
     DataLoader[Any], list[tuple[Window | None, list[DataLoader[Any]]]]
@@ -269,69 +332,3 @@ def _idle_copies(loader: DataLoader[Any], window: Window | None) -> list[DataLoa
             return copies
     by_window.append((window, []))
     return by_window[-1][1]
-
-
-class TensorFlowAdapter(DatasetAdapter):
-    """A ``tf.data.Dataset``; its batches are NumPy arrays."""
-
-    def begin(self, num_consumed: int, order: Mapping[str, Any] | None = None) -> DatasetPass:
-        batches: Iterator[Any] = self.dataset.as_numpy_iterator()  # type: ignore[attr-defined]
-        skip(batches, num_consumed)
-        return DatasetPass(batches)
-
-
-def make_adapter(dataset: Iterable[Any], window: Window | None = None) -> DatasetAdapter:
-    """Returns the adapter for a dataset.
-
-    Args:
-        window: this worker's window of each batch; ``None`` for whole batches.
-
-    Raises:
-        TypeError: the dataset is not iterable, or yields keys, characters or single examples.
-        BatchError: the loader's sampler skips examples that no other process reads.
-    """
-    if isinstance(dataset, (Mapping, str, bytes)):
-        raise TypeError(
-            "a dataset must be an iterable of batches; got a "
-            f"{type(dataset).__name__}, which yields its keys or characters; for arrays in "
-            "memory, also in a dict, use mirror.data.from_arrays(arrays, batch_size)"
-        )
-    if _is_single_batch(dataset):
-        raise TypeError(
-            f"a dataset must be an iterable of batches; got a {type(dataset).__name__} of tensors "
-            "or numbers, one batch or all examples; pass one batch as [batch], and for arrays in "
-            "memory use mirror.data.from_arrays(arrays, batch_size)"
-        )
-    if callable(dataset) and not isinstance(dataset, Iterable):
-        raise TypeError(
-            "a dataset must be an iterable of batches; got a function; call it, or pass it to "
-            "strategy.distribute_dataset_from_function(fn)"
-        )
-    if not isinstance(dataset, Iterable):
-        raise TypeError(
-            "a dataset must be an iterable of batches, a DataLoader for instance; got "
-            f"a {type(dataset).__name__}; wrap a map-style dataset in "
-            "torch.utils.data.DataLoader(dataset, batch_size=...)"
-        )
-    if isinstance(dataset, DataLoader):
-        for sampler in samplers_of(dataset)[0]:
-            if reads_a_shard(sampler):
-                raise BatchError(SHARDED.format(sampler.num_replicas))
-    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
-        return StatefulAdapter(dataset)
-    if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
-        return LoaderAdapter(dataset, window)
-    is_of_tensorflow = callable(getattr(dataset, "as_numpy_iterator", None))
-    return TensorFlowAdapter(dataset) if is_of_tensorflow else DatasetAdapter(dataset)
-
-
-def _is_single_batch(dataset: object) -> bool:
-    """Returns whether iteration would yield the rows of an array, or the columns of a batch."""
-    arrays = (torch.Tensor, np.ndarray)
-    if type(dataset) is tuple:
-        return len(dataset) > 1 and all(isinstance(item, arrays) for item in dataset)
-    return isinstance(dataset, arrays)
-
-
-def _persists(loader: DataLoader[Any]) -> bool:
-    return loader.persistent_workers and loader.num_workers > 0

@@ -16,6 +16,45 @@ MIN_GAIN = 0.05
 STRIDE = 0.5
 
 
+def make_balance(
+    options: InputOptions,
+    workers: LocalWorkerGroup,
+    num_local: int,
+    *,
+    joins: bool,
+    measure: Callable[[], Callable[[], Sequence[float]]] | None,
+) -> Balance | FixedBalance:
+    """Returns the balance for the options: fixed for all workers' replicas, measured for local.
+
+    Raises:
+        ValueError: the weights do not fit the replicas, or ``joins``.
+    """
+    weights = options.weights
+    if weights is None:
+        return FixedBalance()
+    if joins:
+        raise ValueError(
+            "weights split global batches; with distribute_dataset_from_function each batch is "
+            "for one replica: create batches of different sizes instead"
+        )
+    if isinstance(weights, str):
+        if measure is None:
+            raise ValueError("weights='auto' needs a strategy that measures its replicas")
+        if workers.is_multi_process and options.sharding != "off":
+            raise ValueError(
+                "weights='auto' follows this worker's measurements, but all workers must split a "
+                "batch in the same way; give one number per replica of all workers, or let each "
+                "worker read its own batches with sharding='off'"
+            )
+        return Balance(num_local, measure())
+    if len(weights) != workers.num_replicas:
+        raise ValueError(
+            f"weights must be one per replica, {workers.num_replicas} of them; got "
+            f"{len(weights)}: {weights}"
+        )
+    return FixedBalance(weights)
+
+
 class Balance:
     """Splits batches so that the replicas finish together; see ``InputOptions(weights="auto")``.
 
@@ -77,42 +116,3 @@ class FixedBalance:
     """
 
     shares: Sequence[float] | None = None
-
-
-def make_balance(
-    options: InputOptions,
-    workers: LocalWorkerGroup,
-    num_local: int,
-    *,
-    joins: bool,
-    measure: Callable[[], Callable[[], Sequence[float]]] | None,
-) -> Balance | FixedBalance:
-    """Returns the balance for the options: fixed for all workers' replicas, measured for local.
-
-    Raises:
-        ValueError: the weights do not fit the replicas, or ``joins``.
-    """
-    weights = options.weights
-    if weights is None:
-        return FixedBalance()
-    if joins:
-        raise ValueError(
-            "weights split global batches; with distribute_dataset_from_function each batch is "
-            "for one replica: create batches of different sizes instead"
-        )
-    if isinstance(weights, str):
-        if measure is None:
-            raise ValueError("weights='auto' needs a strategy that measures its replicas")
-        if workers.is_multi_process and options.sharding != "off":
-            raise ValueError(
-                "weights='auto' follows this worker's measurements, but all workers must split a "
-                "batch in the same way; give one number per replica of all workers, or let each "
-                "worker read its own batches with sharding='off'"
-            )
-        return Balance(num_local, measure())
-    if len(weights) != workers.num_replicas:
-        raise ValueError(
-            f"weights must be one per replica, {workers.num_replicas} of them; got "
-            f"{len(weights)}: {weights}"
-        )
-    return FixedBalance(weights)

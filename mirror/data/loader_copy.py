@@ -48,10 +48,10 @@ from mirror.values import leaves_of
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-_MAX_SEEN = 10_000  # objects of a dataset that are looked at
+_MAX_SEEN = 10_000  # the most objects of a dataset that a search visits
 
 
-_MAX_ENTRIES = 50  # of each container
+_MAX_ENTRIES = 50  # the most entries of a container that a search visits
 
 
 def copy_loader(loader: DataLoader[Any], window: Window | None) -> DataLoader[Any]:

@@ -33,7 +33,10 @@ from mirror.server import FixedShards
             {"cluster": {"ps": ["a:1"], "worker": ["b:1"], "chief": ["c:1", "d:1"]}},
             "at most one chief",
         ),
-        ({"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "num_workers": 1}, "give one of the two"),
+        (
+            {"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "num_workers": 1},
+            "give either it or these",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(options, text):

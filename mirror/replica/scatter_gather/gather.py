@@ -83,11 +83,11 @@ def join_outputs(
         ) from None
 
 
+_MISSING: Any = object()
+
+
 class _NotJoined(Exception):
     """The parts cannot be joined into one value."""
-
-
-_MISSING: Any = object()
 
 
 class Gatherer:

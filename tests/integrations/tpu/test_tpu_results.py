@@ -1,12 +1,12 @@
-"""Results are each replica's own, cut to what they truly are."""
+"""Outputs of branches fit together, and each replica's results are cut to their true sizes."""
 
 import numpy as np
 import pytest
 import torch
 
-from mirror.errors import StrategyError
+from mirror.errors import StrategyError, StructureError
 from mirror.integrations.tpu.tpu_arguments import TpuArguments
-from mirror.integrations.tpu.tpu_results import ProgramOutput, regroup_outputs
+from mirror.integrations.tpu.tpu_results import ProgramOutput, find_widest, regroup_outputs
 
 ARGUMENTS = TpuArguments(None, (), (((2,),), ((1,),), None), (0, 1, 2), [], [], (2.0, 1.0, 0.0))
 OUTPUTS = [
@@ -30,3 +30,26 @@ def test_a_backward_pass_from_results_says_where_it_belongs():
         found["y"].values[0].sum().backward()
     with torch.no_grad():
         assert found["y"].values[0].sum() == 3
+
+
+def test_the_largest_of_all_branches():
+    a = ProgramOutput((0, 0), [np.empty((3, 1)), ["x"]])
+    b = ProgramOutput((0, 0), [np.empty((2, 4)), ["y"]])
+    assert find_widest([a, None, b]) == [((3, 4), np.float64)]
+
+
+@pytest.mark.parametrize(
+    ("other", "rule"),
+    [
+        (ProgramOutput([0, 0], [np.empty(1), ["x"]]), "different structures"),
+        (ProgramOutput((0, 0), [np.empty((1, 1)), ["x"]]), "number of dimensions"),
+        (
+            ProgramOutput((0, 0), [np.empty(1, "int64"), ["x"]]),
+            "a float64 tensor .* a int64 tensor",
+        ),
+        (ProgramOutput((0, 0), [[5], ["x"]]), "got 5 and a float64 tensor"),
+    ],
+)
+def test_what_does_not_fit_is_refused(other, rule):
+    with pytest.raises(StructureError, match=rule):
+        find_widest([ProgramOutput((0, 0), [np.empty(1), ["x"]]), other])
