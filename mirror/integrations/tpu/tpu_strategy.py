@@ -226,7 +226,7 @@ class TPUStrategy(NoCopy):
     # Keeping
 
     def check_replicas(self) -> int:
-        """Compares what the devices have; returns the number of tensors compared.
+        """Compares the copies on the devices; returns the number of compared tensors.
 
         Raises:
             ReplicaMismatchError: the bits of a tensor differ between two devices.
@@ -245,7 +245,7 @@ class TPUStrategy(NoCopy):
         return len(arrays)
 
     def close(self) -> None:
-        """Forgets the copies on the devices, and the programs; idempotent."""
+        """Drops the copies on the devices, and the programs. Idempotent."""
         self._is_closed = True
         self._programs.clear()
         self._host.close()
